@@ -1,0 +1,75 @@
+# The commands that people meet. Every target sets up what it needs; `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+FRAMEWORK ?= pytorch
+ENGINE ?= docker
+HOSTS ?= 2
+PROCS_PER_HOST ?= 2
+IMAGE ?= $(FRAMEWORK)
+WORKERS ?= 2
+
+BIN := .venv/bin
+SHOAL := $(BIN)/shoal
+CHANNEL := .cache/digits
+
+.PHONY: help setup engine known-image image images train test test-fast test-integration check render lock bench-launch bench-images clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with the three packages and what tests need
+	@scripts/setup.sh
+
+engine: ## make a Docker Engine answer (installs and starts Debian's as root)
+	@scripts/engine.sh
+
+# The name is checked before an engine is set up for it.
+known-image: setup
+	@$(SHOAL) list $(IMAGE) >/dev/null
+
+image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow, or IMAGE=<tag>
+	@$(SHOAL) build $(IMAGE)
+
+images: setup engine ## build all images of buildspec.yml
+	@$(SHOAL) build
+
+train: known-image ## train the digits on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
+ifneq ($(FRAMEWORK),pytorch)
+	$(error make train has a training script for FRAMEWORK=pytorch only so far; make image builds the others)
+endif
+ifneq ($(ENGINE),none)
+	@scripts/engine.sh
+endif
+	@$(BIN)/python examples/digits/prepare.py $(CHANNEL)
+	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point train.py \
+	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
+
+test: check test-fast test-integration ## everything: checks, tests without Docker, tests with real containers
+
+check: setup ## ruff, mypy strict, rendered Dockerfiles fresh
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(SHOAL) render --check
+
+test-fast: setup ## the tests that need no Docker
+	@$(BIN)/pytest tests/images tests/toolkit tests/library -n $(WORKERS)
+
+test-integration: images ## the tests with real containers
+	@$(BIN)/pytest tests/integration
+
+render: setup ## render the Dockerfiles from the templates
+	@$(SHOAL) render
+
+lock: setup ## resolve all images' requirements to locked files with hashes
+	@$(SHOAL) lock
+
+bench-launch: image ## how fast `train` launches, in containers of the image
+	@$(BIN)/python benchmarks/launch.py $(IMAGE)
+
+bench-images: image ## image size against its wheels, rebuild time after a change in toolkit/
+	@$(BIN)/python benchmarks/images.py $(IMAGE)
+
+clean: ## remove .venv, caches and job directories (images stay: docker image rm)
+	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,64 @@
+"""The Docker Engine: connecting to it, and what must hold before a build starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import docker
+import docker.errors
+import requests
+from packaging.version import Version
+
+from shoal.errors import DiskError, EngineError
+
+GIB = 1024**3
+
+
+def connect(timeout: int | None = 600) -> docker.DockerClient:
+    """Return a client of the engine that the environment names. Raises `EngineError`. One client a thread.
+
+    `timeout` is in seconds and bounds the silence on one connection (None: no bound): a RUN step is silent for minutes.
+    """
+    try:
+        # The annotation of the SDK leaves out None, which it documents as "no limit".
+        return docker.from_env(timeout=timeout)  # type: ignore[arg-type]
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+        raise EngineError(
+            f"no Docker Engine answers at {where}: {error}\n"
+            "What to do: start one (as root on Debian or Ubuntu: scripts/engine.sh installs and starts it), point"
+            " DOCKER_HOST at one, or run the same job without Docker: make train ENGINE=none"
+        ) from error
+
+
+def has_buildkit(client: docker.DockerClient) -> bool:
+    """Return whether the engine carries BuildKit: Docker's own since API 1.39, unless DOCKER_BUILDKIT=0 says no.
+
+    The `Builder-Version` of its ping is no sign of it: Engine 20.10 has BuildKit, but names it only when it is the
+    command line's default. Engines that only speak Docker's API (Podman's) say so in the name of their component.
+    """
+    if os.environ.get("DOCKER_BUILDKIT") == "0":
+        return False
+    version = client.version()
+    names = {component["Name"] for component in version.get("Components", ())}
+    return "Engine" in names and Version(version["ApiVersion"]) >= Version("1.39")
+
+
+def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
+    """Raise `DiskError` when the engine's disk has less than `needed_gib` GiB free; a remote engine is not checked."""
+    root = Path(client.info()["DockerRootDir"])
+    if root.is_dir() and client.api.base_url.startswith("http+docker"):
+        check_free(root, needed_gib)
+
+
+def check_free(directory: Path, needed_gib: int) -> None:
+    """Raise `DiskError` when the disk under `directory` has less than `needed_gib` GiB free."""
+    free = shutil.disk_usage(directory).free
+    if free < needed_gib * GIB:
+        raise DiskError(
+            f"{directory}: {free / GIB:.1f} GiB free, and this build needs {needed_gib} GiB"
+            " (disk_gib in buildspec.yml)."
+            " What to do: docker system df shows what Docker holds; docker image prune, docker builder prune free it."
+        )

@@ -1,0 +1,172 @@
+"""A training job as the host sees it: what is asked for, the /opt/ml tree of each host, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shoal import distribution
+from shoal.errors import UsageError, did_you_mean
+
+RESERVED = "sagemaker_"
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What the user asks for.
+
+    `channels` maps channel names to directories of this machine; `hyperparameters` are the script's own, as they were
+    given; `environment` goes into every host; `shm_size` is the size of /dev/shm in Docker's notation.
+    """
+
+    source: Path
+    entry_point: str
+    hosts: int = 1
+    procs_per_host: int | None = None
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
+    distribution: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    output: Path = Path("jobs")
+    shm_size: str = "1g"
+
+    def check(self) -> None:
+        """Raise `UsageError` for a source, entry point or channel that is not there."""
+        if not self.source.is_dir():
+            raise UsageError(f"--source {self.source}: no such directory")
+        # `-m module` and files that requirements install are the container's to judge.
+        if not self.entry_point.startswith("-m ") and not (self.source / self.entry_point).exists():
+            names = sorted(path.name for path in self.source.iterdir())
+            hint = did_you_mean(self.entry_point, names)
+            raise UsageError(
+                f"--entry-point {self.entry_point}: not in {self.source}.{hint} It holds: {', '.join(names)}"
+            )
+        for name, directory in self.channels.items():
+            if not directory.is_dir():
+                raise UsageError(f"--channel {name}={directory}: no such directory")
+
+    @property
+    def host_names(self) -> list[str]:
+        return [f"algo-{number}" for number in range(1, self.hosts + 1)]
+
+    def encoded_hyperparameters(self, job_name: str) -> dict[str, str]:
+        """Return hyperparameters.json's content: every value JSON-encoded once more, as the SDK sends it."""
+        launch = distribution.with_processes_per_host(self.distribution, self.procs_per_host)
+        own = {key: _encode_value(value) for key, value in self.hyperparameters.items()}
+        reserved = {
+            "sagemaker_submit_directory": "/opt/ml/code",
+            "sagemaker_program": self.entry_point,
+            "sagemaker_container_log_level": 20,
+            "sagemaker_job_name": job_name,
+            "sagemaker_region": "us-west-2",
+        }
+        return own | distribution.encode(reserved | distribution.hyperparameters(launch))
+
+
+def _encode_value(text: str) -> str:
+    """Return `text` as JSON: as it is where it is JSON already (0.1, true, {"a": 1}), else as a JSON string."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return json.dumps(text)
+    return text
+
+
+def new_name(request: JobRequest) -> str:
+    """Return a name no other job has: the source directory's name, the time, a few random characters."""
+    return f"{request.source.resolve().name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def write_tree(root: Path, request: JobRequest, job_name: str, hosts: list[str], current_host: str) -> None:
+    """Lay out the tree that SageMaker mounts at /opt/ml: code, configuration, empty output directories.
+
+    Channels are not copied; whoever starts the host makes `input/data/<channel>` appear.
+    """
+    shutil.copytree(request.source, root / "code", ignore=shutil.ignore_patterns("__pycache__", ".git"))
+    for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
+        (root / directory).mkdir(parents=True)
+    resources = {
+        "current_host": current_host,
+        "hosts": hosts,
+        "network_interface_name": "eth0",
+        "current_instance_type": "local",
+    }
+    inputs = {
+        name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+        for name in request.channels
+    }
+    for name, document in (
+        ("hyperparameters", request.encoded_hyperparameters(job_name)),
+        ("resourceconfig", resources),
+        ("inputdataconfig", inputs),
+    ):
+        (root / "input" / "config" / f"{name}.json").write_text(json.dumps(document))
+
+
+def collect(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:
+    """Pack model/ and output/data/ of all hosts' trees into model.tar.gz and output.tar.gz; return those made.
+
+    The same path on several hosts is taken from the first of them. A part without files makes no archive.
+    """
+    archives = {}
+    for name, part in (("model.tar.gz", "model"), ("output.tar.gz", "output/data")):
+        files: dict[str, Path] = {}
+        for tree in trees.values():
+            for path in sorted((tree / part).rglob("*")):
+                if path.is_file():
+                    files.setdefault(str(path.relative_to(tree / part)), path)
+        if files:
+            archives[name] = directory / name
+            with tarfile.open(archives[name], "w:gz", compresslevel=6) as archive:
+                for arcname, path in sorted(files.items()):
+                    archive.add(path, arcname)
+    return archives
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: the exit code that every host gave (or the first failing one), where its files lie, and facts.
+
+    `launch` is what `train` wrote of itself (output/job.json of the first host), `metrics` is output/data/metrics.json
+    where the script wrote one; both are empty where there is none. `messages` are the hosts' failure files.
+    """
+
+    name: str
+    exit_code: int
+    directory: Path
+    archives: Mapping[str, Path]
+    launch: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    messages: Mapping[str, str]
+
+
+def outcome(name: str, exit_codes: Mapping[str, int], directory: Path, trees: Mapping[str, Path]) -> Outcome:
+    """Read what the hosts left behind."""
+    first = next(iter(trees.values()))
+    failures = {host: tree / "output" / "failure" for host, tree in trees.items()}
+    return Outcome(
+        name=name,
+        exit_code=next((code for code in exit_codes.values() if code), 0),
+        directory=directory,
+        archives=collect(directory, trees),
+        launch=_read_object(first / "output" / "job.json"),
+        metrics=_read_object(first / "output" / "data" / "metrics.json"),
+        messages={host: path.read_text(errors="replace") for host, path in failures.items() if path.is_file()},
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        return {"unreadable": f"{path}: {error}"}
+    return document if isinstance(document, dict) else {"unreadable": f"{path}: not an object"}

@@ -1,0 +1,146 @@
+"""What this machine knows about its networks, read so that builds are served by it too.
+
+Package mirrors, pip's configuration, the CA bundle and proxies enter a build as files under `machine/` of the context,
+mounted for the length of a step, and as the proxy build arguments that an engine never records.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SUITE = "bookworm"
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY")
+_INDEX_KEYS = ("index-url", "extra-index-url", "trusted-host", "timeout", "default-timeout")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The host's configuration, as far as builds use it.
+
+    `find_links` are directories with wheels; `apt_sources` are one-line sources of Debian's suite; `left_out` says in
+    words what of the configuration a container cannot use.
+    """
+
+    pip: tuple[tuple[str, str], ...]
+    find_links: tuple[Path, ...]
+    apt_sources: tuple[str, ...]
+    apt_proxies: tuple[str, ...]
+    ca_bundle: bytes | None
+    proxies: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of the context's `machine/` directory, by name."""
+        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf()}
+        if self.apt_sources:
+            files["sources.list"] = "\n".join(self.apt_sources) + "\n"
+        encoded = {name: text.encode() for name, text in files.items()}
+        return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
+
+    def _pip_conf(self) -> str:
+        lines = ["[global]", *(f"{key} = {value}" for key, value in self.pip)]
+        if self.ca_bundle:
+            lines.append("cert = /run/machine/ca.crt")
+        return "\n".join(lines) + "\n"
+
+    def _apt_conf(self) -> str:
+        lines = list(self.apt_proxies)
+        if self.apt_sources:
+            lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
+        if self.ca_bundle:
+            lines.append('Acquire::https::CAInfo "/run/machine/ca.crt";')
+        return "\n".join(lines) + "\n"
+
+
+def read() -> Machine:
+    """Read this machine's configuration (runs `pip config list` and, where there is one, `apt-config dump`)."""
+    pip = _pip_config()
+    kept, left_out = _remote_indexes(pip)
+    find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
+    certificate = pip.get("cert") or os.environ.get("SSL_CERT_FILE")
+    return Machine(
+        pip=tuple(sorted(kept.items())),
+        find_links=find_links,
+        apt_sources=tuple(debian_sources()),
+        apt_proxies=tuple(_apt_proxies()),
+        ca_bundle=Path(certificate).read_bytes() if certificate and Path(certificate).is_file() else None,
+        proxies=tuple(sorted(_proxy_variables())),
+        left_out=tuple(left_out),
+    )
+
+
+def _pip_config() -> dict[str, str]:
+    """Return pip's settings with the precedence that pip gives them: file, then environment."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    settings: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    for scope, key, value in re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", listing, re.MULTILINE):
+        words = value.replace("\\n", " ").strip()
+        (environment if scope == ":env:" else settings)[key] = words
+    return settings | environment
+
+
+def _remote_indexes(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    kept, left_out = {}, []
+    for key in _INDEX_KEYS:
+        words = pip.get(key, "").split()
+        local = [word for word in words if word.startswith("file:")]
+        left_out += [
+            f"pip's {key} {word}: a directory of this machine, which a container cannot read" for word in local
+        ]
+        if remote := [word for word in words if word not in local]:
+            kept[key] = " ".join(remote)
+    return kept, left_out
+
+
+def _proxy_variables() -> Iterator[tuple[str, str]]:
+    for name in _PROXIES:
+        for spelling in (name, name.lower()):
+            if value := os.environ.get(spelling):
+                yield spelling, value
+
+
+def _apt_proxies() -> Iterator[str]:
+    try:
+        dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return
+    for line in dump.splitlines():
+        if re.match(r"Acquire::https?::Proxy\b", line, re.IGNORECASE):
+            yield line
+
+
+def debian_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
+    """Yield this machine's sources of Debian's suite as one-line entries; other suites and vendors are left out."""
+    for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
+        if path.suffix == ".list" and path.is_file():
+            yield from _one_line_sources(path.read_text())
+        elif path.suffix == ".sources":
+            yield from _deb822_sources(path.read_text())
+
+
+def _is_debian(suite: str) -> bool:
+    return suite in (SUITE, f"{SUITE}-updates", f"{SUITE}-security")
+
+
+def _one_line_sources(text: str) -> Iterator[str]:
+    for uri, suite, components in re.findall(r"^deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s+([^#\n]+)", text, re.MULTILINE):
+        if _is_debian(suite):
+            yield f"deb {uri} {suite} {components.strip()}"
+
+
+def _deb822_sources(text: str) -> Iterator[str]:
+    for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
+        fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
+        if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":
+            continue
+        for uri in fields.get("URIs", "").split():
+            for suite in filter(_is_debian, fields.get("Suites", "").split()):
+                yield f"deb {uri} {suite} {' '.join(fields.get('Components', 'main').split())}"

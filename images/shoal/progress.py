@@ -1,0 +1,92 @@
+"""How a build looks while it runs: one live line on a terminal, plain lines elsewhere; the whole log in a file."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from shoal.events import Event, Failed, Output, Step
+
+TAIL_LINES = 20
+
+
+class BuildProgress:
+    """Shows the events of one image's build, and keeps its log and what a failure must tell.
+
+    Use as a context manager. `failed_step` and `tail` (the last lines it printed) describe the failing step.
+    """
+
+    def __init__(self, tag: str, log: Path, console: Console) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.failed_step: Step | None = None
+        self.failure: str = ""
+        self._tag, self._console = tag, console
+        self._log = log.open("w", encoding="utf-8")
+        self._tails: dict[str, deque[str]] = {}
+        self._started = time.monotonic()
+        self._live = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.fields[tag]}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[command]}", markup=False),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._live.add_task("", total=1, tag=tag, command="sending the context")
+
+    def __enter__(self) -> BuildProgress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        self._log.close()
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines that the failing step printed."""
+        return list(self._tails.get(self.failed_step.key, ())) if self.failed_step else []
+
+    def show(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, Step):
+            self._step(event)
+        elif isinstance(event, Output):
+            self._write(f"    {event.line}")
+            self._tails.setdefault(event.key, deque(maxlen=TAIL_LINES)).append(event.line)
+            if event.line.strip():
+                self._live.update(self._task, command=event.line.strip()[:100])
+        elif isinstance(event, Failed):
+            self.failure = event.message
+            self._write(f"failed: {event.message}")
+
+    def _step(self, step: Step) -> None:
+        if step.state == "failed" and (self.failed_step is None or step.number):
+            self.failed_step = step
+        line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"
+        self._write(line)
+        if not step.number:
+            return
+        self._live.update(self._task, total=step.total, completed=step.number - 1, command=one_line(step.command)[:100])
+        if not self._console.is_terminal:
+            self._console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, line: str) -> None:
+        self._log.write(f"{time.monotonic() - self._started:8.1f} {line}\n")
+
+
+def one_line(command: str, width: int = 120) -> str:
+    """Return a Dockerfile instruction as one line of at most `width` characters, mounts left out."""
+    words = [word for word in command.replace("\\\n", " ").split() if not word.startswith("--mount=")]
+    text = " ".join(words)
+    return text if len(text) <= width else text[: width - 1] + "…"

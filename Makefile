@@ -54,7 +54,7 @@ check: setup ## ruff, mypy strict, rendered Dockerfiles fresh
 	@$(SHOAL) render --check
 
 test-fast: setup ## the tests that need no Docker
-	@$(BIN)/pytest tests/images tests/toolkit tests/library -n $(WORKERS)
+	@$(BIN)/pytest tests/test_walls.py tests/images tests/toolkit tests/library -n $(WORKERS)
 
 test-integration: images ## the tests with real containers
 	@$(BIN)/pytest tests/integration

@@ -56,8 +56,6 @@ def build(project: Project, spec: BuildSpec, image: ImageSpec, console: Console)
     if present is None:
         engine.check_disk(client, image.disk_gib)
     host = machine.read()
-    for words in host.left_out:
-        say(f"{image.tag}: not used in builds: {words}")
     options = {
         "t": image.tag,
         "version": "2" if has_buildkit else "1",
@@ -68,12 +66,16 @@ def build(project: Project, spec: BuildSpec, image: ImageSpec, console: Console)
     }
     log = project.cache / "logs" / f"{image.directory}.log"
     with TemporaryFile() as archive, BuildProgress(image.tag, log, console) as progress:
+        for words in host.left_out:
+            progress.note(f"not used in builds: {words}")
         context.write_tar(context.files(sources, spec, image, host), archive)
         archive.seek(0)
         _run(client, archive, options, progress)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = client.images.get(image.tag)
+    if present is not None and present.id != result.id:
+        _remove_replaced(client, str(present.id))
     return Built(image.tag, str(result.id), False, time.monotonic() - started)
 
 
@@ -83,6 +85,18 @@ def find(client: docker.DockerClient, tag: str) -> docker.models.images.Image | 
         return client.images.get(tag)
     except docker.errors.ImageNotFound:
         return None
+
+
+def _remove_replaced(client: docker.DockerClient, image_id: str) -> None:
+    """Remove the image that lost its tag to a new one, unless another tag or a container still holds it."""
+    try:
+        if not client.images.get(image_id).tags:
+            client.images.remove(image_id)
+    except docker.errors.ImageNotFound:
+        return
+    except docker.errors.APIError as error:
+        if error.status_code != requests.codes.conflict:
+            raise
 
 
 def _run(client: docker.DockerClient, archive: IO[bytes], options: Mapping[str, str], progress: BuildProgress) -> None:

@@ -17,7 +17,8 @@ from shoal.errors import EngineError
 def run(request: job.JobRequest, console: Console) -> job.Outcome:
     """Run `request` here. Its hosts become one with all their ranks, so the job has the same world size.
 
-    `request` is checked by the caller. Raises `EngineError` where this environment has no `train`. An interrupt reaches `train`, which ends its ranks.
+    `request` is checked by the caller. Raises `EngineError` where this environment has no `train`. An interrupt reaches
+    `train`, which ends its ranks.
     """
     train = Path(sys.executable).with_name("train")
     if not train.exists():

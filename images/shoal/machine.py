@@ -6,6 +6,7 @@ mounted for the length of a step, and as the proxy build arguments that an engin
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -58,8 +59,9 @@ class Machine:
         return "\n".join(lines) + "\n"
 
 
+@functools.cache
 def read() -> Machine:
-    """Read this machine's configuration (runs `pip config list` and, where there is one, `apt-config dump`)."""
+    """Read this machine's configuration, once a process (runs `pip config list` and, where there is one, `apt-config dump`)."""
     pip = _pip_config()
     kept, left_out = _remote_indexes(pip)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())

@@ -70,6 +70,10 @@ class BuildProgress:
             self.failure = event.message
             self._write(f"failed: {event.message}")
 
+    def note(self, text: str) -> None:
+        """Write a line into the log file only."""
+        self._write(text)
+
     def _step(self, step: Step) -> None:
         if step.state == "failed" and (self.failed_step is None or step.number):
             self.failed_step = step

@@ -36,8 +36,8 @@ STRAGGLER_SECONDS = 60
 def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     """Run `request` in containers of `image`; stream their logs with the host in front; return the outcome.
 
-    `request` is checked by the caller. Raises `EngineError` before anything starts. An interrupt stops the hosts, removes them and the
-    network, and is raised again.
+    `request` is checked by the caller. Raises `EngineError` before anything starts. An interrupt stops the hosts,
+    removes them and the network, and is raised again.
     """
     client = engine.connect()
     name = job.new_name(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from shoal.job import JobRequest, Outcome
 
@@ -13,8 +12,8 @@ def rows(request: JobRequest, outcome: Outcome, build_seconds: float | None) -> 
     launch, metrics = outcome.launch, outcome.metrics
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
     table = [(label, _number(metrics[key])) for key, label in known.items() if key in metrics]
-    ranks = launch.get("ranks", request.hosts)
-    hosts = launch.get("hosts", request.hosts)
+    hosts = len(launch.get("hosts", request.host_names))
+    ranks = int(launch.get("ranks", hosts))
     table.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
     seconds = (
         ("build", build_seconds),
@@ -32,10 +31,11 @@ def show(console: Console, request: JobRequest, outcome: Outcome, build_seconds:
     """Print the failure, if there is one, and the table."""
     for host, message in outcome.messages.items():
         console.print(f"\n{host} failed: {message}", markup=False, highlight=False, soft_wrap=True)
-    table = Table(title=outcome.name, show_header=False, title_justify="left")
-    for name, value in rows(request, outcome, build_seconds):
-        table.add_row(name, value)
-    console.print(table, soft_wrap=True)
+    lines = rows(request, outcome, build_seconds)
+    width = max(len(name) for name, _ in lines)
+    console.rule(outcome.name, align="left")
+    for name, value in lines:  # not a rich table: that would break paths on a narrow terminal
+        console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _number(value: object) -> str:

@@ -138,7 +138,7 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_INDEX_URL", "https://env.example/simple")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///srv/simple https://more.example/simple")
-    host = machine.read()
+    host = machine.read.__wrapped__()
     assert dict(host.pip) == {
         "index-url": "https://env.example/simple",
         "extra-index-url": "https://more.example/simple",

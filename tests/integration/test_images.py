@@ -1,0 +1,103 @@
+"""What is inside the built images: the CUDA 11 ones themselves, run on the CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import docker
+import pytest
+
+from shoal import machine
+from shoal.spec import BuildSpec
+
+LOAD_NVIDIA = """
+import ctypes, glob, json, sys
+paths = sorted(glob.glob("/opt/venv/lib/python3.11/site-packages/nvidia/*/lib/lib*.so*"))
+failed = {}
+for path in paths:
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        failed[path] = str(error)
+print(json.dumps({"count": len(paths), "failed": failed}))
+"""
+
+
+def run(client: docker.DockerClient, image: str, *command: str) -> str:
+    """Return what a command prints in a container of `image`; a failing command raises."""
+    return client.containers.run(image, list(command), remove=True, stderr=False).decode()
+
+
+@pytest.fixture(params=["pytorch", "tensorflow", "pytorch-training:2.13.0-cpu-py311-debian12"])
+def image(request: pytest.FixtureRequest, matrix: BuildSpec) -> str:
+    return matrix.select(request.param).tag
+
+
+def test_pytorch_is_built_for_cuda_11(client: docker.DockerClient, pytorch: str) -> None:
+    program = "import torch; print(torch.__version__, torch.version.cuda, torch.distributed.is_nccl_available())"
+    assert run(client, pytorch, "python", "-c", program).split() == ["2.0.1+cu117", "11.7", "True"]
+
+
+def test_tensorflow_is_built_for_cuda_11(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    program = "import tensorflow as tf; print(tf.__version__, tf.sysconfig.get_build_info()['cuda_version'])"
+    output = run(client, matrix.select("tensorflow").tag, "python", "-c", program)
+    assert output.split() == ["2.14.1", "11.8"]
+
+
+def test_the_cpu_image_has_no_cuda(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+    program = "import torch; print(torch.__version__, torch.version.cuda)"
+    assert run(client, image, "python", "-c", program).split() == ["2.13.0+cpu", "None"]
+    assert json.loads(run(client, image, "python", "-c", LOAD_NVIDIA))["count"] == 0
+
+
+@pytest.mark.parametrize(("framework", "least"), [("pytorch", 20), ("tensorflow", 20)])
+def test_every_nvidia_library_loads(client: docker.DockerClient, matrix: BuildSpec, framework: str, least: int) -> None:
+    found: dict[str, Any] = json.loads(run(client, matrix.select(framework).tag, "python", "-c", LOAD_NVIDIA))
+    assert found["failed"] == {}
+    assert found["count"] >= least
+
+
+def test_pip_check_passes(client: docker.DockerClient, image: str) -> None:
+    assert "No broken requirements found." in run(client, image, "pip", "check")
+
+
+def test_mpirun_works_by_hand(client: docker.DockerClient, image: str) -> None:
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), flush=True)"
+    output = run(client, image, "mpirun", "--oversubscribe", "-np", "2", "python", "-m", "mpi4py", "-c", program)
+    assert output.replace("\n", "") == "22"
+
+
+def test_our_packages_carry_metadata(client: docker.DockerClient, image: str) -> None:
+    program = "from importlib.metadata import version as v; print(v('shoal-toolkit'), v('shoal-smdistributed'))"
+    assert len(run(client, image, "python", "-c", program).split()) == 2
+
+
+def test_no_key_and_no_ssh_is_inside(client: docker.DockerClient, image: str) -> None:
+    script = (
+        "find / -xdev -name 'ssh_host_*' -o -xdev -name 'id_*sa' -o -xdev -name authorized_keys; command -v sshd ssh"
+    )
+    assert run(client, image, "sh", "-c", f"{script} || true").split() == []
+
+
+def test_nothing_of_this_machine_stays_inside(client: docker.DockerClient, image: str) -> None:
+    listing = run(client, image, "sh", "-c", "find /run/machine /run/layer /root/.cache /etc/pip.conf -type f || true")
+    assert listing.split() == []
+    history = json.dumps(client.images.get(image).history())
+    host = machine.read()
+    for words in [*(value for _, value in host.pip), *(value for _, value in host.proxies)]:
+        assert not words.startswith("http") or words not in history
+    if host.ca_bundle:
+        certificates = run(client, image, "cat", "/etc/ssl/certs/ca-certificates.crt").encode()
+        assert host.ca_bundle != certificates
+
+
+def test_labels_and_command(client: docker.DockerClient, image: str) -> None:
+    found = client.images.get(image)
+    tag = image.split(":")[1]
+    assert found.labels["org.opencontainers.image.version"] == tag
+    assert found.labels["org.opencontainers.image.base.name"]
+    assert any(label.startswith("com.amazonaws.ml.engines.sagemaker.dlc.framework.") for label in found.labels)
+    assert found.attrs["Config"]["Cmd"] == ["train"]
+    assert not found.attrs["Config"]["Entrypoint"]

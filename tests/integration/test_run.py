@@ -1,0 +1,114 @@
+"""`shoal run`: whole jobs in containers, and what is left behind (nothing but the job's directory)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import docker
+import pytest
+
+from .conftest import ROOT
+
+SHOAL = Path(sys.executable).with_name("shoal")
+
+
+def job_objects(client: docker.DockerClient) -> set[str]:
+    """Every container and network that belongs to a job."""
+    containers = client.containers.list(all=True, filters={"label": "shoal.job"})
+    networks = client.networks.list(filters={"label": "shoal.job"})
+    return {str(container.name) for container in containers} | {str(network.name) for network in networks}
+
+
+def command(image: str, source: Path, output: Path, *options: str) -> list[str | Path]:
+    base: list[str | Path] = [SHOAL, "run", image, "--source", source, "--entry-point", "train.py", "--output", output]
+    return [*base, *options]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "code"
+    directory.mkdir()
+    return directory
+
+
+def test_the_digits_job_on_two_hosts(client: docker.DockerClient, pytorch: str, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    subprocess.run([sys.executable, ROOT / "examples" / "digits" / "prepare.py", channel], check=True)
+    options = ["--hosts", "2", "--procs-per-host", "2", "--channel", f"training={channel}"]
+    arguments = command(pytorch, ROOT / "examples" / "digits", tmp_path / "jobs", *options)
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (directory,) = (tmp_path / "jobs").iterdir()
+    metrics = json.loads((directory / "algo-1" / "output" / "data" / "metrics.json").read_text())
+    assert metrics["test_accuracy"] >= 0.96
+    assert metrics["world_size"] == 4
+    with tarfile.open(directory / "model.tar.gz") as archive:
+        assert "model.pt" in archive.getnames()
+    with tarfile.open(directory / "output.tar.gz") as archive:
+        assert "metrics.json" in archive.getnames()
+    for words in ("test accuracy", "2 × 2", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz")):
+        assert words in result.stdout
+    assert "algo-1 | " in result.stdout
+    assert job_objects(client) == set()
+
+
+def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text("import os, sys\nsys.exit(42 if os.environ['RANK'] == '1' else 0)\n")
+    arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 42, result.stdout + result.stderr
+    (directory,) = (tmp_path / "jobs").iterdir()
+    for host in ("algo-1", "algo-2"):
+        assert (directory / host / "output" / "failure").exists()
+        assert not (directory / host / "output" / "success").exists()
+    assert job_objects(client) == set()
+
+
+def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text("import os, sys\nprint('got', *sys.argv[1:], os.environ['WORLD_SIZE'])\n")
+    distribution = json.dumps({"mpi": {"enabled": True, "processes_per_host": 2}})
+    options = ["--distribution", distribution, "--hyperparameter", "name=a b", "--hyperparameter", "lr=0.10"]
+    arguments = command(pytorch, source, tmp_path / "jobs", *options)
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("got --lr 0.1 --name a b 2") == 2
+
+
+def test_an_interrupt_removes_hosts_and_network(
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
+) -> None:
+    (source / "train.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+    arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "started" in line:
+            break
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert job_objects(client) == set()
+    assert time.monotonic() - started < 40
+
+
+def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text("")
+    result = subprocess.run(
+        command("nowhere:1", source, tmp_path / "jobs"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert result.returncode == 4
+    assert "the engine has no image nowhere:1" in result.stderr
+    assert job_objects(client) == set()

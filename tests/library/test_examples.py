@@ -1,0 +1,101 @@
+"""The examples, run as users run them: they learn, and leave their files where the contract says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import runpy
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Alone, Mpirun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py"
+BAR = 0.96
+
+
+def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:
+    metrics = json.loads((output_dir / "metrics.json").read_text())
+    assert metrics["test_accuracy"] >= BAR
+    assert metrics["images_per_second"] > 0 and metrics["training_seconds"] > 0
+    assert (metrics["epochs"], metrics["world_size"]) == (epochs, world_size)
+    weights = torch.load(model_dir / "model.pt")
+    assert weights["scores.weight"].shape == (10, 64)
+    assert not any(name.startswith("module.") for name in weights)
+
+
+def test_digits_alone(alone: Alone, tmp_path: Path) -> None:
+    log = alone(DIGITS / "train.py", "--epochs", "8", "--lr", "0.003")
+    assert log.count("epoch ") == 8
+    check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)
+
+
+@pytest.mark.mpi
+def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    alone(DIGITS / "prepare.py", channel)
+    contract = {f"SM_{name}": str(tmp_path / name) for name in ("MODEL_DIR", "OUTPUT_DATA_DIR")}
+    log = mpirun(2, DIGITS / "train.py", "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
+    assert log.count("epoch ") == 10, "rank 0 alone prints"
+    check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
+
+
+def test_prepare_writes_the_same_bytes(alone: Alone, tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    alone(DIGITS / "prepare.py", tmp_path / "a")
+    alone(DIGITS / "prepare.py", tmp_path / "b")
+    path = tmp_path / "a" / "digits.npz"
+    assert path.read_bytes() == (tmp_path / "b" / "digits.npz").read_bytes()
+    assert {member.date_time[0] for member in zipfile.ZipFile(path).infolist()} == {1980}, "the time of day is in it"
+    with np.load(path) as digits:
+        assert np.array_equal(digits["images"], load_digits().images)
+        assert np.array_equal(digits["labels"], load_digits().target)
+
+
+def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="unrecognized arguments: --epoch-count 3"):
+        alone(DIGITS / "train.py", "--epoch-count", "3")
+    with pytest.raises(AssertionError, match=r"digits\.npz is missing: write it with `python prepare\.py"):
+        alone(DIGITS / "train.py", SM_CHANNEL_TRAINING=str(tmp_path))
+
+
+def test_cifar10_makes_its_data(alone: Alone, tmp_path: Path) -> None:
+    log = alone(CIFAR10)
+    assert "not CIFAR-10" in log
+    assert float(log.split()[-1]) >= 0.9
+    assert torch.load(tmp_path / "model" / "model.pt")["scores.weight"].shape == (10, 64)
+
+
+def test_cifar10_reads_the_python_version(tmp_path: Path) -> None:
+    read_batches = runpy.run_path(str(CIFAR10))["read_batches"]
+    unpacked = tmp_path / "cifar-10-batches-py"
+    unpacked.mkdir()
+    rows = np.random.RandomState(0).randint(256, size=(6, 3072), dtype=np.uint8)
+    for number, part in ((1, slice(0, 4)), (2, slice(4, 6))):
+        batch = {b"data": rows[part], b"labels": list(range(6))[part]}
+        (unpacked / f"data_batch_{number}").write_bytes(pickle.dumps(batch))
+    images, labels = read_batches(tmp_path, "data_batch_*").tensors
+    assert labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert images.shape == (6, 3, 32, 32)
+    assert images[5, 2, 0, 1] == torch.tensor(rows[5, 2 * 1024 + 1] / 255, dtype=torch.float32)
+    with pytest.raises(FileNotFoundError, match="no test_batch in"):
+        read_batches(tmp_path, "test_batch")
+
+
+def test_the_recipe_is_the_guides() -> None:
+    """The lines of AWS's guide to extending a prebuilt container, word for word."""
+    lines = (EXAMPLES / "extend-pytorch" / "Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line and not line.startswith("#")][1:] == [
+        'ENV PATH="/opt/ml/code:${PATH}"',
+        "ENV SAGEMAKER_SUBMIT_DIRECTORY /opt/ml/code",
+        "COPY cifar10.py /opt/ml/code/cifar10.py",
+        "ENV SAGEMAKER_PROGRAM cifar10.py",
+    ]

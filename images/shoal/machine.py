@@ -61,7 +61,7 @@ class Machine:
 
 @functools.cache
 def read() -> Machine:
-    """Read this machine's configuration, once a process (runs `pip config list` and, where there is one, `apt-config dump`)."""
+    """Read this machine's configuration, once a process; pip and, where there is one, apt-config are asked."""
     pip = _pip_config()
     kept, left_out = _remote_indexes(pip)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())

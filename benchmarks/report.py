@@ -1,0 +1,63 @@
+"""The form of a benchmark's result: one `RESULT` line per figure, and the machine it was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MISSED = 3
+"""The exit code when a goal is missed."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure, smaller is better.
+
+    `goal` bounds `ours`; with a `rival`, `ceiling` bounds ours ÷ rival. A figure without a bound is information.
+    """
+
+    name: str
+    ours: float
+    unit: str
+    goal: float | None = None
+    rival: float | None = None
+    rival_name: str = "rival"
+    ceiling: float | None = None
+
+    @property
+    def met(self) -> bool:
+        within_goal = self.goal is None or self.ours <= self.goal
+        return within_goal and (self.ceiling is None or self.rival is None or self.ours <= self.ceiling * self.rival)
+
+    def __str__(self) -> str:
+        words = [f"RESULT name={self.name}", f"ours={self.ours:.4g}"]
+        if self.rival is not None:
+            words += [f"{self.rival_name}={self.rival:.4g}"]
+        words.append(f"unit={self.unit}")
+        if self.rival:
+            words.append(f"ours/{self.rival_name}={self.ours / self.rival:.3g}")
+        if self.goal is not None:
+            words.append(f"goal=<={self.goal:g}")
+        if self.ceiling is not None:
+            words.append(f"goal=<={self.ceiling:g}x")
+        return " ".join([*words, f"met={'yes' if self.met else 'no'}"])
+
+
+def print_machine() -> None:
+    """Print the machine: processor, cores, memory, kernel."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    model = cpu.partition(": ")[2] or platform.machine()
+    print(f"machine: {model}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}")
+
+
+def finish(figures: Iterable[Figure]) -> int:
+    """Print the figures and return the exit code: 0 when all goals are met, 3 when one is missed."""
+    missed = False
+    for figure in figures:
+        print(figure)
+        missed = missed or not figure.met
+    return MISSED if missed else 0

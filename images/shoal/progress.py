@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from shoal.events import Event, Failed, Output, Step
 
@@ -31,16 +32,17 @@ class BuildProgress:
         self._started = time.monotonic()
         self._live = Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.fields[tag]}"),
-            BarColumn(bar_width=12),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[command]}", markup=False),
+            TextColumn("[bold]{task.fields[tag]}", table_column=Column(no_wrap=True, min_width=len(tag))),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=10)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+            TextColumn("{task.fields[command]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=console,
+            expand=True,
             disable=not console.is_terminal,
             transient=True,
         )
         self._task = self._live.add_task("", total=1, tag=tag, command="sending the context")
+        self._command = ""
 
     def __enter__(self) -> BuildProgress:
         self._live.start()
@@ -65,7 +67,7 @@ class BuildProgress:
             self._write(f"    {event.line}")
             self._tails.setdefault(event.key, deque(maxlen=TAIL_LINES)).append(event.line)
             if event.line.strip():
-                self._live.update(self._task, command=event.line.strip()[:100])
+                self._live.update(self._task, command=f"{self._command} · {event.line.strip()}")
         elif isinstance(event, Failed):
             self.failure = event.message
             self._write(f"failed: {event.message}")
@@ -81,7 +83,8 @@ class BuildProgress:
         self._write(line)
         if not step.number:
             return
-        self._live.update(self._task, total=step.total, completed=step.number - 1, command=one_line(step.command)[:100])
+        self._command = one_line(step.command, 30)
+        self._live.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
         if not self._console.is_terminal:
             self._console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
 

@@ -124,7 +124,7 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
         progress.show(Step("a", 2, 7, "RUN pip install", "started"))
         progress.show(Output("a", "Collecting torch"))
     text = screen.getvalue()
-    assert "1/7" in text
+    assert "step 2/7" in text
     assert "Collecting torch" in text
 
 

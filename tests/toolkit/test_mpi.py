@@ -1,0 +1,187 @@
+"""MPI on one host, with the real mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import TRAIN, Run, Tree, clean_environment
+
+pytestmark = pytest.mark.mpi
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SM_CURRENT_HOST")
+
+
+def ranks(tree: Tree, count: int = 2, **more: object) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=count, **more)
+
+
+def lines(out: str) -> list[tuple[str, str]]:
+    """(mark, text) of each line, sorted."""
+    return sorted((mark, text) for mark, _, text in (line.partition("] ") for line in out.splitlines()))
+
+
+def test_every_rank_knows_itself(tree: Tree, run: Run) -> None:
+    tree.script(f"import os, json; print(json.dumps([os.environ.get(n) for n in {VARIABLES!r}]))")
+    tree.hosts("algo-1", "algo-1")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0, done.err
+    found = {mark: json.loads(text) for mark, text in lines(done.out)}
+    assert found == {
+        "[0,algo-1": ["0", "0", "2", "2", "127.0.0.1", "algo-1"],
+        "[1,algo-1": ["1", "1", "2", "2", "127.0.0.1", "algo-1"],
+    }
+    report = tree.report
+    assert (report["launcher"], report["ranks"], report["exit_code"]) == ("mpi", 2, 0)
+    assert report["launch_seconds"] > 0
+
+
+def test_ranks_meet(tree: Tree, run: Run) -> None:
+    tree.script("from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1))")
+    ranks(tree, 3)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0, done.err
+    assert [text for _, text in lines(done.out)] == ["6", "6", "6"]
+
+
+def test_one_rank_has_no_mark(tree: Tree, run: Run) -> None:
+    tree.script("import sys; print('  out'); print('  err', file=sys.stderr)")
+    ranks(tree, 1)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.out == "  out\n"
+    assert "\n  err\n" in done.err
+
+
+def test_long_lines_and_odd_bytes_stay_whole(tree: Tree, run: Run) -> None:
+    """mpirun's own tags cut lines at 4 KB, and mix those of the ranks."""
+    tree.script("import os\nfor n in range(20):\n    os.write(1, (os.environ['RANK'] * 20000 + '  é\\n').encode())")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    texts = [text for _, text in lines(done.out)]
+    assert texts == ["0" * 20000 + "  é"] * 20 + ["1" * 20000 + "  é"] * 20
+
+
+def test_stdout_and_stderr_stay_apart(tree: Tree, run: Run) -> None:
+    tree.script("import sys; print('out'); print('err', file=sys.stderr)")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert [text for _, text in lines(done.out)] == ["out", "out"]
+    assert done.err.count("] err\n") == 2
+
+
+@pytest.mark.parametrize("meet", ["", "from mpi4py import MPI\n"])
+def test_the_failing_ranks_code_is_the_jobs(tree: Tree, run: Run, meet: str) -> None:
+    tree.script(f"{meet}import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(42)\ntime.sleep(60)")
+    ranks(tree)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 42
+    assert "rank 1 on " in tree.failure
+    assert "exited with code 42" in tree.failure
+    assert tree.outcome() == {"failure"}
+
+
+def test_the_failing_ranks_exception_comes_first(tree: Tree, run: Run) -> None:
+    tree.script("from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise ValueError('boom')\nMPI.COMM_WORLD.Barrier()")
+    ranks(tree)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 1
+    first, second = tree.failure.splitlines()[:2]
+    assert first == "ValueError: boom"
+    assert second.startswith("rank 1 on ")
+
+
+def test_a_rank_killed_by_a_signal(tree: Tree, run: Run) -> None:
+    tree.script("import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 11)\ntime.sleep(60)")
+    ranks(tree)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 139
+    assert "rank 0 on " in tree.failure
+    assert "was killed by signal 11 (SIGSEGV)" in tree.failure
+
+
+def test_a_shell_script_in_every_rank(tree: Tree, run: Run) -> None:
+    tree.script('echo "$RANK of $WORLD_SIZE: $SM_HP_BATCH_SIZE, ${SHOAL_RUN_DIR-none}"', "go.sh")
+    ranks(tree, **{"batch-size": 4})
+    done = run(SAGEMAKER_PROGRAM="go.sh")
+    assert [text for _, text in lines(done.out)] == ["0 of 2: 4, none", "1 of 2: 4, none"]
+
+
+def test_arguments_with_every_character(tree: Tree, run: Run) -> None:
+    tree.script("import json, sys; print(json.dumps(sys.argv[1:]))")
+    value = "a b'c\"d$HOME`e`\\f;g|h*\té"
+    ranks(tree, text=value)
+    done = run("last one", SAGEMAKER_PROGRAM="train.py")
+    assert [json.loads(text) for _, text in lines(done.out)] == [["--text", value, "last one"]] * 2
+
+
+@pytest.mark.parametrize("options", ["-hostfile hosts", "--help", "-np 7"])
+def test_options_that_would_skip_the_training(tree: Tree, run: Run, options: str) -> None:
+    """Defect 4."""
+    tree.script("print('trained')")
+    ranks(tree, sagemaker_mpi_custom_mpi_options=options)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out) == (2, "")
+    assert "is not allowed" in tree.failure
+
+
+def test_custom_options_reach_the_ranks(tree: Tree, run: Run) -> None:
+    tree.script("import os; print(os.environ['GREETING'], os.environ['NCCL_DEBUG'])")
+    options = "--mca btl_vader_single_copy_mechanism none -x 'GREETING=hello there' --NCCL_DEBUG WARN"
+    ranks(tree, sagemaker_mpi_custom_mpi_options=options)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert [text for _, text in lines(done.out)] == ["hello there WARN"] * 2, done.err
+
+
+def test_an_mpirun_that_ends_without_training_is_a_failure(tree: Tree, run: Run) -> None:
+    tree.script("print('trained')")
+    (tree.base / "mpirun").write_text("#!/bin/sh\nexit 0\n")
+    (tree.base / "mpirun").chmod(0o755)
+    ranks(tree)
+    assert run(SAGEMAKER_PROGRAM="train.py", PATH=f"{tree.base}:{os.environ['PATH']}").code == 1
+    assert "mpirun ended with exit code 0, and 0 of 2 ranks had started" in tree.failure
+
+
+def test_an_option_that_mpirun_does_not_know(tree: Tree, run: Run) -> None:
+    tree.script("print('trained')")
+    ranks(tree, sagemaker_mpi_custom_mpi_options="--no-such-option")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code != 0
+    assert done.out == ""
+    assert tree.outcome() == {"failure"}
+
+
+def test_sigterm_reaches_every_rank(tree: Tree) -> None:
+    tree.script(
+        "import os, signal, sys, time\n"
+        "def stop(*_):\n    open('saved' + os.environ['RANK'], 'w').close(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); print('up')\ntime.sleep(60)\n"
+    )
+    ranks(tree)
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    with subprocess.Popen(
+        TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as train:
+        assert train.stdout
+        assert [train.stdout.readline().endswith("] up\n") for _ in range(2)] == [True, True]
+        train.send_signal(signal.SIGTERM)
+        assert train.wait(20) == 143
+    assert (tree.code / "saved0").exists()
+    assert (tree.code / "saved1").exists()
+    assert "was stopped" in tree.failure
+
+
+def test_nothing_is_left_in_the_temporary_directory(tree: Tree, run: Run) -> None:
+    tree.script("")
+    ranks(tree)
+    temporary = tree.base / "tmp"
+    temporary.mkdir()
+    short = Path(f"/tmp/t{os.getpid()}")  # the path of pytest's directory is too long for a socket
+    short.symlink_to(temporary)
+    try:
+        assert run(SAGEMAKER_PROGRAM="train.py", TMPDIR=str(short)).code == 0
+    finally:
+        short.unlink()
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("shoal")] == []

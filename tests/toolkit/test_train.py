@@ -1,0 +1,239 @@
+"""`train` with a plain process on one host, from the command to the files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal_toolkit import __version__
+
+from .conftest import TRAIN, Run, Tree, clean_environment
+
+
+def test_version() -> None:
+    done = subprocess.run([*TRAIN, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"train (shoal-toolkit) {__version__}\n"
+
+
+def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> None:
+    tree.script("import json, os, sys; print(json.dumps([sys.argv, dict(os.environ), os.getcwd()]))")
+    tree.hyperparameters(lr=0.1, epochs=3)
+    done = run("--more", "a b", SAGEMAKER_PROGRAM="train.py", SHOAL_JOB_SECRET="s3cret")
+    argv, environ, cwd = json.loads(done.out)
+    assert done.code == 0
+    assert argv == ["train.py", "--epochs", "3", "--lr", "0.1", "--more", "a b"]
+    assert cwd == str(tree.code)
+    assert environ["SM_HP_EPOCHS"] == "3"
+    assert {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    assert not [name for name in environ if name.startswith("SHOAL_")]
+    assert "s3cret" not in done.out + done.err
+
+
+def test_a_success(tree: Tree, run: Run) -> None:
+    tree.script("import sys; print('out'); print('err', file=sys.stderr)")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out) == (0, "out\n")
+    assert done.err.endswith("\nerr\n")
+    assert tree.outcome() == {"success"}
+    report = tree.report
+    assert (report["ranks"], report["launcher"], report["exit_code"]) == (1, "process", 0)
+    assert 0 < report["launch_seconds"] < 5
+    assert report["training_seconds"] > 0
+
+
+def test_a_stale_verdict_does_not_survive(tree: Tree, run: Run) -> None:
+    tree.output.mkdir()
+    (tree.output / "failure").write_text("yesterday's")
+    tree.script("import os; print(os.path.exists('../output/failure'))")
+    assert run(SAGEMAKER_PROGRAM="train.py").out == "False\n"
+    assert tree.outcome() == {"success"}
+
+
+def test_the_scripts_exit_code_is_the_jobs(tree: Tree, run: Run) -> None:
+    tree.script("raise SystemExit(42)")
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 42
+    assert tree.outcome() == {"failure"}
+    assert "rank 0 on" in tree.failure
+    assert tree.report["exit_code"] == 42
+
+
+def test_the_exception_comes_first(tree: Tree, run: Run) -> None:
+    """Defect 12: the stock toolkit's failure file holds ErrorMessage ""."""
+    tree.script("def f():\n    raise ValueError('boom')\nf()\n")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 1
+    lines = tree.failure.splitlines()
+    assert lines[0] == "ValueError: boom"
+    assert lines[1].startswith("rank 0 on ")
+    assert lines[-1] == "ValueError: boom"
+    assert "in f" in tree.failure
+    assert done.err.count("Traceback") == 1
+
+
+def test_a_script_killed_by_a_signal(tree: Tree, run: Run) -> None:
+    tree.script("import os; os.kill(os.getpid(), 9)")
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 137
+    assert "was killed by signal 9 (SIGKILL)" in tree.failure
+
+
+@pytest.mark.parametrize("code", [0, 42])
+def test_an_output_directory_that_cannot_be_written(tree: Tree, run: Run, code: int) -> None:
+    """Defect 1: the stock toolkit exits with 0 there."""
+    tree.output.write_text("a file is in the way")
+    tree.script(f"raise SystemExit({code})")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code != 0
+    assert "output directory cannot be written" in done.err
+
+
+def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> None:
+    """Defect 2: an OSError without errno in the stock toolkit exits with 0."""
+    tree.script("")
+    broken = (
+        "import shoal_toolkit.cli as c\ndef b(*_): raise OSError('no errno')\n"
+        "c.plan_host = b\nraise SystemExit(c.main([]))"
+    )
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    done = subprocess.run([sys.executable, "-c", broken], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert tree.failure.startswith("OSError: no errno\nThis is a fault in shoal-toolkit")
+    assert "Traceback" in tree.failure
+    assert tree.outcome() == {"failure"}
+
+
+def test_a_shell_script(tree: Tree, run: Run) -> None:
+    tree.script('echo "$0 $*"; printf "%s\\n" "$SM_HP_BATCH_SIZE"; exit 7', "go.sh")
+    tree.hyperparameters(**{"batch-size": 8})
+    done = run("x y", SAGEMAKER_PROGRAM="go.sh")
+    assert (done.code, done.out) == (7, "./go.sh --batch-size 8 x y\n8\n")
+
+
+def test_an_executable(tree: Tree, run: Run) -> None:
+    (tree.code / "tool").symlink_to("/bin/echo")
+    assert run("hi", SAGEMAKER_PROGRAM="tool").out == "hi\n"
+
+
+def test_an_interpreter_that_is_missing(tree: Tree, run: Run) -> None:
+    tree.script("#!/no/such/interpreter\n", "go")
+    assert run(SAGEMAKER_PROGRAM="go").code == 1
+    assert "'/no/such/interpreter' cannot be started" in tree.failure
+
+
+def test_output_arrives_as_it_is_written(tree: Tree) -> None:
+    """Defect 11: the stock toolkit's capture mode shows it at the end, without indentation."""
+    tree.script(
+        "import os, sys, time\nfor f in (sys.stdout, sys.stderr):\n    print('  é', file=f)\n"
+        "while not os.path.exists('go'): time.sleep(.01)"
+    )
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    with subprocess.Popen(TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as train:
+        assert train.stdout
+        assert train.stderr
+        assert train.stdout.readline() == "  é\n"
+        while not (line := train.stderr.readline()).startswith("  é"):
+            assert line
+        (tree.code / "go").touch()
+        assert train.wait(20) == 0
+
+
+def test_sigterm_reaches_the_script_which_may_save_its_work(tree: Tree) -> None:
+    """Defect 9: the stock toolkit orphans the script, and writes no failure file."""
+    tree.script(
+        "import signal, sys, time\n"
+        "def stop(*_):\n    open('saved', 'w').close(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); print('up')\ntime.sleep(60)\n"
+    )
+    with started(tree) as train:
+        train.send_signal(signal.SIGTERM)
+        assert train.wait(20) == 143
+    assert (tree.code / "saved").exists()
+    assert "The job was stopped: `train` received SIGTERM" in tree.failure
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> None:
+    """After the grace period, or at a second signal."""
+    tree.script(
+        "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint('up')\nwhile True: time.sleep(60)\n"
+    )
+    with started(tree, SHOAL_STOP_GRACE="60" if again else "1") as train:
+        train.send_signal(signal.SIGTERM)
+        assert train.stdout
+        assert train.stdout.readline() == "no\n"
+        if again:
+            train.send_signal(signal.SIGTERM)
+        assert train.wait(20) == 143
+    assert "was stopped" in tree.failure
+
+
+def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run) -> None:
+    tree.script("import subprocess; print(subprocess.Popen(['sleep', '60']).pid)")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0
+    pid = int(done.out)
+    deadline = time.monotonic() + 10
+    while _alive(pid):
+        assert time.monotonic() < deadline, f"{pid} still runs"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("name", "value"), [("SHOAL_STOP_GRACE", "soon"), ("SHOAL_AGENT_PORT", "70000")])
+def test_settings_that_are_wrong(tree: Tree, run: Run, name: str, value: str) -> None:
+    tree.script("")
+    assert run(SAGEMAKER_PROGRAM="train.py", **{name: value}).code == 2
+    assert f"The variable {name} is {value!r}; it must be a whole number" in tree.failure
+
+
+def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> None:
+    tree.script("")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    code = "import sys; from shoal_toolkit.cli import main; main([]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    heavy = {
+        "argparse",
+        "asyncio",
+        "boto3",
+        "dataclasses",
+        "logging",
+        "pathlib",
+        "shutil",
+        "socket",
+        "subprocess",
+        "tempfile",
+        "threading",
+    }
+    assert not heavy & set(done.stdout.split())
+    assert "shoal_toolkit.first" in done.stdout
+
+
+def started(tree: Tree, **variables: str) -> subprocess.Popen[str]:
+    """Start `train`, and return when the script has printed its first line."""
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", **variables)
+    train = subprocess.Popen(TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert train.stdout
+    assert train.stdout.readline() == "up\n"
+    return train
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,0 +1,365 @@
+"""Jobs over two hosts, each a network namespace with `train` as its PID 1; without a container engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import Finished
+from .netns import UNAVAILABLE, Host, cut, init_of, running, send, stranger, two_hosts
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)]
+
+MEET = "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+UP = "import os, signal, sys, time\nprint('up')\n"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    with two_hosts(tmp_path) as made:
+        yield made
+
+
+def script(hosts: list[Host], text: str, **hyperparameters: object) -> None:
+    for host in hosts:
+        host.tree.script(text)
+        host.tree.hyperparameters(**{"sagemaker_mpi_enabled": True, **hyperparameters})
+
+
+def run(hosts: list[Host], **variables: str) -> list[Finished]:
+    """Run the job, the worker first or last as it comes, and check that both hosts agree."""
+    processes = [host.start(**variables) for host in hosts]
+    with running(*processes):
+        done = [host.finished(process) for host, process in zip(hosts, processes)]
+    assert done[0].code == done[1].code, done
+    assert hosts[0].tree.outcome() == hosts[1].tree.outcome() == {"failure" if done[0].code else "success"}
+    return done
+
+
+def until(happened: Path, text: str, count: int = 1) -> None:
+    deadline = time.monotonic() + 30
+    while happened.read_text().count(text) < count:
+        assert time.monotonic() < deadline, happened.read_text()
+        time.sleep(0.01)
+
+
+def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
+    """Defect 6: in the stock toolkit remote ranks see the first host's SM_CURRENT_HOST."""
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "SM_CURRENT_HOST",
+        "SHOAL_JOB_SECRET",
+    )
+    script(
+        hosts,
+        f"{MEET}import json, os\nprint(json.dumps([comm.allreduce(1), *(os.environ.get(n) for n in {names!r})]))",
+        sagemaker_mpi_num_of_processes_per_host=2,
+    )
+    first, worker = run(hosts, SHOAL_JOB_SECRET="s3cret")
+    assert first.code == 0, first.err + worker.err
+    found = dict(line.split("] ", 1) for line in first.out.splitlines())
+    assert {mark: json.loads(text) for mark, text in found.items()} == {
+        f"[{rank},{host}": [4, str(rank), str(local), "4", "2", "algo-1", host, None]
+        for rank, (host, local) in enumerate([("algo-1", 0), ("algo-1", 1), ("algo-2", 0), ("algo-2", 1)])
+    }
+    assert worker.out == ""
+    assert "s3cret" not in first.err + worker.err
+    assert hosts[1].tree.report["ranks"] == 4
+    assert hosts[1].tree.report["current_host"] == "algo-2"
+
+
+def test_the_launch_is_quick(hosts: list[Host]) -> None:
+    script(hosts, "")
+    began = time.monotonic()
+    run(hosts)
+    assert time.monotonic() - began < 2
+    assert hosts[0].tree.report["launch_seconds"] < 2
+
+
+def test_a_sub_second_job_ten_times_in_a_row(hosts: list[Host]) -> None:
+    """Defect 7: the stock toolkit's worker misses it, and hangs for up to 20 minutes."""
+    script(hosts, "")
+    assert [done.code for _ in range(10) for done in run(hosts)] == [0] * 20
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_both_hosts_with_its_code(hosts: list[Host], rank: int) -> None:
+    """Defect 5: in the stock toolkit the worker lingers for 171 s, and then reports success."""
+    script(hosts, f"{MEET}if comm.rank == {rank}: raise SystemExit(42)\ncomm.Barrier()")
+    began = time.monotonic()
+    assert run(hosts)[0].code == 42
+    assert time.monotonic() - began < 10
+    for host in hosts:
+        assert f"rank {rank} on algo-{rank + 1} exited with code 42" in host.tree.failure
+
+
+def test_the_exception_is_in_both_failure_files(hosts: list[Host]) -> None:
+    script(hosts, f"{MEET}if comm.rank == 1: raise ValueError('boom')\ncomm.Barrier()")
+    assert run(hosts)[0].code == 1
+    for host in hosts:
+        assert host.tree.failure.startswith("ValueError: boom\nrank 1 on algo-2 exited with code 1")
+        assert host.tree.report["exit_code"] == 1
+
+
+def test_much_output_of_a_remote_rank_arrives_whole(hosts: list[Host]) -> None:
+    script(hosts, "import os\nfor n in range(20000): print(os.environ['RANK'], n, 'x' * 200)")
+    first, _ = run(hosts)
+    assert first.code == 0
+    for rank in (0, 1):
+        mine = [line for line in first.out.splitlines() if line.startswith(f"[{rank},algo-{rank + 1}] ")]
+        assert mine == [f"[{rank},algo-{rank + 1}] {rank} {n} {'x' * 200}" for n in range(20000)]
+
+
+def test_the_first_host_may_come_late(hosts: list[Host]) -> None:
+    script(hosts, "print('trained')")
+    worker = hosts[1].start()
+    with running(worker):
+        wait_for_agent(hosts)
+        first = hosts[0].start()
+        with running(first):
+            assert hosts[0].finished(first).code == 0
+            assert hosts[1].finished(worker).code == 0
+
+
+def test_the_worker_may_come_late(hosts: list[Host]) -> None:
+    script(hosts, "print('trained')")
+    first = hosts[0].start()
+    with running(first):
+        until(hosts[0].file("err"), "launcher mpi")
+        worker = hosts[1].start()
+        with running(worker):
+            assert hosts[0].finished(first).code == 0
+            assert hosts[1].finished(worker).code == 0
+
+
+def test_a_worker_that_never_starts_is_named(hosts: list[Host]) -> None:
+    """Defect 8: without a limit in the stock toolkit."""
+    script(hosts, "")
+    first = hosts[0].start(SHOAL_HOSTS_TIMEOUT="1")
+    with running(first):
+        done = hosts[0].finished(first)
+    assert done.code == 1
+    assert "After 1 s these hosts are missing: algo-2 (Connection refused)" in hosts[0].tree.failure
+
+
+def test_a_first_host_that_never_starts_is_named(hosts: list[Host]) -> None:
+    script(hosts, "")
+    worker = hosts[1].start(SHOAL_HOSTS_TIMEOUT="1")
+    with running(worker):
+        assert hosts[1].finished(worker).code == 1
+    assert "The first host algo-1 has not connected within 1 s" in hosts[1].tree.failure
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_script_that_is_missing_on_one_host_ends_both(hosts: list[Host], broken: int) -> None:
+    script(hosts, "print('trained')")
+    (hosts[broken].tree.code / "train.py").unlink()
+    done = run(hosts)
+    assert done[0].code == 2
+    assert "trained" not in done[0].out
+    assert all("The script 'train.py' is not in" in host.tree.failure for host in hosts)
+
+
+def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
+    script(hosts, "open('trained', 'w')")
+    worker = hosts[1].start(SHOAL_JOB_SECRET="right", SHOAL_HOSTS_TIMEOUT="3")
+    first = hosts[0].start(SHOAL_JOB_SECRET="wrong")
+    with running(worker, first):
+        assert hosts[0].finished(first).code == 1
+        assert hosts[1].finished(worker).code == 1
+    assert "algo-2 refused this first host: its SHOAL_JOB_SECRET is not this host's" in hosts[0].tree.failure
+    assert not any((host.tree.code / "trained").exists() for host in hosts)
+
+
+def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> None:
+    script(hosts, "print('trained')")
+    worker = hosts[1].start(SHOAL_JOB_SECRET="right")
+    with running(worker):
+        wait_for_agent(hosts)
+        # Another address is not even greeted.
+        with stranger(hosts[0]) as address:
+            assert knock(hosts, source=address, words=b"") == b""
+        # The first host's address is greeted, and garbage from it is cut off.
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b'\0\0\0\x0bS{"command":1}', b"\xff" * 64, b"\0\0\0\x03P{}"):
+            greeting = knock(hosts, source=hosts[0].address, words=words)
+            assert greeting[4:5] == b"H"
+            assert b"right" not in greeting
+        # Those who say nothing hold no place that the first host needs.
+        idle = subprocess.Popen(hosts[0].command(sys.executable, "-c", IDLE, hosts[0].address, hosts[1].address))
+        first = hosts[0].start(SHOAL_JOB_SECRET="right")
+        with running(idle, first):
+            done = hosts[0].finished(first)
+            assert done.code == 0, done.err
+            assert hosts[1].finished(worker).code == 0
+    assert "turned away a connection from" in hosts[1].file("err").read_text()
+    assert hosts[0].file("out").read_text().count("trained") == 2
+
+
+def test_sigterm_on_any_host_reaches_every_rank(hosts: list[Host]) -> None:
+    script(
+        hosts,
+        f"{UP}def stop(*_):\n    open('saved', 'w').close(); sys.exit(0)\n"
+        "signal.signal(15, stop)\nprint('ready')\ntime.sleep(60)",
+    )
+    for told in (0, 1):
+        processes = [host.start() for host in hosts]
+        with running(*processes):
+            until(hosts[0].file("out"), "ready", 2)
+            send(processes[told], signal.SIGTERM)
+            assert [host.finished(process).code for host, process in zip(hosts, processes)] == [143, 143]
+        for host in hosts:
+            assert "was stopped" in host.tree.failure
+            (host.tree.code / "saved").unlink()
+
+
+def test_sigterm_on_every_host_at_once_is_one_stop(hosts: list[Host]) -> None:
+    """As SageMaker and Docker do it: the ranks still have their grace period."""
+    script(
+        hosts,
+        f"{UP}def stop(*_):\n    time.sleep(1); open('saved', 'w').close(); sys.exit(0)\n"
+        "signal.signal(15, stop)\nprint('ready')\ntime.sleep(60)",
+    )
+    processes = [host.start() for host in hosts]
+    with running(*processes):
+        until(hosts[0].file("out"), "ready", 2)
+        for process in processes:
+            send(process, signal.SIGTERM)
+        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [143, 143]
+    assert all((host.tree.code / "saved").exists() for host in hosts)
+
+
+def test_a_stop_while_hosts_are_missing(hosts: list[Host]) -> None:
+    script(hosts, "")
+    first = hosts[0].start()
+    with running(first):
+        until(hosts[0].file("err"), "launcher mpi")
+        send(first, signal.SIGTERM)
+        assert hosts[0].finished(first).code == 143
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) -> None:
+    script(hosts, f"{UP}time.sleep(60)")
+    processes = [host.start() for host in hosts]
+    with running(*processes):
+        until(hosts[0].file("out"), "up", 2)
+        began = time.monotonic()
+        processes[killed].kill()
+        other = 1 - killed
+        assert hosts[other].finished(processes[other]).code == 1
+        assert time.monotonic() - began < 5
+    assert hosts[other].tree.outcome() == {"failure"}
+    assert f"host algo-{killed + 1} was lost" in hosts[other].tree.failure
+
+
+def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
+    script(hosts, f"{UP}time.sleep(120)")
+    processes = [host.start() for host in hosts]
+    with running(*processes):
+        until(hosts[0].file("out"), "up", 2)
+        began = time.monotonic()
+        cut(hosts[0])
+        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [1, 1]
+        assert time.monotonic() - began < 20
+    assert all("was lost: nothing was heard from it for" in host.tree.failure for host in hosts)
+
+
+def test_plain_processes_have_one_verdict(hosts: list[Host]) -> None:
+    text = "import os, sys, time\nprint(os.environ['RANK'], os.environ['SM_CURRENT_HOST'])\n"
+    script(hosts, text, sagemaker_mpi_enabled=False)
+    first, worker = run(hosts)
+    assert (first.code, first.out, worker.out) == (0, "0 algo-1\n", "1 algo-2\n")
+    script(
+        hosts,
+        f"{text}if os.environ['RANK'] == '1': raise ValueError('boom')\ntime.sleep(60)",
+        sagemaker_mpi_enabled=False,
+    )
+    first, worker = run(hosts)
+    assert first.code == 1
+    for host in hosts:
+        assert host.tree.failure.startswith("ValueError: boom\nrank 1 on algo-2 exited with code 1")
+
+
+def test_pid_1_reaps_orphans(hosts: list[Host]) -> None:
+    script(
+        hosts[:1],
+        f"{UP}for n in range(20):\n    if os.fork() == 0:\n        os.fork() or time.sleep(.1); os._exit(0)\n"
+        "    os.wait()\n"
+        "print('forked')\ntime.sleep(60)",
+        sagemaker_mpi_enabled=False,
+    )
+    hosts[0].tree.hosts("algo-1", "algo-1")
+    process = hosts[0].start()
+    with running(process):
+        until(hosts[0].file("out"), "forked")
+        deadline = time.monotonic() + 10
+        while zombies(init_of(process)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        send(process, signal.SIGTERM)
+        assert hosts[0].finished(process).code == 143
+
+
+# What the tests above are made with
+
+IDLE = """
+import socket, sys, time
+held = [socket.create_connection((sys.argv[2], 7411), source_address=(sys.argv[1], 0)) for _ in range(8)]
+time.sleep(60)
+"""
+KNOCK = """
+import socket, sys
+with socket.create_connection((sys.argv[2], 7411), source_address=(sys.argv[1], 0), timeout=5) as door:
+    heard = b""
+    if sys.argv[3]:
+        heard = door.recv(4096)
+        door.sendall(bytes.fromhex(sys.argv[3]))
+    try:
+        while chunk := door.recv(4096):
+            heard += chunk
+    except ConnectionResetError:
+        pass
+sys.stdout.write(heard.hex())
+"""
+
+
+def knock(hosts: list[Host], source: str, words: bytes) -> bytes:
+    """Connect to the worker's agent from an address of the first host's; returns all that it says."""
+    command = hosts[0].command(sys.executable, "-c", KNOCK, source, hosts[1].address, words.hex())
+    return bytes.fromhex(subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout)
+
+
+def wait_for_agent(hosts: list[Host]) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        listening = subprocess.run(
+            hosts[1].command("cat", "/proc/net/tcp6", "/proc/net/tcp"), capture_output=True, text=True
+        )
+        if any(":1CF3" in line and " 0A " in line for line in listening.stdout.splitlines()):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def zombies(init: int) -> list[str]:
+    """The dead children of a PID 1 that nobody has waited for."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state == "Z" and int(parent) == init:
+            found.append(process.name)
+    return found

@@ -1,0 +1,169 @@
+"""The handshake and the frames, over a socket of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal_toolkit import wire
+from shoal_toolkit.agent import Agent
+from shoal_toolkit.connect import Search
+from shoal_toolkit.daemons import daemon_command
+from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.loop import Loop
+from shoal_toolkit.wire import Channel
+
+HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def meet(loop: Loop, ours: str, theirs: str, agents_hosts: list[str] = HOSTS) -> list[str]:
+    """Let an agent and a first host meet; returns what happened, the two channels closed."""
+    happened: list[str] = []
+    channels: list[Channel] = []
+    port = free_port()
+
+    def welcomed(channel: Channel) -> None:
+        channels.append(channel)
+        happened.append("agent")
+
+    def found(host: str, channel: Channel) -> None:
+        channels.append(channel)
+        happened.append(f"found {host}")
+
+    agent = Agent(loop, port, theirs, agents_hosts, HOSTS[1], welcomed)
+    search = Search(loop, HOSTS, port, ours, found, happened.append, seconds=20)
+    loop.run_until(lambda: len(happened) == 2 or any(" " in event for event in happened))
+    search.close()
+    agent.close()
+    for channel in channels:
+        channel.close()
+    return happened
+
+
+@pytest.mark.parametrize("secret", ["", "s3cret", "é\udcff"])
+def test_hosts_with_the_same_secret_meet(loop: Loop, secret: str) -> None:
+    assert set(meet(loop, secret, secret)) == {"agent", "found 127.0.0.1"}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", ""), ("", "b")])
+def test_hosts_with_other_secrets_do_not(loop: Loop, ours: str, theirs: str) -> None:
+    assert meet(loop, ours, theirs) == ["127.0.0.1 refused this first host: its SHOAL_JOB_SECRET is not this host's."]
+
+
+def test_hosts_of_another_job_do_not(loop: Loop) -> None:
+    assert "names other hosts" in meet(loop, "", "", ["localhost", "127.0.0.1", "algo-3"])[0]
+
+
+def test_a_proof_holds_for_one_role_and_one_handshake_only() -> None:
+    transcript = {"first_nonce": "1", "worker_nonce": "2"}
+    proof = wire.proof("s", "first", transcript)
+    assert wire.same(proof, wire.proof("s", "first", dict(reversed(transcript.items()))))
+    assert not wire.same(proof, wire.proof("s", "worker", transcript))
+    assert not wire.same(proof, wire.proof("s", "first", {**transcript, "worker_nonce": "3"}))
+    assert not wire.same(proof, None)
+
+
+class Pair:
+    """A channel, and the raw other end of it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.raw, ours = socket.socketpair(socket.AF_UNIX)
+        ours.close()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.raw.close()
+        self.raw = socket.create_connection(listener.getsockname())
+        sock, _ = listener.accept()
+        listener.close()
+        self.frames: list[tuple[bytes, bytes]] = []
+        self.lost: list[str] = []
+        self.channel = Channel(loop, sock, lambda kind, payload: self.frames.append((kind, payload)), self.lost.append)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.raw.close()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"H", b"o", b"V"]), st.binary(max_size=300)), min_size=1), st.integers(1, 99)
+)
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_frames_arrive_as_they_were_sent_in_pieces_of_any_size(
+    loop: Loop, sent: list[tuple[bytes, bytes]], size: int
+) -> None:
+    pair = Pair(loop)
+    stream = b"".join((len(payload) + 1).to_bytes(4, "big") + kind + payload for kind, payload in sent)
+    for start in range(0, len(stream), size):
+        pair.raw.sendall(stream[start : start + size])
+    loop.run_until(lambda: len(pair.frames) == len(sent))
+    assert pair.frames == sent
+    pair.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 9, b"\0\0\0\0H", b"GET / HTTP/1.1\r\n"])
+def test_garbage_ends_the_connection(loop: Loop, garbage: bytes) -> None:
+    pair = Pair(loop)
+    pair.raw.sendall(garbage)
+    loop.run_until(lambda: bool(pair.lost))
+    assert "no frame of this protocol" in pair.lost[0]
+    assert not pair.channel.open
+    pair.close()
+
+
+def test_a_peer_that_goes_is_noticed_at_once(loop: Loop) -> None:
+    pair = Pair(loop)
+    pair.channel.start_heartbeats()
+    pair.raw.close()
+    loop.run_until(lambda: bool(pair.lost))
+    assert len(pair.lost) == 1
+    pair.close()
+
+
+def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(wire, "LOST_SECONDS", 0.05)
+    pair = Pair(loop)
+    pair.channel.start_heartbeats()
+    loop.run_until(lambda: bool(pair.lost))
+    assert "nothing was heard from it" in pair.lost[0]
+    pair.close()
+
+
+ORTED = "-mca ess '\"env\"' -mca orte_hnp_uri '\"1.0;tcp://10.0.0.1:1\"'"
+
+
+@pytest.mark.parametrize(
+    ("line", "variables"),
+    [
+        (f" orted {ORTED}", {}),
+        (f"OPAL_PREFIX=/x ; export OPAL_PREFIX; PATH=/x/bin:$PATH ; /x/bin/orted {ORTED}", {"OPAL_PREFIX": "/own"}),
+    ],
+)
+def test_a_daemon_is_started_from_this_hosts_own_installation(line: str, variables: dict[str, str]) -> None:
+    argv, extra = daemon_command(line, "/own/bin/orted")
+    assert argv[:4] == ["/own/bin/orted", "-mca", "ess", '"env"']
+    assert extra == variables
+
+
+@pytest.mark.parametrize(
+    "line", ["sh -c id", "", "orted; id", "orted --mca a b --exec id", "orted -mca a", "'orted", "orted -mca a b ; id"]
+)
+def test_what_is_no_daemon_is_refused(line: str) -> None:
+    with pytest.raises(LaunchError, match="asked for"):
+        daemon_command(line, "/own/bin/orted")

@@ -1,0 +1,144 @@
+"""The command `train`: reads the contract, plans, runs, and ends with the job's verdict.
+
+train [argument ...]      run the job; the arguments go to the script, after those from the hyperparameters
+train --explain [--json]  print what would be run, and start nothing
+train --version
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from shoal_toolkit import __version__, contract, verdict
+from shoal_toolkit.contract import Cluster, Paths
+from shoal_toolkit.errors import TrainError
+from shoal_toolkit.host import Host, Task, first_report
+from shoal_toolkit.log import say
+from shoal_toolkit.machine import read_machine
+from shoal_toolkit.plan import DEFAULT_MASTER_PORT, LaunchPlan, as_dict, as_text, make_plan
+from shoal_toolkit.settings import take
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code of `train`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(f"train (shoal-toolkit) {__version__}")
+        return 0
+    if words[:1] == ["--explain"]:
+        return explain(words[1:])
+    if os.getpid() == 1:
+        from shoal_toolkit import init
+
+        # A container's PID 1 is older than its command: here the count begins with the first line of ours.
+        began = time.monotonic()
+        init.run_as_child(lambda: train(words, began))
+    return train(words, time.monotonic() - _age())
+
+
+def explain(words: Sequence[str]) -> int:
+    """Print the plan for this host; nothing is started, and no file is touched."""
+    as_json = list(words[:1]) == ["--json"]
+    environ = dict(os.environ)
+    try:
+        take(environ)
+        paths = contract.read_paths(environ)
+        cluster = contract.read_cluster(paths, os.uname().nodename)
+        plan = plan_host(paths, cluster, environ, words[1:] if as_json else words)
+    except TrainError as error:
+        say(str(error))
+        return error.exit_code
+    if as_json:
+        import json
+
+        print(json.dumps(as_dict(plan), indent=1))
+    else:
+        print(as_text(plan))
+    return 0
+
+
+def train(words: Sequence[str], began: float) -> int:
+    """Run the job on this host. The one place where errors are caught."""
+    paths = contract.read_paths(os.environ)
+    try:
+        return _train(paths, words, began)
+    except TrainError as error:
+        return verdict.conclude(paths, verdict.of_error(error), {})
+    except Exception as error:
+        # A fault of our own: it ends the job with everything that is needed to mend it, and never with exit code 0.
+        import traceback
+
+        message = (
+            f"{type(error).__name__}: {error}\nThis is a fault in shoal-toolkit {__version__}, or in what it runs on."
+        )
+        return verdict.conclude(paths, verdict.Verdict(1, f"{message}\n{traceback.format_exc()}"), {})
+
+
+def _train(paths: Paths, words: Sequence[str], began: float) -> int:
+    settings = take(os.environ)
+    cluster = contract.read_cluster(paths, os.uname().nodename)
+    environ = dict(os.environ)
+    plan: LaunchPlan | TrainError
+    try:
+        plan = plan_host(paths, cluster, environ, words)
+        for note in plan.notes:
+            say(note)
+    except TrainError as error:
+        plan = error
+    task = Task(paths, cluster, plan, settings, environ, began)
+    try:
+        verdict.begin(paths, first_report(task))
+    except TrainError as error:
+        task = task._replace(plan=error)
+    return _role(task).run()
+
+
+def plan_host(paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str]) -> LaunchPlan:
+    """Read the contract and the machine, and plan this host's part."""
+    job = contract.read_job(paths, cluster, environ, tuple(words))
+    peers = [host for host in cluster.hosts if host != cluster.current_host]
+    machine = read_machine(environ, cluster.interface_name, peers)
+    return make_plan(job, machine, free_port() if len(cluster.hosts) == 1 else DEFAULT_MASTER_PORT)
+
+
+def free_port() -> str:
+    """Return the default rendezvous port, or a free one where another job on this machine has it."""
+    taken = False
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        taken = taken or _listens(table, int(DEFAULT_MASTER_PORT))
+    if not taken:
+        return DEFAULT_MASTER_PORT
+    import socket  # slower than the table above, and seldom needed
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _listens(table: str, port: int) -> bool:
+    try:
+        with open(table, encoding="ascii") as file:
+            rows = [line.split() for line in file][1:]
+    except OSError:
+        return False
+    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+
+
+def _role(task: Task) -> Host:
+    if task.cluster.current_host == task.cluster.first_host:
+        from shoal_toolkit.first import FirstHost
+
+        return FirstHost(task)
+    from shoal_toolkit.worker import Worker
+
+    return Worker(task)
+
+
+def _age() -> float:
+    """Return for how many seconds this process has run, to the kernel's hundredth: Python's own start counts too."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

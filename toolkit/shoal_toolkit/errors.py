@@ -1,0 +1,29 @@
+"""What can go wrong before or around the script. Each error owns the exit code of `train`, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TrainError(Exception):
+    """An error that `train` explains instead of showing its own traceback."""
+
+    exit_code = 1
+
+
+class ContractError(TrainError):
+    """The job as configured cannot be launched: nothing has been started."""
+
+    exit_code = 2
+
+
+class LaunchError(TrainError):
+    """The job is well described, and the machines cannot do it: a host is missing or lost, mpirun does not start."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return ' Did you mean X?' for the closest choice, or nothing."""
+    import difflib  # only on the way to an error: it would cost every start
+
+    close = difflib.get_close_matches(name, list(choices), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,333 @@
+"""The first host: finds the others, launches, watches, and decides for all. A job of one host has only this one.
+
+In the end: mpirun's exit code is that of the rank that failed first; with plain processes the first host that fails
+decides. Only then are the others told, and the first host ends after they have heard it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from shoal_toolkit import verdict
+from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.host import Host, Task
+from shoal_toolkit.log import say
+from shoal_toolkit.plan import LaunchPlan
+from shoal_toolkit.ranks import STDERR
+from shoal_toolkit.streams import Lines, Tail
+from shoal_toolkit.verdict import Failure, Verdict
+
+if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a job of one host too much
+    from shoal_toolkit.connect import Search
+    from shoal_toolkit.daemonlog import DaemonLog
+    from shoal_toolkit.daemons import Answer, DaemonRequests
+    from shoal_toolkit.wire import Channel
+
+_LAST_WORDS_SECONDS = 5.0  # for the workers' last output after mpirun has ended, and for their farewell
+_DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch
+
+
+class FirstHost(Host):
+    """Decides for all hosts."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._search: Search | None = None
+        self._requests: DaemonRequests | None = None
+        self._channels: dict[str, Channel] = {}
+        self._daemons: dict[str, Answer] = {}  # hosts on which mpirun's daemon runs
+        self._lines: dict[tuple[int, int], Lines] = {}
+        self._tails: dict[int, Tail] = {}
+        self._mpirun: DaemonLog | None = None
+        self._failed_rank: int | None = None  # as a worker's daemon says
+        self._host_of: dict[int, str] = {}  # ranks that have started
+        self._ended: dict[str, int] = {}  # plain processes that have ended
+        self._first_start = 0.0
+        self._early: Verdict | None = None  # a failure before the launch, which all hosts shall hear
+        self._told_to_stop: set[str] = set()
+        self._launcher_code: int | None = None
+
+    # Finding the others
+
+    def begin(self) -> None:
+        task = self.task
+        if len(task.cluster.hosts) > 1:
+            from shoal_toolkit.connect import Search
+
+            settings = task.settings
+            self._search = Search(
+                self.loop,
+                task.cluster.hosts,
+                settings.port,
+                settings.secret,
+                self._found,
+                lambda reason: self.decide(verdict.of_error(LaunchError(reason))),
+                settings.hosts_timeout,
+            )
+        if isinstance(task.plan, TrainError):
+            self._fail_early(verdict.of_error(task.plan))
+        elif self._search is None:
+            self._launch()
+
+    def _fail_early(self, failed: Verdict) -> None:
+        """Decide, but let the hosts that are missing come and hear it: nobody shall wait for this one in vain."""
+        if self._search is None or not self._search.missing:
+            self.decide(failed)
+        elif self._early is None:
+            self._early = failed
+            say(f"{failed.message}\nTelling the other hosts, for at most {_DELIVERY_SECONDS} s.")
+            self.loop.call_later(_DELIVERY_SECONDS, lambda: self.decide(failed))
+
+    def _found(self, host: str, channel: Channel) -> None:
+        channel.on_frame = partial(self._frame, host)
+        channel.on_lost = partial(self._lost, host)
+        self._channels[host] = channel
+        self.flow.add(channel)
+        if self._search is not None and not self._search.missing and self.verdict is None:
+            if self._early is not None:
+                self.decide(self._early)
+            else:
+                self._launch()
+
+    # Launching
+
+    def _launch(self) -> None:
+        try:
+            self._start()
+        except TrainError as error:
+            self.decide(verdict.of_error(error))
+
+    def _start(self) -> None:
+        plan, work = self.task.plan, self.work
+        assert isinstance(plan, LaunchPlan) and work is not None
+        if not plan.uses_mpi:
+            if self._channels:
+                from shoal_toolkit import wire
+
+                for channel in self._channels.values():
+                    channel.send(wire.GO)
+            work.start_script()
+            return
+        from shoal_toolkit.daemonlog import DaemonLog
+
+        self._mpirun = DaemonLog()
+        work.prepare()
+        if len(plan.ranks) > 1:
+            from shoal_toolkit.daemons import DaemonRequests
+
+            self._requests = DaemonRequests(self.loop, work.directory, self._daemon_asked)
+        work.start_launcher(plan.command, {})
+
+    def _daemon_asked(self, host: str, command: str, answer: Answer) -> None:
+        from shoal_toolkit import wire
+
+        channel = self._channels.get(host)
+        if channel is None or host in self._daemons:
+            say(f"mpirun asked for a daemon on {host!r}, which is lost, unknown or has one")
+            answer(255)
+            return
+        self._daemons[host] = answer
+        channel.send_json(wire.START, command=command)
+
+    # While it runs
+
+    def rank_started(self, rank: int) -> None:
+        self._rank_started(self.task.cluster.current_host, rank)
+
+    def _rank_started(self, host: str, rank: int) -> None:
+        self._host_of[rank] = host
+        if not self._first_start:
+            self._first_start = monotonic()
+            self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
+
+    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        plan = self.task.plan
+        if stream == STDERR:
+            self._tails.setdefault(rank, Tail()).add(data)
+        if not (isinstance(plan, LaunchPlan) and plan.uses_mpi and plan.world_size > 1):
+            # One rank needs no mark: its bytes pass as they are. Plain processes write on their own hosts.
+            self.sinks[stream].write(data)
+            return
+        lines = self._lines.get((rank, stream))
+        if lines is None:
+            lines = self._lines[rank, stream] = Lines(f"[{rank},{self._host_of.get(rank, '?')}] ".encode())
+        self.sinks[stream].write(lines.feed(data))
+
+    def launcher_said(self, stream: int, data: bytes) -> None:
+        assert self._mpirun is not None
+        self.sinks[stream].write(self._mpirun.feed(stream, data))
+
+    def _frame(self, host: str, kind: bytes, payload: bytes) -> None:
+        from shoal_toolkit import wire
+
+        if kind == wire.OUTPUT:
+            stream, rank, data = wire.output(payload)
+            self.rank_output(stream, rank, data)
+            return
+        said = wire.fields(payload)
+        if kind == wire.STARTED:
+            self._rank_started(host, int(said["rank"]))
+        elif kind == wire.ENDED:
+            self._worker_ended(host, said)
+        elif kind == wire.FAILED:
+            self._fail_early(Verdict(int(said["code"]) or 1, f"On {host}: {said['message']}"))
+        elif kind == wire.STOPPING:
+            self._signalled_by(host, int(said["signal"]))
+        else:
+            raise wire.ProtocolError(f"the kind {kind!r}")
+
+    def _lost(self, host: str, reason: str) -> None:
+        self.flow.remove(self._channels.pop(host))
+        answer = self._daemons.pop(host, None)
+        if answer:
+            answer(255)
+        if self.verdict is None:
+            self._fail_early(Verdict(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
+
+    # The end
+
+    def _worker_ended(self, host: str, said: dict[str, Any]) -> None:
+        code = int(said["code"])
+        answer = self._daemons.pop(host, None)
+        if answer:
+            if self._failed_rank is None and said["failed_rank"] is not None:
+                self._failed_rank = int(said["failed_rank"])
+            answer(code)
+            self._end_of_mpi()
+            return
+        self._tails.setdefault(self.task.cluster.hosts.index(host), Tail()).add(str(said["stderr"]).encode())
+        self._process_ended(host, code)
+
+    def work_ended(self, code: int) -> None:
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        if not plan.uses_mpi:
+            self._process_ended(self.task.cluster.current_host, code)
+            return
+        self._launcher_code = code
+        self.loop.call_later(_LAST_WORDS_SECONDS, self._daemons_are_late)
+        self._end_of_mpi()
+
+    def _daemons_are_late(self) -> None:
+        for host in list(self._daemons):
+            say(f"mpirun has ended, and its daemon on {host} has not within {_LAST_WORDS_SECONDS:.0f} s")
+            self._daemons.pop(host)(255)
+        self._end_of_mpi()
+
+    def _end_of_mpi(self) -> None:
+        """mpirun has ended, and every daemon's last output has come."""
+        plan, code = self.task.plan, self._launcher_code
+        if code is None or self._daemons or self.verdict is not None:
+            return
+        assert isinstance(plan, LaunchPlan)
+        if self.stopped_by:
+            self.decide(verdict.of_stop(self.stopped_by))
+        elif code:
+            self.decide(self._mpi_failure(plan, code))
+        elif len(self._host_of) < plan.world_size:
+            started = len(self._host_of)
+            self.decide(
+                Verdict(1, f"mpirun ended with exit code 0, and {started} of {plan.world_size} ranks had started.")
+            )
+        else:
+            self.decide(Verdict(0))
+
+    def _mpi_failure(self, plan: LaunchPlan, code: int) -> Verdict:
+        assert self._mpirun is not None
+        rank = self._failed_rank if self._mpirun.failed_rank is None else self._mpirun.failed_rank
+        if rank is None:
+            return verdict.of_failure(Failure(code, "mpirun", plan.command, self._mpirun.text()))
+        where = f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
+        return verdict.of_failure(Failure(code, where, plan.script, self._text_of(rank)))
+
+    def _text_of(self, rank: int) -> str:
+        return self._tails[rank].text() if rank in self._tails else ""
+
+    def _process_ended(self, host: str, code: int) -> None:
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        self._ended[host] = code
+        if self.stopped_by:
+            if len(self._ended) == len(plan.hosts):
+                self.decide(verdict.of_stop(self.stopped_by))
+        elif code:
+            rank = plan.hosts.index(host)
+            self.decide(verdict.of_failure(Failure(code, f"rank {rank} on {host}", plan.script, self._text_of(rank))))
+        elif len(self._ended) == len(plan.hosts):
+            self.decide(Verdict(0))
+
+    # Stopping
+
+    def _signalled_by(self, host: str, number: int) -> None:
+        if host in self._told_to_stop:
+            say(f"{host} was told to stop again: killing the ranks now")
+            self.stop_again()
+            return
+        self._told_to_stop.add(host)
+        say(f"{host} was told to stop")
+        if not self.stopped_by:
+            self.stopped_by = number
+            self.stop(number)
+
+    def stop(self, number: int) -> None:
+        plan, work = self.task.plan, self.work
+        if work is None or not work.running or not isinstance(plan, LaunchPlan):
+            self.decide(verdict.of_stop(number))
+            return
+        self._signal_all(number)
+        if len(self._host_of) < plan.world_size:
+            work.signal_launcher(number)  # ranks that have not started must not start any more
+        self.loop.call_later(self.task.settings.stop_grace, self.stop_again)
+
+    def stop_again(self) -> None:
+        if self.verdict is None:
+            self.decide(verdict.of_stop(self.stopped_by))
+
+    def _signal_all(self, number: int) -> None:
+        if self._channels:
+            from shoal_toolkit import wire
+
+            for channel in self._channels.values():
+                channel.send_json(wire.SIGNAL, number=number)
+        if self.work is not None:
+            self.work.signal(number)
+
+    # Afterwards
+
+    def decide(self, decided: Verdict) -> None:
+        if self.verdict is None:
+            if self._first_start:
+                self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
+            for (_, stream), lines in self._lines.items():
+                self.sinks[stream].write(lines.flush())
+            if self._mpirun is not None:
+                for stream, sink in self.sinks.items():
+                    sink.write(self._mpirun.flush(stream))
+        super().decide(decided)
+
+    def tell(self, decided: Verdict) -> None:
+        """Give every worker the verdict, and wait until they have it: they end after the launcher, with its code."""
+        if not self._channels:
+            return
+        from shoal_toolkit import wire
+
+        shared: dict[str, Any] = {
+            key: value for key, value in self.report.items() if key not in ("current_host", "began")
+        }
+        for channel in self._channels.values():
+            channel.send_json(wire.VERDICT, code=decided.exit_code, message=decided.message, report=shared)
+        late: list[bool] = []
+        self.loop.call_later(_LAST_WORDS_SECONDS, lambda: late.append(True))
+        self.loop.run_until(lambda: not self._channels or bool(late))
+        for host in self._channels:
+            say(f"{host} has not confirmed the verdict within {_LAST_WORDS_SECONDS:.0f} s")
+
+    def close(self) -> None:
+        if self._search is not None:
+            self._search.close()
+        if self._requests is not None:
+            self._requests.close()
+        for channel in self._channels.values():
+            channel.close()

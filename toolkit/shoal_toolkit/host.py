@@ -1,0 +1,155 @@
+"""What the first host and a worker have in common: the work of this host, its output, and the way to an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shoal_toolkit import verdict
+from shoal_toolkit.contract import Cluster, Paths
+from shoal_toolkit.errors import TrainError
+from shoal_toolkit.log import say
+from shoal_toolkit.loop import Loop
+from shoal_toolkit.plan import LaunchPlan
+from shoal_toolkit.ranks import STDERR, STDOUT
+from shoal_toolkit.settings import Settings
+from shoal_toolkit.streams import Flow, Sink
+from shoal_toolkit.verdict import Verdict
+from shoal_toolkit.work import Events, Work
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_KILL_SECONDS = 10.0
+
+
+class Task(NamedTuple):
+    """What this host has to do: a plan, or the reason why there is none, which the other hosts are told too."""
+
+    paths: Paths
+    cluster: Cluster
+    plan: LaunchPlan | TrainError
+    settings: Settings
+    environ: Mapping[str, str]
+    began: float  # time.monotonic() at which `train` started
+
+
+class Host:
+    """One host's run, from its start to its verdict. The two roles fill in what they do on each event."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.loop = Loop()
+        self.flow = Flow()
+        self.sinks = {fd: Sink(self.loop, fd, self.flow) for fd in (STDOUT, STDERR)}
+        self.work: Work | None = None
+        self.verdict: Verdict | None = None
+        self.report: dict[str, Any] = first_report(task)
+        self.stopped_by = 0
+        self._signalled_here = False
+        self._over = False
+        if isinstance(task.plan, LaunchPlan):
+            events = Events(self.rank_started, self.rank_output, self.launcher_said, self.work_ended)
+            self.work = Work(self.loop, self.flow, task.plan, task.environ, events)
+
+    def run(self) -> int:
+        """Run to the verdict; returns the exit code of `train`."""
+        self.loop.on_signals(STOP_SIGNALS, self._signalled)
+        try:
+            self.begin()
+            self.loop.run_until(lambda: self.verdict is not None and (self._over or not self._work_runs()))
+            return self._finish()
+        finally:
+            if self.work is not None:
+                self.work.kill()
+                self.work.close()
+            self.close()
+            self.loop.close()
+
+    def decide(self, decided: Verdict) -> None:
+        """The job is over: the first verdict counts. What still runs here is ended."""
+        if self.verdict is not None:
+            return
+        self.verdict = decided
+        if self._work_runs() and self.work is not None:
+            self.work.kill()
+            self.loop.call_later(_KILL_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        say("a process does not end although it was killed; ending without it")
+        self._over = True
+
+    def _work_runs(self) -> bool:
+        return self.work is not None and self.work.running
+
+    def _finish(self) -> int:
+        assert self.verdict is not None
+        self._drain()
+        code = verdict.conclude(self.task.paths, self.verdict, self.report)
+        self.tell(self.verdict)
+        self._drain()  # what others said while they ended
+        return code
+
+    def _drain(self) -> None:
+        for sink in self.sinks.values():
+            sink.drain()
+
+    def _signalled(self, number: int) -> None:
+        """One signal stops, a second one to this host kills. (All hosts may be told at once: one each.)"""
+        name = signal.Signals(number).name
+        if self._signalled_here:
+            say(f"received {name} again: killing the ranks now")
+            self.stop_again()
+            return
+        self._signalled_here = True
+        say(f"received {name}: stopping; the script has {self.task.settings.stop_grace} s to end")
+        if not self.stopped_by:
+            self.stopped_by = number
+            self.stop(number)
+
+    # What a role does.
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def tell(self, decided: Verdict) -> None:
+        raise NotImplementedError
+
+    def stop(self, number: int) -> None:
+        raise NotImplementedError
+
+    def stop_again(self) -> None:
+        raise NotImplementedError
+
+    def rank_started(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        raise NotImplementedError
+
+    def launcher_said(self, stream: int, data: bytes) -> None:
+        raise NotImplementedError
+
+    def work_ended(self, code: int) -> None:
+        raise NotImplementedError
+
+
+def first_report(task: Task) -> dict[str, Any]:
+    """The job.json of a job that has just begun."""
+    report: dict[str, Any] = {
+        "hosts": list(task.cluster.hosts),
+        "current_host": task.cluster.current_host,
+        "ranks": None,
+        "launcher": None,
+        "interface": None,
+        "launch_seconds": None,
+        "training_seconds": None,
+        "exit_code": None,
+        "began": round(time.time() - (time.monotonic() - task.began), 3),
+    }
+    if isinstance(task.plan, LaunchPlan):
+        report.update(ranks=task.plan.world_size, launcher=task.plan.launcher, interface=task.plan.interface)
+    return report

@@ -1,0 +1,68 @@
+"""Starts a process and signals it: a fork and an exec, without the cost of importing subprocess."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from shoal_toolkit.errors import LaunchError
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int = 1, stderr: int = 2) -> int:
+    """Start a command in a session of its own, with no stdin. Returns its pid; raises LaunchError if it cannot start.
+
+    A session of its own: a Ctrl-C at the terminal reaches `train` alone, which then ends the job in order.
+    """
+    read_end, write_end = os.pipe()  # closes on exec: what arrives is the errno of an exec that failed
+    pid = os.fork()
+    if pid == 0:
+        _become(argv, env, cwd, (stdout, stderr), write_end)
+    os.close(write_end)
+    failure = b""
+    while chunk := os.read(read_end, 64):
+        failure += chunk
+    os.close(read_end)
+    if failure:
+        os.waitpid(pid, 0)
+        raise LaunchError(f"{argv[0]!r} cannot be started in {cwd}: {os.strerror(int(failure))}.")
+    return pid
+
+
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], report: int) -> NoReturn:
+    """In the child: become the command, or report why not."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        # Ignored signals stay ignored through exec, and Python ignores these two: the script must not inherit that.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # Through copies, as one of the two may be the other's target.
+        for target, copy in [(1, os.dup(outputs[0])), (2, os.dup(outputs[1]))]:
+            os.dup2(copy, target)
+        os.chdir(cwd)
+        os.execvpe(argv[0], list(argv), dict(env))
+    except OSError as error:
+        os.write(report, str(error.errno).encode())
+    finally:
+        os._exit(127)
+
+
+def start_time(pid: int) -> str:
+    """Return when a process was started, in the kernel's count; empty when it is gone. Tells a reused pid apart."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def signal_group(leader: int, number: int) -> bool:
+    """Signal every process of a group; returns whether there is one."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        return False
+    return True

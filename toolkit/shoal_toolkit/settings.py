@@ -1,0 +1,40 @@
+"""What tunes `train` itself, from SHOAL_* variables."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+from shoal_toolkit.errors import ContractError
+
+DEFAULT_PORT = 7411
+DEFAULT_HOSTS_TIMEOUT = 600
+DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
+
+
+class Settings(NamedTuple):
+    """The knobs of one run."""
+
+    secret: str
+    port: int
+    hosts_timeout: int
+    stop_grace: int
+
+
+def take(environ: MutableMapping[str, str]) -> Settings:
+    """Read the settings, and take the secret out of the environment: no child inherits it."""
+    return Settings(
+        secret=environ.pop("SHOAL_JOB_SECRET", ""),
+        port=_number(environ, "SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
+        hosts_timeout=_number(environ, "SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
+        stop_grace=_number(environ, "SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
+    )
+
+
+def _number(environ: MutableMapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit() or not least <= int(text) <= most:
+        raise ContractError(f"The variable {name} is {text!r}; it must be a whole number from {least} to {most}.")
+    return int(text)

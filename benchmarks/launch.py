@@ -1,4 +1,4 @@
-"""How fast `train` launches in containers of an image: `make bench-launch`, `python benchmarks/launch.py IMAGE [ROUNDS]`.
+"""How fast `train` launches in containers of an image: `make bench-launch`, or `launch.py IMAGE [ROUNDS]`.
 
 Per round, one after the other, with a script that does nothing:
 

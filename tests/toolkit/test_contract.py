@@ -85,8 +85,8 @@ def test_the_variable_beats_the_hyperparameter(tree: Tree) -> None:
     tree.script("", "a.py")
     tree.script("", "b.py")
     tree.hyperparameters(sagemaker_program="a.py")
-    assert read(tree).entry_point == "a.py"
-    assert read(tree, SAGEMAKER_PROGRAM="b.py").entry_point == "b.py"
+    assert read(tree).script.name == "a.py"
+    assert read(tree, SAGEMAKER_PROGRAM="b.py").script.name == "b.py"
 
 
 def test_the_submit_directory_is_honoured(tree: Tree, tmp_path: Any) -> None:

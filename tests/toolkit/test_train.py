@@ -130,6 +130,18 @@ def test_an_interpreter_that_is_missing(tree: Tree, run: Run) -> None:
     assert "'/no/such/interpreter' cannot be started" in tree.failure
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("a\0b", "embedded null byte"), ("x" * 200_000, "Argument list too long"), ("\ud800", "surrogate")],
+)
+def test_values_that_no_process_can_be_given(tree: Tree, run: Run, value: str, reason: str) -> None:
+    tree.script("")
+    tree.hyperparameters(text=value)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 1
+    assert "cannot be started" in tree.failure
+    assert reason in tree.failure
+
+
 def test_output_arrives_as_it_is_written(tree: Tree) -> None:
     """Defect 11: the stock toolkit's capture mode shows it at the end, without indentation."""
     tree.script(

@@ -82,7 +82,8 @@ def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -
     verdict.conclude(paths, Verdict(3, "bad"), {})
     verdict.begin(paths, {})
     assert verdict.conclude(paths, Verdict(0), {}) == 0
-    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["job.json", "success"]
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
+    assert (tmp_path / "model").is_dir()
 
 
 def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ class Cluster(NamedTuple):
         return list(self.resource_config.get("instance_groups", []))
 
 
+class Script(NamedTuple):
+    """The entry point: its name in the code directory, as the user wrote it, and what the file says of itself."""
+
+    name: str
+    interpreter: tuple[str, ...]  # of its #! line
+    executable: bool
+
+
 class Job(NamedTuple):
     """One training job as one host sees it: everything that was configured, nothing of the machine."""
 
@@ -109,8 +117,9 @@ class Job(NamedTuple):
     framework: Mapping[str, Any]  # sagemaker_*, less those of the toolkit itself
     toolkit: Mapping[str, Any]
     input_data_config: Mapping[str, Any]
-    entry_point: str  # relative to code_dir, as the user wrote it
+    script: Script
     code_dir: str
+    has_requirements: bool
     extra_args: tuple[str, ...]  # after `train` on the command line
     environ: Mapping[str, str]
     configured: bool  # whether hyperparameters.json exists: without it, `train` is a bare `docker run`
@@ -164,8 +173,9 @@ def read_job(paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_a
         framework={key: decoded[key] for key in reserved if key not in TOOLKIT_KEYS},
         toolkit=toolkit,
         input_data_config=_read_object(os.path.join(paths.config, INPUT_DATA_CONFIG)) or {},
-        entry_point=_entry_point(code_dir, environ, toolkit),
+        script=_read_script(code_dir, _entry_point(code_dir, environ, toolkit)),
         code_dir=code_dir,
+        has_requirements=os.path.isfile(os.path.join(code_dir, "requirements.txt")),
         extra_args=extra_args,
         environ=environ,
         configured=raw is not None,
@@ -294,6 +304,17 @@ def _entry_point(code_dir: str, environ: Mapping[str, str], toolkit: Mapping[str
     raise ContractError(
         f"The script {name!r} is not in {code_dir}.{did_you_mean(name, _names(code_dir))}\n{_listing(code_dir)}"
     )
+
+
+def _read_script(code_dir: str, name: str) -> Script:
+    path = os.path.join(code_dir, name)
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(256).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise ContractError(f"The script {path} cannot be read: {error.strerror}.") from None
+    interpreter = tuple(line[2:].split(None, 1)) if line.startswith("#!") else ()
+    return Script(name, interpreter, os.access(path, os.X_OK))
 
 
 def _is_package(code_dir: str) -> bool:

@@ -55,7 +55,7 @@ def network_variables(job: Job, interface: str) -> dict[str, str]:
 
 
 def _described(job: Job, machine: Machine) -> dict[str, Any]:
-    cluster, paths = job.cluster, job.paths
+    cluster, paths, name = job.cluster, job.paths, job.script.name
     groups = cluster.instance_groups
     return {
         "hosts": list(cluster.hosts),
@@ -76,8 +76,8 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
         "resource_config": dict(cluster.resource_config),
         "input_data_config": dict(job.input_data_config),
         "channels": sorted(job.channels),
-        "user_entry_point": job.entry_point,
-        "module_name": job.entry_point[:-3] if job.entry_point.endswith(".py") else job.entry_point,
+        "user_entry_point": name,
+        "module_name": name[:-3] if name.endswith(".py") else name,
         "module_dir": job.code_dir,
         "log_level": job.toolkit.get("sagemaker_container_log_level", 20),
         "input_dir": os.path.join(paths.base, "input"),

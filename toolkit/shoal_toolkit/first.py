@@ -309,6 +309,8 @@ class FirstHost(Host):
 
     def tell(self, decided: Verdict) -> None:
         """Give every worker the verdict, and wait until they have it: they end after the launcher, with its code."""
+        if self._search is not None:
+            self._search.close()
         if not self._channels:
             return
         from shoal_toolkit import wire

@@ -116,29 +116,22 @@ def _ranks(job: Job, machine: Machine, launcher: str) -> dict[str, int]:
 
 
 def _script_command(job: Job, machine: Machine, arguments: list[str], mpi4py: bool) -> list[str]:
-    name = job.entry_point
-    if name.endswith(".py"):
+    script = job.script
+    if script.name.endswith(".py"):
         # mpi4py turns an uncaught exception into MPI_Abort: the other ranks do not wait for ever.
-        return [machine.python, *(["-m", "mpi4py"] if mpi4py else []), name, *arguments]
-    path = os.path.join(job.code_dir, name)
-    first_line = _first_line(path)
-    relative = name if os.path.isabs(name) else os.path.join(os.curdir, name)
-    if first_line.startswith("#!"):
+        return [machine.python, *(["-m", "mpi4py"] if mpi4py else []), script.name, *arguments]
+    relative = script.name if os.path.isabs(script.name) else os.path.join(os.curdir, script.name)
+    if script.interpreter:
         # By its own interpreter rather than by its mode: mounts and archives lose the executable bit.
-        return [*first_line[2:].split(None, 1), relative, *arguments]
-    if name.endswith(".sh"):
+        return [*script.interpreter, relative, *arguments]
+    if script.name.endswith(".sh"):
         return ["/bin/sh", relative, *arguments]
-    if os.access(path, os.X_OK):
+    if script.executable:
         return [relative, *arguments]
     raise ContractError(
-        f"The script {name!r} in {job.code_dir} is neither .py nor .sh nor executable. "
+        f"The script {script.name!r} in {job.code_dir} is neither .py nor .sh nor executable. "
         "Make it executable (chmod +x), or start it with a #! line."
     )
-
-
-def _first_line(path: str) -> str:
-    with open(path, "rb") as file:
-        return file.readline(256).decode("utf-8", "replace").strip()
 
 
 def _launch_command(
@@ -212,7 +205,7 @@ def _notes(job: Job, machine: Machine) -> list[str]:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are given to the script")
     if machine.interface_note:
         notes.append(machine.interface_note)
-    if os.path.isfile(os.path.join(job.code_dir, "requirements.txt")):
+    if job.has_requirements:
         notes.append(f"{job.code_dir}/requirements.txt is not installed: that is not supported yet")
     known = TOOLKIT_KEYS | LAUNCHER_KEYS
     for key in sorted(set(job.framework) - known):

@@ -15,18 +15,18 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int = 1
 
     A session of its own: a Ctrl-C at the terminal reaches `train` alone, which then ends the job in order.
     """
-    read_end, write_end = os.pipe()  # closes on exec: what arrives is the errno of an exec that failed
+    read_end, write_end = os.pipe()  # closes on exec: what arrives is the reason of an exec that failed
     pid = os.fork()
     if pid == 0:
         _become(argv, env, cwd, (stdout, stderr), write_end)
     os.close(write_end)
     failure = b""
-    while chunk := os.read(read_end, 64):
+    while chunk := os.read(read_end, 4096):
         failure += chunk
     os.close(read_end)
     if failure:
         os.waitpid(pid, 0)
-        raise LaunchError(f"{argv[0]!r} cannot be started in {cwd}: {os.strerror(int(failure))}.")
+        raise LaunchError(f"{argv[0]!r} cannot be started in {cwd}: {failure.decode('utf-8', 'replace')}.")
     return pid
 
 
@@ -45,7 +45,9 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tupl
         os.chdir(cwd)
         os.execvpe(argv[0], list(argv), dict(env))
     except OSError as error:
-        os.write(report, str(error.errno).encode())
+        os.write(report, os.strerror(error.errno or 0).encode())
+    except ValueError as error:  # a NUL or half a surrogate in an argument or a variable
+        os.write(report, f"an argument or variable: {error}".encode("ascii", "backslashreplace"))
     finally:
         os._exit(127)
 

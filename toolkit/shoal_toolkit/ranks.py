@@ -36,12 +36,9 @@ def make_run_directory() -> str:
 
 
 def remove_run_directory(path: str) -> None:
-    """Remove the directory, with what Open MPI left in it."""
-    for directory, names, files in os.walk(path, topdown=False):
-        for name in files:
-            os.unlink(os.path.join(directory, name))
-        for name in names:
-            os.rmdir(os.path.join(directory, name))
+    """Remove the directory and the FIFOs and the socket in it."""
+    for name in os.listdir(path):
+        os.unlink(os.path.join(path, name))
     os.rmdir(path)
 
 

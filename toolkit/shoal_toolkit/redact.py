@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 _SECRET = re.compile(
-    r"secret|token|passw|credential|private|api[-_]?key|access[-_]?key|auth(?!or)|\bkey\b|[-_]key$", re.IGNORECASE
+    r"secret|token(?!i|s)|passw|credential|private|api[-_]?key|access[-_]?key|auth(?!or)|\bkey\b|[-_]key$",
+    re.IGNORECASE,
 )
 _ALSO_TEXTS = ("SM_HPS", "SM_TRAINING_ENV", "SM_USER_ARGS")  # they repeat every hyperparameter in one string
 MASK = "******"

@@ -140,6 +140,7 @@ class Channel:
         except OSError as error:
             # Told from the loop: whoever called send is in the middle of something.
             self._out.clear()
+            self._held = 0
             reason = str(error)
             self._loop.call_later(0, lambda: self._lose(reason))
         else:
@@ -168,17 +169,22 @@ class Channel:
             self._lose(f"it sent what is no frame of this protocol ({error})")
 
     def _frames(self) -> None:
-        while self._sock is not None and len(self._in) >= _HEAD.size:
-            size, kind = _HEAD.unpack_from(self._in)
-            if not 1 <= size <= self.limit:
-                raise ProtocolError(f"a frame of {size} bytes")
-            end = _HEAD.size + size - 1
-            if len(self._in) < end:
-                return
-            payload = bytes(self._in[_HEAD.size : end])
-            del self._in[:end]
-            if kind != PING:
-                self.on_frame(kind, payload)
+        """Hand on the frames that are complete. What was read goes in one piece: it is linear in small frames too."""
+        start = 0
+        try:
+            while self._sock is not None and len(self._in) - start >= _HEAD.size:
+                size, kind = _HEAD.unpack_from(self._in, start)
+                if not 1 <= size <= self.limit:
+                    raise ProtocolError(f"a frame of {size} bytes")
+                end = start + _HEAD.size + size - 1
+                if len(self._in) < end:
+                    return
+                payload = bytes(self._in[start + _HEAD.size : end])
+                start = end
+                if kind != PING:
+                    self.on_frame(kind, payload)
+        finally:
+            del self._in[:start]
 
 
 def fields(payload: bytes) -> dict[str, Any]:

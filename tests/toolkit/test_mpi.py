@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import pytest
 from .conftest import TRAIN, Run, Tree, clean_environment
 
 pytestmark = pytest.mark.mpi
+
+BIN = str(Path(sys.executable).parent)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SM_CURRENT_HOST")
 
@@ -48,6 +52,14 @@ def test_ranks_meet(tree: Tree, run: Run) -> None:
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0, done.err
     assert [text for _, text in lines(done.out)] == ["6", "6", "6"]
+
+
+def test_one_host_needs_no_ssh(tree: Tree, run: Run) -> None:
+    tree.script("print('ran')")
+    ranks(tree)
+    assert shutil.which("ssh", path=BIN) is None
+    done = run(SAGEMAKER_PROGRAM="train.py", PATH=BIN)
+    assert done.code == 0, done.err
 
 
 def test_one_rank_has_no_mark(tree: Tree, run: Run) -> None:

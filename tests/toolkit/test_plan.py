@@ -254,7 +254,7 @@ def test_the_command_on_one_host_needs_no_network(tree: Tree) -> None:
     command = planned(tree).command
     assert command[:5] == ("/usr/bin/mpirun", "--host", "localhost:2", "-np", "2")
     assert "tcp" in mca(command)["btl"].lstrip("^").split(",")
-    assert "plm_rsh_agent" not in mca(command)
+    assert "plm_rsh_no_tree_spawn" not in mca(command)
     assert "mpi_yield_when_idle" not in mca(command)
     assert command[-4:] == ("/usr/bin/python3", "-m", "mpi4py", "train.py")
 

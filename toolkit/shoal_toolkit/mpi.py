@@ -164,8 +164,10 @@ def _mca(
             defaults.pop(f"{layer}_if_include", None)
     merged = {key: value for key, value in defaults.items() if f"OMPI_MCA_{key}" not in environ}
     merged.update(custom.mca)
+    # On one host too: mpirun looks for ssh even when it has no host to reach, and fails where there is none.
+    merged["plm_rsh_agent"] = launch_agent(machine.python)
     if len(hosts) > 1:
-        merged.update(plm_rsh_agent=launch_agent(machine.python), plm_rsh_no_tree_spawn="1")
+        merged["plm_rsh_no_tree_spawn"] = "1"
     return merged
 
 

@@ -69,7 +69,10 @@ def rebuilds(tag: str) -> list[Figure]:
             unchanged = statistics.median(build_seconds(copy, tag) for _ in range(REPEATS))
             changed = statistics.median(changed_seconds(copy, tag) for _ in range(REPEATS))
         finally:
+            rebuilt = client.images.get(tag)
             original.tag(tag)
+            if rebuilt.id != original.id:
+                client.images.remove(str(rebuilt.id))
             client.images.remove("shoal-bench:kept")
     return [
         Figure("rebuild-after-toolkit-change", changed, "s", goal=5.0),

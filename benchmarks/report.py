@@ -35,14 +35,14 @@ class Figure:
     def __str__(self) -> str:
         words = [f"RESULT name={self.name}", f"ours={self.ours:.4g}"]
         if self.rival is not None:
-            words += [f"{self.rival_name}={self.rival:.4g}"]
+            words += [f"rival={self.rival:.4g}", f"rival_name={self.rival_name}"]
         words.append(f"unit={self.unit}")
         if self.rival:
-            words.append(f"ours/{self.rival_name}={self.ours / self.rival:.3g}")
+            words.append(f"ratio={self.rival / self.ours:.3g}")
         if self.goal is not None:
             words.append(f"goal=<={self.goal:g}")
         if self.ceiling is not None:
-            words.append(f"goal=<={self.ceiling:g}x")
+            words.append(f"goal=<={self.ceiling:g}×rival")
         return " ".join([*words, f"met={'yes' if self.met else 'no'}"])
 
 

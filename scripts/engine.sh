@@ -30,7 +30,7 @@ install_engine() {
 machine_mtu() {
     local interface
     interface=$(awk '$2 == "00000000" { print $1; exit }' /proc/net/route)
-    cat "/sys/class/net/${interface:-lo}/mtu" 2>/dev/null | awk '{ print ($1 > 1500) ? 1500 : $1 }'
+    awk '{ print ($1 > 1500) ? 1500 : $1 }' "/sys/class/net/${interface:-lo}/mtu" 2>/dev/null || true
 }
 
 start_engine() {
@@ -57,7 +57,7 @@ if answers; then exit 0; fi
 if [ "${1:-}" = check ]; then exit 1; fi
 if [ -n "${DOCKER_HOST:-}" ]; then refuse "DOCKER_HOST names one that this script must not replace"; fi
 if [ "$(id -u)" != 0 ]; then refuse "this user is not root, so none can be installed or started"; fi
-if pgrep -x dockerd >/dev/null; then refuse "a dockerd process lives but does not answer (see its log)"; fi
+if grep -qsx dockerd /proc/[0-9]*/comm; then refuse "a dockerd process lives but does not answer (see its log)"; fi
 if ! command -v dockerd >/dev/null; then
     if ! command -v apt-get >/dev/null; then refuse "this is neither Debian nor Ubuntu, so none is installed here"; fi
     install_engine

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import shutil
 import subprocess
 import tarfile
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 import docker
@@ -126,27 +127,34 @@ def _bootstrap(client: docker.DockerClient, machine: Machine, cache: Path, say: 
 def _run_mmdebstrap(machine: Machine, archive: Path, say: Say) -> None:
     _need_mmdebstrap(say)
     archive.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = archive.with_suffix(".part.tar")
-    sources = archive.with_suffix(".sources.list")
-    sources.write_text("\n".join(machine.apt_sources) + "\n")
-    environment = os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}
-    command = ["mmdebstrap", *_RECIPE, str(unfinished), *([str(sources)] if machine.apt_sources else [])]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    sources.unlink()
-    if result.returncode:
-        unfinished.unlink(missing_ok=True)
-        raise BaseImageError(f"mmdebstrap exited {result.returncode}:\n{result.stderr.strip()[-2000:]}")
-    unfinished.rename(archive)
+    with TemporaryDirectory(dir=archive.parent, prefix="base-") as name:  # two builds at once do not share a file
+        scratch = Path(name)
+        (scratch / "ca.crt").write_bytes(machine.ca_bundle or b"")
+        options = [f"--aptopt={line.rstrip(';')}" for line in machine.apt_proxies]
+        options += [f'--aptopt=Acquire::https::CAInfo "{scratch}/ca.crt"'] if machine.ca_bundle else []
+        command = ["mmdebstrap", *options, *_RECIPE, str(scratch / "base.tar")]
+        if machine.apt_sources:
+            (scratch / "sources.list").write_text("\n".join(machine.apt_sources) + "\n")
+            command.append(str(scratch / "sources.list"))
+        environment = os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise BaseImageError(f"mmdebstrap exited {result.returncode}:\n{result.stderr.strip()[-2000:]}")
+        (scratch / "base.tar").replace(archive)
 
 
 def _need_mmdebstrap(say: Say) -> None:
-    if shutil.which("mmdebstrap"):
+    root = os.geteuid() == 0
+    if platform.machine() != "x86_64":
+        raise BaseImageError(
+            f"the images are for x86_64 and this machine is {platform.machine()}: no base is made here"
+        )
+    if root and shutil.which("mmdebstrap"):
         return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
+    if not root or not shutil.which("apt-get"):
         raise BaseImageError(
             f"{UPSTREAM} cannot be pulled and mmdebstrap is not here to make a base. What to do: give the engine a"
-            f" {UPSTREAM} (docker load), or as root on Debian or Ubuntu:"
-            " apt-get install mmdebstrap debian-archive-keyring"
+            f" {UPSTREAM} (docker load), or run this as root on Debian or Ubuntu"
         )
     say("base: installing mmdebstrap with apt-get")
     for command in (

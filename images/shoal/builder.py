@@ -43,7 +43,7 @@ def build(project: Project, spec: BuildSpec, image: ImageSpec, console: Console)
     started = time.monotonic()
     client = engine.connect()
     has_buildkit = engine.has_buildkit(client)
-    sources = context.gather(project, image, buildkit=has_buildkit)
+    sources = context.gather(project, spec, image, buildkit=has_buildkit)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -74,6 +74,8 @@ def build(project: Project, spec: BuildSpec, image: ImageSpec, console: Console)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = client.images.get(image.tag)
+    if result.labels.get(FINGERPRINT_LABEL) != fingerprint:
+        raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
     if present is not None and present.id != result.id:
         _remove_replaced(client, str(present.id))
     return Built(image.tag, str(result.id), False, time.monotonic() - started)

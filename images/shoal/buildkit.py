@@ -54,16 +54,18 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 def events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
     """Translate the engine's JSON objects into events."""
     told: set[tuple[str, str]] = set()
-    partial: dict[str, str] = {}
+    partial: dict[str, bytes] = {}
     for entry in stream:
         if entry.get("id") == "moby.buildkit.trace":
             status = decode(base64.b64decode(entry["aux"]))
+            for log in map(decode, status[3]):
+                yield from _lines(log, partial)
             for vertex in map(decode, status[1]):
                 if (step := _step(vertex)) and (step.key, step.state) not in told:
                     told.add((step.key, step.state))
+                    if step.state != "started":
+                        yield from _last_words(step.key, partial)
                     yield step
-            for log in map(decode, status[3]):
-                yield from _lines(log, partial)
         elif "error" in entry:
             yield Failed(str(entry["error"]))
 
@@ -84,12 +86,19 @@ def _step(vertex: Fields) -> Step | None:
     return Step(_text(vertex, 1), number, total, command, "started")
 
 
-def _lines(log: Fields, partial: dict[str, str]) -> Iterator[Output]:
+def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[Output]:
+    """Yield whole lines; the rest waits as bytes, since a chunk may end within a character."""
     key = _text(log, 1)
-    *whole, rest = (partial.pop(key, "") + _text(log, 4)).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    text = partial.pop(key, b"") + b"".join(log[4][-1:])
+    *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     if rest:
         partial[key] = rest
-    yield from (Output(key, line) for line in whole)
+    yield from (Output(key, line.decode(errors="replace")) for line in whole)
+
+
+def _last_words(key: str, partial: dict[str, bytes]) -> Iterator[Output]:
+    if rest := partial.pop(key, b""):
+        yield Output(key, rest.decode(errors="replace"))
 
 
 def _text(fields: Fields, number: int) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import docker.errors
+import requests
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from shoal import builder, embedded, engine, lock, project, render, spec, summary
 from shoal import run as runner
-from shoal.errors import ShoalError, SpecError, UsageError
+from shoal.errors import EngineError, ShoalError, SpecError, UsageError
 from shoal.job import JobRequest
-
-INTERRUPTED = 130
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False)
@@ -32,15 +33,27 @@ class Engine(StrEnum):
 
 
 def main() -> None:
-    """Run the command line; every expected failure prints its text and exits with its own code."""
+    """Run the command line; every expected failure prints its text and exits with its own code.
+
+    SIGTERM and SIGHUP end it as an interrupt does: what runs is stopped and removed on the way out.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     try:
         app(standalone_mode=True)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("shoal: interrupted; what was running is stopped and removed", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    except docker.errors.APIError as error:
+        print(f"shoal: the engine refused: {error.explanation or error}", file=sys.stderr)
+        sys.exit(EngineError.exit_code)
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        print(f"shoal: the engine could not be asked: {error}", file=sys.stderr)
+        sys.exit(EngineError.exit_code)
+
+
+def _end(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _open() -> tuple[project.Project, spec.BuildSpec]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from shoal import wheels
-from shoal.lock import Pin, read_lock
+from shoal.lock import Pin, read_image
 from shoal.machine import Machine
 from shoal.project import LAYERS, Project
 from shoal.render import render
@@ -39,12 +39,11 @@ class Sources:
         return digest.hexdigest()
 
 
-def gather(project: Project, image: ImageSpec, *, buildkit: bool) -> Sources:
+def gather(project: Project, spec: BuildSpec, image: ImageSpec, *, buildkit: bool) -> Sources:
     """Read the locks, render the Dockerfile and build our two wheels."""
-    directory = project.lock_directory(image)
     return Sources(
         dockerfile=render(project, image, buildkit=buildkit).encode(),
-        locks={layer: tuple(read_lock(directory / f"{layer}.txt")) for layer in LAYERS},
+        locks=read_image(project, spec, image),
         library=wheels.build(project.root / "library"),
         toolkit=wheels.build(project.root / "toolkit"),
     )

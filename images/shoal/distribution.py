@@ -53,7 +53,9 @@ def with_processes_per_host(distribution: Mapping[str, Any], count: int | None) 
     """
     if count is None:
         return dict(distribution)
-    mpi = dict(distribution.get("mpi", {"enabled": True}))
+    mpi = distribution.get("mpi", {"enabled": True})
+    _check(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
+    mpi = dict(mpi)
     said = mpi.setdefault("processes_per_host", count)
     if said != count:
         raise UsageError(

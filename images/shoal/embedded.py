@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from shoal import job
+from shoal import distribution, job
 from shoal.errors import EngineError
 
 
@@ -24,11 +25,12 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
     if not train.exists():
         raise EngineError(f"no `train` beside {sys.executable}. Install the toolkit there: pip install ./toolkit")
     name = job.new_name(request)
-    directory = (request.output / name).resolve()
+    directory = job.make_directory(request, name)
     folded = fold(request, console)
     (host,) = folded.host_names
     tree = directory / host
-    job.write_tree(tree, folded, name, [host], host)
+    job.write_tree(tree, folded, name)
+    (tree / job.RESOURCES).write_bytes(job.resources(folded, host))
     for channel, path in request.channels.items():
         (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
     environment = {
@@ -48,25 +50,22 @@ def fold(request: job.JobRequest, console: Console) -> job.JobRequest:
     """Return the request with all ranks on one host, and say so when that changes it."""
     if request.hosts == 1:
         return request
-    asked = request.procs_per_host or request.distribution.get("mpi", {}).get("processes_per_host", 1)
+    given = distribution.with_processes_per_host(request.distribution, request.procs_per_host)
+    asked = given.get("mpi", {}).get("processes_per_host", 1)
     ranks = request.hosts * asked
     console.print(
-        f"without an engine: {request.hosts} hosts × {asked} ranks run as 1 host × {ranks} ranks on this machine"
+        f"without an engine: {request.hosts} hosts × {asked} ranks run as 1 host × {ranks} ranks on this machine",
+        highlight=False,
     )
-    mpi = {"enabled": True, **request.distribution.get("mpi", {}), "processes_per_host": ranks}
-    fields = {
-        **vars(request),
-        "hosts": 1,
-        "procs_per_host": ranks,
-        "distribution": {**request.distribution, "mpi": mpi},
-    }
-    return job.JobRequest(**fields)
+    mpi = {"enabled": True, **given.get("mpi", {}), "processes_per_host": ranks}
+    return replace(request, hosts=1, procs_per_host=None, distribution={**given, "mpi": mpi})
 
 
 def _train(command: str, environment: dict[str, str]) -> int:
     process = subprocess.Popen([command], env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the terminal's interrupt went to `train` too: wait for its verdict
-            continue
+    try:
+        return process.wait()
+    except BaseException:  # interrupted: `train` ends its ranks and says so, then this ends
+        process.terminate()
+        process.wait()
+        raise

@@ -19,7 +19,7 @@ GIB = 1024**3
 def connect(timeout: int | None = 600) -> docker.DockerClient:
     """Return a client of the engine that the environment names. Raises `EngineError`. One client a thread.
 
-    `timeout` is in seconds and bounds the silence on one connection (None: no bound): a RUN step is silent for minutes.
+    `timeout` is in seconds and bounds the silence on one connection (None: no bound).
     """
     try:
         # The annotation of the SDK leaves out None, which it documents as "no limit".
@@ -44,6 +44,11 @@ def has_buildkit(client: docker.DockerClient) -> bool:
     version = client.version()
     names = {component["Name"] for component in version.get("Components", ())}
     return "Engine" in names and Version(version["ApiVersion"]) >= Version("1.39")
+
+
+def has_gpus(client: docker.DockerClient) -> bool:
+    """Return whether the engine can hand NVIDIA GPUs to a container: it has NVIDIA's runtime."""
+    return "nvidia" in client.info().get("Runtimes", {})
 
 
 def check_disk(client: docker.DockerClient, needed_gib: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from shoal import distribution
 from shoal.errors import UsageError, did_you_mean
 
-RESERVED = "sagemaker_"
+RESOURCES = "input/config/resourceconfig.json"
+"""The one file of the tree that differs between hosts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class JobRequest:
     shm_size: str = "1g"
 
     def check(self) -> None:
-        """Raise `UsageError` for a source, entry point or channel that is not there."""
+        """Raise `UsageError` for a source, entry point, channel or distribution that cannot run."""
         if not self.source.is_dir():
             raise UsageError(f"--source {self.source}: no such directory")
         # `-m module` and files that requirements install are the container's to judge.
@@ -51,6 +53,7 @@ class JobRequest:
         for name, directory in self.channels.items():
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
+        self.encoded_hyperparameters("")
 
     @property
     def host_names(self) -> list[str]:
@@ -81,33 +84,63 @@ def _encode_value(text: str) -> str:
 
 def new_name(request: JobRequest) -> str:
     """Return a name no other job has: the source directory's name, the time, a few random characters."""
-    return f"{request.source.resolve().name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    # Docker's names and SageMaker's: letters, digits and hyphens.
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def write_tree(root: Path, request: JobRequest, job_name: str, hosts: list[str], current_host: str) -> None:
-    """Lay out the tree that SageMaker mounts at /opt/ml: code, configuration, empty output directories.
+def make_directory(request: JobRequest, name: str) -> Path:
+    """Make the directory of the job's results, before anything is started that has some. Raises `UsageError`."""
+    directory = (request.output / name).resolve()
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--output {request.output}: {directory} cannot be made: {error.strerror}") from error
+    return directory
 
-    Channels are not copied; whoever starts the host makes `input/data/<channel>` appear.
+
+def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
+    """Lay out the tree that SageMaker mounts at /opt/ml, without `RESOURCES`: code, configuration, output directories.
+
+    Channels are not copied; whoever starts the host makes `input/data/<channel>` appear. Raises `UsageError` when the
+    source cannot be copied.
     """
-    shutil.copytree(request.source, root / "code", ignore=shutil.ignore_patterns("__pycache__", ".git"))
+    try:
+        shutil.copytree(request.source, root / "code", ignore=_not_code(request.output.resolve()))
+    except (OSError, shutil.Error) as error:
+        raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (root / directory).mkdir(parents=True)
-    resources = {
-        "current_host": current_host,
-        "hosts": hosts,
-        "network_interface_name": "eth0",
-        "current_instance_type": "local",
-    }
     inputs = {
         name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
         for name in request.channels
     }
     for name, document in (
         ("hyperparameters", request.encoded_hyperparameters(job_name)),
-        ("resourceconfig", resources),
         ("inputdataconfig", inputs),
     ):
         (root / "input" / "config" / f"{name}.json").write_text(json.dumps(document))
+
+
+def resources(request: JobRequest, current_host: str) -> bytes:
+    """Return resourceconfig.json as `current_host` sees it."""
+    document = {
+        "current_host": current_host,
+        "hosts": request.host_names,
+        "network_interface_name": "eth0",
+        "current_instance_type": "local",
+    }
+    return json.dumps(document).encode()
+
+
+def _not_code(output: Path) -> Callable[[str, list[str]], set[str]]:
+    """Leave out caches, and the results of earlier jobs where they lie inside the source."""
+    caches = shutil.ignore_patterns("__pycache__", ".git")
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        return caches(directory, names) | {name for name in names if (Path(directory) / name).resolve() == output}
+
+    return ignore
 
 
 def collect(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:
@@ -135,7 +168,8 @@ class Outcome:
     """How a job ended: the exit code that every host gave (or the first failing one), where its files lie, and facts.
 
     `launch` is what `train` wrote of itself (output/job.json of the first host), `metrics` is output/data/metrics.json
-    where the script wrote one; both are empty where there is none. `messages` are the hosts' failure files.
+    where the script wrote one; both are empty where there is none. `messages` are, by host, the failure files and what
+    else went wrong.
     """
 
     name: str
@@ -147,18 +181,34 @@ class Outcome:
     messages: Mapping[str, str]
 
 
-def outcome(name: str, exit_codes: Mapping[str, int], directory: Path, trees: Mapping[str, Path]) -> Outcome:
-    """Read what the hosts left behind."""
-    first = next(iter(trees.values()))
-    failures = {host: tree / "output" / "failure" for host, tree in trees.items()}
+def outcome(
+    name: str,
+    exit_codes: Mapping[str, int],
+    directory: Path,
+    trees: Mapping[str, Path],
+    notes: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Read what the hosts left behind. `notes` are words on hosts that ended badly."""
+    first_host, first = next(iter(trees.items()))
+    messages = dict(notes or {})
+    for host, tree in trees.items():
+        if (failure := tree / "output" / "failure").is_file():
+            messages[host] = "\n".join([*filter(None, [messages.get(host)]), failure.read_text(errors="replace")])
+    facts = {}
+    for part in ("job.json", "data/metrics.json"):
+        try:
+            facts[part] = _read_object(first / "output" / part)
+        except ValueError as error:
+            facts[part] = {}
+            messages[first_host] = "\n".join([*filter(None, [messages.get(first_host)]), f"output/{part}: {error}"])
     return Outcome(
         name=name,
         exit_code=next((code for code in exit_codes.values() if code), 0),
         directory=directory,
         archives=collect(directory, trees),
-        launch=_read_object(first / "output" / "job.json"),
-        metrics=_read_object(first / "output" / "data" / "metrics.json"),
-        messages={host: path.read_text(errors="replace") for host, path in failures.items() if path.is_file()},
+        launch=facts["job.json"],
+        metrics=facts["data/metrics.json"],
+        messages=messages,
     )
 
 
@@ -167,6 +217,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        return {"unreadable": f"{path}: {error}"}
-    return document if isinstance(document, dict) else {"unreadable": f"{path}: not an object"}
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    return document

@@ -1,11 +1,12 @@
 """Resolves an image's requirements to exact files with hashes, one lock file a layer: `shoal lock`.
 
-pip does the resolving (`--dry-run --report`), for the image's Python and platform whatever this machine's are.
+pip does the resolving (`--dry-run --report`), on a machine with the image's Python and platform.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -51,15 +52,28 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
         layers[_layer_of(pin.name, mpi)].append(pin)
     directory = project.lock_directory(image)
     directory.mkdir(parents=True, exist_ok=True)
-    return [_write(directory / f"{layer}.txt", pins) for layer, pins in layers.items()]
+    return [_write(directory / f"{layer}.txt", _asked(spec, image), pins) for layer, pins in layers.items()]
 
 
-def read_lock(path: Path) -> list[Pin]:
-    """Return the pins of a lock file. Raises `SpecError` naming the file and line."""
+def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
+    """Return the image's pins by layer. Raises `SpecError` when a lock is missing or made for other requirements."""
+    directory = project.lock_directory(image)
+    return {layer: tuple(read_lock(directory / f"{layer}.txt", _asked(spec, image))) for layer in LAYERS}
+
+
+def _asked(spec: BuildSpec, image: ImageSpec) -> str:
+    """Return what buildspec.yml asks for, as the first line of a lock file."""
+    return f"# Made by `shoal lock` for: {' '.join([*image.requirements, *spec.mpi])}".rstrip()
+
+
+def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
+    """Return the pins of a lock file; its first line must be `asked`. Raises `SpecError` naming the file and line."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         raise SpecError(f"{path}: missing. Make it: shoal lock") from None
+    if asked is not None and lines[:1] != [asked]:
+        raise SpecError(f"{path}:1: made for other requirements than buildspec.yml's. Run: shoal lock")
     pins = []
     for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):
@@ -72,9 +86,16 @@ def read_lock(path: Path) -> list[Pin]:
 
 
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None) -> list[dict[str, Any]]:
+    here = (platform.system(), platform.machine(), f"{sys.version_info[0]}.{sys.version_info[1]}")
+    if here != (
+        "Linux",
+        "x86_64",
+        python_version,
+    ):  # pip picks files for another machine, but reads markers on this one
+        raise SpecError(f"locking needs Linux, x86_64 and Python {python_version}; this is {' '.join(here)}")
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python_version}", "--target=unused"]
-    command += [f"--platform={platform}" for platform in _PLATFORMS]
+    command += [f"--platform={name}" for name in _PLATFORMS]
     result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if result.returncode and index:  # the extra index only where pip's own configuration does not hold the file
         command += ["--extra-index-url", index]
@@ -96,7 +117,7 @@ def _layer_of(name: str, mpi: Collection[str]) -> str:
     return "cuda" if name.startswith("nvidia-") else "framework"
 
 
-def _write(path: Path, pins: Iterable[Pin]) -> Path:
-    lines = ["# Written by `shoal lock`; installed with pip --require-hashes --no-deps.", *map(str, pins)]
+def _write(path: Path, asked: str, pins: Iterable[Pin]) -> Path:
+    lines = [asked, *map(str, pins)]
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUITE = "bookworm"
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY")
-_INDEX_KEYS = ("index-url", "extra-index-url", "trusted-host", "timeout", "default-timeout")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
+# What of pip's configuration a build step can use as it is. Where one of its words is a local path, that word is left
+# out and said so; wheels in local find-links directories enter the context instead.
+_PIP_KEYS = (
+    *("index-url", "extra-index-url", "find-links", "no-index", "proxy", "trusted-host"),
+    *("timeout", "default-timeout", "retries"),
+)
+_UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feature")
+_CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+_ADDED_CA = Path("/usr/local/share/ca-certificates")
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,14 @@ class Machine:
 def read() -> Machine:
     """Read this machine's configuration, once a process; pip and, where there is one, apt-config are asked."""
     pip = _pip_config()
-    kept, left_out = _remote_indexes(pip)
+    kept, left_out = _usable_pip(pip)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
-    certificate = pip.get("cert") or os.environ.get("SSL_CERT_FILE")
     return Machine(
         pip=tuple(sorted(kept.items())),
         find_links=find_links,
         apt_sources=tuple(debian_sources()),
         apt_proxies=tuple(_apt_proxies()),
-        ca_bundle=Path(certificate).read_bytes() if certificate and Path(certificate).is_file() else None,
+        ca_bundle=_ca_bundle(pip),
         proxies=tuple(sorted(_proxy_variables())),
         left_out=tuple(left_out),
     )
@@ -89,17 +97,29 @@ def _pip_config() -> dict[str, str]:
     return settings | environment
 
 
-def _remote_indexes(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    kept, left_out = {}, []
-    for key in _INDEX_KEYS:
+def _usable_pip(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    kept = {}
+    left_out = [f"pip's {key}: not supported in builds" for key in _UNUSABLE_PIP_KEYS if key in pip]
+    for key in _PIP_KEYS:
         words = pip.get(key, "").split()
-        local = [word for word in words if word.startswith("file:")]
-        left_out += [
-            f"pip's {key} {word}: a directory of this machine, which a container cannot read" for word in local
-        ]
+        local = [word for word in words if word.startswith(("file:", "/", "."))]
+        if key != "find-links":
+            left_out += [
+                f"pip's {key} {word}: a directory of this machine, which a container cannot read" for word in local
+            ]
         if remote := [word for word in words if word not in local]:
             kept[key] = " ".join(remote)
     return kept, left_out
+
+
+def _ca_bundle(pip: dict[str, str]) -> bytes | None:
+    """Return the bundle that pip or the environment names, else the system's where certificates were added to it."""
+    named = [pip.get("cert"), *(os.environ.get(name) for name in _CA_VARIABLES)]
+    for name in filter(None, named):
+        if Path(name).is_file():
+            return Path(name).read_bytes()
+    added = _ADDED_CA.is_dir() and any(_ADDED_CA.rglob("*.crt"))
+    return _SYSTEM_CA.read_bytes() if added and _SYSTEM_CA.is_file() else None
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:

@@ -77,7 +77,7 @@ class BuildProgress:
         self._write(text)
 
     def _step(self, step: Step) -> None:
-        if step.state == "failed" and (self.failed_step is None or step.number):
+        if step.state == "failed" and (self.failed_step is None or not self.failed_step.number):
             self.failed_step = step
         line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"
         self._write(line)

@@ -42,4 +42,4 @@ def find(start: Path) -> Project:
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
             return Project(directory)
-    raise UsageError(f"no buildspec.yml in {start} or above it. Run from a checkout of the project, or pass --project.")
+    raise UsageError(f"no buildspec.yml in {start} or above it. Run from a checkout of the project.")

@@ -7,23 +7,25 @@ channels are bind mounts, because data may be large: their directories must lie 
 from __future__ import annotations
 
 import contextlib
-import io
+import queue
 import secrets
-import tarfile
+import signal
 import threading
-from collections.abc import Iterator
-from concurrent import futures
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
 
 import docker
 import docker.errors
-import docker.models.containers
-import docker.models.networks
 import docker.types
+import requests
+from docker.models.containers import Container
 from rich.console import Console
 
-from shoal import engine, job
+from shoal import archive, engine, job
 from shoal.errors import EngineError
 
 JOB_LABEL = "shoal.job"
@@ -33,110 +35,102 @@ STRAGGLER_SECONDS = 60
 """How long the other hosts may take to end once one has ended, in seconds: all end with the job's one verdict."""
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """A host's end: its exit code, and whether the kernel's out-of-memory killer ended it."""
+
+    exit_code: int
+    out_of_memory: bool
+
+
 def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     """Run `request` in containers of `image`; stream their logs with the host in front; return the outcome.
 
-    `request` is checked by the caller. Raises `EngineError` before anything starts. An interrupt stops the hosts,
-    removes them and the network, and is raised again.
+    `request` is checked by the caller. Raises `EngineError` when the engine refuses. An interrupt stops the hosts,
+    removes them and the network, and is raised again; a second one removes them at once.
     """
     client = engine.connect()
     name = job.new_name(request)
-    directory = (request.output / name).resolve()
-    with _network(client, name) as network, _containers(client, image, request, name, network) as hosts:
+    directory = job.make_directory(request, name)
+    with _removing(client, name):
+        hosts = _create_hosts(client, image, request, name)
         readers = [_stream(str(container.id), host, console) for host, container in hosts.items()]
         for container in hosts.values():
             container.start()
-        exit_codes = _wait(hosts)
+        ended = _wait(hosts)
         for reader in readers:
             reader.join()
-        trees = {host: _fetch(container, directory / host) for host, container in hosts.items()}
-    return job.outcome(name, exit_codes, directory, trees)
+        trees = {host: _fetch(container, directory / host, console) for host, container in hosts.items()}
+    notes = {host: "killed by the out-of-memory killer" for host, end in ended.items() if end.out_of_memory}
+    return job.outcome(name, {host: end.exit_code for host, end in ended.items()}, directory, trees, notes)
 
 
 @contextlib.contextmanager
-def _network(client: docker.DockerClient, name: str) -> Iterator[docker.models.networks.Network]:
+def _removing(client: docker.DockerClient, name: str) -> Iterator[None]:
+    """Remove all containers and networks of the job at the end: by label, so those half made are found too."""
+    try:
+        yield
+    finally:
+        # A further interrupt must not end this half way; it takes a second or two.
+        old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
+                with contextlib.suppress(docker.errors.NotFound):
+                    container.remove(force=True, v=True)
+            for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
+                network.remove()
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def _create_hosts(client: docker.DockerClient, image: str, request: job.JobRequest, name: str) -> dict[str, Container]:
+    """Create (not start) the network and the hosts, each with its /opt/ml."""
     # The packets of a new network must be no larger than the engine's default network allows.
     key = "com.docker.network.driver.mtu"
-    options = client.networks.get("bridge").attrs.get("Options") or {}
+    with contextlib.suppress(docker.errors.NotFound):
+        options = client.networks.get("bridge").attrs.get("Options") or {}
     mtu = {key: options[key]} if key in options else {}
     network = client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels={JOB_LABEL: name})
-    try:
-        yield network
-    finally:
-        network.remove()
+    settings = _settings(client, request, name, str(network.name))
+    with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as common:
+        tree = Path(scratch)
+        job.write_tree(tree, request, name)
+        archive.pack(tree, "opt/ml", common)
+        hosts = {}
+        for host in request.host_names:
+            alias = client.api.create_endpoint_config(aliases=[host])
+            hosts[host] = _create(
+                client, image, f"{name}-{host}", {**settings, "networking_config": {network.name: alias}}
+            )
+            common.seek(0)
+            hosts[host].put_archive("/", common)
+            hosts[host].put_archive("/", archive.single("opt/ml/" + job.RESOURCES, job.resources(request, host)))
+    return hosts
 
 
-@contextlib.contextmanager
-def _containers(
-    client: docker.DockerClient,
-    image: str,
-    request: job.JobRequest,
-    name: str,
-    network: docker.models.networks.Network,
-) -> Iterator[dict[str, docker.models.containers.Container]]:
-    """Create (not start) the hosts; stop and remove them at the end."""
-    hosts: dict[str, docker.models.containers.Container] = {}
-    secret = secrets.token_hex(32)
+def _settings(client: docker.DockerClient, request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
+    """What the containers of all hosts have in common."""
     mounts = [
         docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
         for channel, path in request.channels.items()
     ]
-    try:
-        for host in request.host_names:
-            hosts[host] = _create(client, image, request, name, network, host, mounts, secret)
-        yield hosts
-    finally:
-        for container in hosts.values():
-            with contextlib.suppress(docker.errors.NotFound):
-                container.remove(force=True, v=True)
+    gpus = [docker.types.DeviceRequest(count=-1, capabilities=[["gpu"]])] if engine.has_gpus(client) else []
+    return {
+        "environment": {**request.environment, "SHOAL_JOB_SECRET": secrets.token_hex(32), "TRAINING_JOB_NAME": name},
+        "labels": {JOB_LABEL: name},
+        "mounts": mounts,
+        "network": network,
+        "shm_size": request.shm_size,
+        "device_requests": gpus,
+    }
 
 
-def _create(
-    client: docker.DockerClient,
-    image: str,
-    request: job.JobRequest,
-    name: str,
-    network: docker.models.networks.Network,
-    host: str,
-    mounts: list[docker.types.Mount],
-    secret: str,
-) -> docker.models.containers.Container:
-    alias = client.api.create_endpoint_config(aliases=[host])
+def _create(client: docker.DockerClient, image: str, name: str, settings: dict[str, Any]) -> Container:
     try:
-        container = client.containers.create(
-            image,
-            "train",
-            name=f"{name}-{host}",
-            environment={**request.environment, "SHOAL_JOB_SECRET": secret, "TRAINING_JOB_NAME": name},
-            labels={JOB_LABEL: name},
-            mounts=mounts,
-            network=network.name,
-            networking_config={str(network.name): alias},
-            shm_size=request.shm_size,
-        )
+        return client.containers.create(image, "train", name=name, **settings)
     except docker.errors.ImageNotFound as error:
-        raise EngineError(f"the engine has no image {image}. Build it: shoal build {image}") from error
-    except docker.errors.APIError as error:
-        raise EngineError(f"the engine cannot create {host}: {error.explanation}") from error
-    with TemporaryDirectory(prefix="shoal-job-") as scratch:
-        job.write_tree(Path(scratch), request, name, request.host_names, host)
-        container.put_archive("/", _archive(Path(scratch)))
-    return container
-
-
-def _archive(root: Path) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(root, "opt/ml", filter=_owned_by_root)
-    return buffer.getvalue()
-
-
-def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = "root"
-    if entry.isdir():
-        entry.mode = 0o755
-    return entry
+        raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
 
 
 def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
@@ -149,13 +143,8 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        rest = b""
-        for chunk in stream:
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                _print_line(console, host, line)
-        if rest:
-            _print_line(console, host, rest)
+        for line in _lines(stream):
+            console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=follow, name=f"logs of {host}", daemon=True)
     thread.start()
@@ -163,36 +152,69 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
     return thread
 
 
-def _print_line(console: Console, host: str, line: bytes) -> None:
-    text = line.decode(errors="replace").rstrip("\r")
-    console.print(f"{host} | {text}", markup=False, highlight=False, soft_wrap=True)
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield whole lines; a progress bar's \\r ends one too."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")
 
 
-def _wait(hosts: dict[str, docker.models.containers.Container]) -> dict[str, int]:
+def _wait(hosts: dict[str, Container]) -> dict[str, _Ended]:
     """Wait until every host ended. When one has, the others get `STRAGGLER_SECONDS`, then they are stopped."""
-    with futures.ThreadPoolExecutor(len(hosts)) as pool:
-        waits = {host: pool.submit(_exit_code, str(container.id)) for host, container in hosts.items()}
-        try:
-            futures.wait(waits.values(), return_when=futures.FIRST_COMPLETED)
-            _, late = futures.wait(waits.values(), timeout=STRAGGLER_SECONDS)
-        except BaseException:  # an interrupt: end the hosts, or the pool would wait for them
-            late = set(waits.values())
-            raise
-        finally:
-            for host, wait in waits.items():
-                if wait in late:
-                    hosts[host].stop(timeout=STOP_SECONDS)
-        return {host: wait.result() for host, wait in waits.items()}
+    arrivals: queue.SimpleQueue[tuple[str, _Ended | Exception]] = queue.SimpleQueue()
+    for host, container in hosts.items():
+        threading.Thread(target=_report_end, args=(host, str(container.id), arrivals), daemon=True).start()
+    ended: dict[str, _Ended] = {}
+    deadline: float | None = None
+    try:
+        while len(ended) < len(hosts):
+            try:
+                host, end = arrivals.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                _stop(container for host, container in hosts.items() if host not in ended)
+                deadline = None
+                continue
+            if isinstance(end, Exception):
+                raise EngineError(f"the engine was lost while {host} ran: {end}") from end
+            ended[host] = end
+            deadline = time.monotonic() + STRAGGLER_SECONDS
+    except BaseException:
+        _stop(hosts.values())
+        raise
+    return {host: ended[host] for host in hosts}
 
 
-def _exit_code(container_id: str) -> int:
-    # A client of its own, and no limit: training is silent for as long as it likes.
-    return int(engine.connect(timeout=None).api.wait(container_id)["StatusCode"])
+def _report_end(host: str, container_id: str, arrivals: queue.SimpleQueue[tuple[str, _Ended | Exception]]) -> None:
+    try:
+        # A client of its own, and no limit: training is silent for as long as it likes.
+        api = engine.connect(timeout=None).api
+        code = int(api.wait(container_id)["StatusCode"])
+        state = api.inspect_container(container_id)["State"]
+        arrivals.put((host, _Ended(code, bool(state.get("OOMKilled")))))
+    except (docker.errors.DockerException, requests.RequestException, EngineError) as error:
+        arrivals.put((host, error))
 
 
-def _fetch(container: docker.models.containers.Container, target: Path) -> Path:
+def _stop(containers: Iterable[Container]) -> None:
+    """Tell all to stop at once, and wait for them; an interrupt ends the waiting."""
+    threads = [threading.Thread(target=_stop_one, args=(str(each.id),), daemon=True) for each in containers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _stop_one(container_id: str) -> None:
+    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, EngineError):
+        engine.connect().api.stop(container_id, timeout=STOP_SECONDS)  # what does not stop is removed by force
+
+
+def _fetch(container: Container, target: Path, console: Console) -> Path:
     """Copy the host's model, output and checkpoints out of its container."""
-    target.mkdir(parents=True)
+    target.mkdir()
     for part in ("model", "output", "checkpoints"):
         try:
             chunks, _ = container.get_archive(f"/opt/ml/{part}")
@@ -202,6 +224,6 @@ def _fetch(container: docker.models.containers.Container, target: Path) -> Path:
             for chunk in chunks:
                 buffer.write(chunk)
             buffer.seek(0)
-            with tarfile.open(fileobj=buffer) as archive:
-                archive.extractall(target, filter="data")
+            for skipped in archive.unpack(buffer, target):
+                console.print(f"{target.name}: not collected: {skipped}", markup=False, soft_wrap=True)
     return target

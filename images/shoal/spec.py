@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from shoal.errors import SpecError, UsageError, did_you_mean
 
@@ -74,20 +75,18 @@ class BuildSpec(_Model):
     defaults: dict[str, str]
     images: tuple[ImageSpec, ...]
 
-    @pydantic.model_validator(mode="after")
-    def _names_resolve(self) -> BuildSpec:
+    def problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield (key path, message) of what does not fit together."""
         tags = [image.tag for image in self.images]
-        twice = {tag for tag in tags if tags.count(tag) > 1}
-        if twice:
-            raise ValueError(f"two entries make the same tag: {', '.join(sorted(twice))}")
-        for framework, tag in self.defaults.items():
-            if tag not in tags:
-                raise ValueError(f"defaults.{framework} is {tag!r}, which no entry makes.{did_you_mean(tag, tags)}")
-        for image in self.images:
+        for number, image in enumerate(self.images):
+            if image.tag in tags[:number]:
+                yield ("images", number), f"makes the same tag as an entry before it: {image.tag}"
             if image.index is not None and image.index not in self.indexes:
                 hint = did_you_mean(image.index, self.indexes)
-                raise ValueError(f"{image.tag}: index {image.index!r} is not among indexes.{hint}")
-        return self
+                yield ("images", number, "index"), f"{image.index!r} is not among indexes.{hint}"
+        for framework, tag in self.defaults.items():
+            if tag not in tags:
+                yield ("defaults", framework), f"{tag!r} is what no entry makes.{did_you_mean(tag, tags)}"
 
     def select(self, name: str) -> ImageSpec:
         """Return the image that `name` means: a full tag, or a framework's default. Raises `UsageError`."""
@@ -103,28 +102,34 @@ class BuildSpec(_Model):
 def load(path: Path) -> BuildSpec:
     """Read and check a buildspec. Raises `SpecError` with file, line and key."""
     try:
-        data = YAML(typ="rt").load(path.read_text())
+        data = YAML(typ="rt").load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(
-            f"{path}: cannot be read: {error.strerror}. Run from the project's root, or pass --spec."
-        ) from error
+        raise SpecError(f"{path}: cannot be read: {error.strerror}. Run from a checkout of the project.") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
     if not isinstance(data, dict):
         raise SpecError(f"{path}:1: expected a mapping with the keys {', '.join(BuildSpec.model_fields)}")
     try:
-        return BuildSpec.model_validate(data)
+        spec = BuildSpec.model_validate(data)
     except pydantic.ValidationError as error:
         lines = (_explain(path, data, problem) for problem in error.errors())
         raise SpecError("\n".join(lines)) from error
+    if problems := list(spec.problems()):
+        raise SpecError("\n".join(_told(path, data, location, message) for location, message in problems))
+    return spec
+
+
+def _told(path: Path, data: Any, location: tuple[Any, ...], message: str) -> str:
+    key = ".".join(str(part) for part in location) or "(whole file)"
+    return f"{path}:{_line_of(data, location)}: {key}: {message}"
 
 
 def _explain(path: Path, data: Any, problem: Any) -> str:
     location = tuple(problem["loc"])
-    line = _line_of(data, location)
-    key = ".".join(str(part) for part in location) or "(whole file)"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         known = ImageSpec.model_fields if location[0] == "images" else BuildSpec.model_fields
@@ -133,7 +138,7 @@ def _explain(path: Path, data: Any, problem: Any) -> str:
         message = "required, but missing"
     elif location:
         message = f"{message}; found {problem['input']!r}"
-    return f"{path}:{line}: {key}: {message}"
+    return _told(path, data, location, message)
 
 
 def _line_of(data: Any, location: tuple[Any, ...]) -> int:

@@ -30,7 +30,7 @@ def rows(request: JobRequest, outcome: Outcome, build_seconds: float | None) -> 
 def show(console: Console, request: JobRequest, outcome: Outcome, build_seconds: float | None) -> None:
     """Print the failure, if there is one, and the table."""
     for host, message in outcome.messages.items():
-        console.print(f"\n{host} failed: {message}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{host}: {message}", markup=False, highlight=False, soft_wrap=True)
     lines = rows(request, outcome, build_seconds)
     width = max(len(name) for name, _ in lines)
     console.rule(outcome.name, align="left")

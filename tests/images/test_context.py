@@ -45,7 +45,7 @@ def test_a_wheel_of_ours_is_the_same_bytes_each_time(project: Project) -> None:
 
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
-    sources = context.gather(project, image, buildkit=True)
+    sources = context.gather(project, matrix, image, buildkit=True)
     files = context.files(sources, matrix, image, PLAIN)
     for name in ("cuda", "framework", "mpi"):
         assert f"{name}/requirements.txt" in files
@@ -56,8 +56,10 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
 
 def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
-    sources = context.gather(project, image, buildkit=True)
-    assert sources.fingerprint("sha256:1") == context.gather(project, image, buildkit=True).fingerprint("sha256:1")
+    sources = context.gather(project, matrix, image, buildkit=True)
+    assert sources.fingerprint("sha256:1") == context.gather(project, matrix, image, buildkit=True).fingerprint(
+        "sha256:1"
+    )
     changed = replace(sources, toolkit=wheels.Wheel(sources.toolkit.name, b"other"))
     assert len({sources.fingerprint("sha256:1"), sources.fingerprint("sha256:2"), changed.fingerprint("sha256:1")}) == 3
 
@@ -78,7 +80,7 @@ def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
     image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
     name = "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
     (tmp_path / name).write_bytes(b"wheel")
-    sources = context.gather(project, image, buildkit=True)
+    sources = context.gather(project, matrix, image, buildkit=True)
     pin = Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest())
     sources = replace(sources, locks={**sources.locks, "framework": (pin,)})
     index = f"--extra-index-url {matrix.indexes['cpu-wheels']}\n".encode()
@@ -137,13 +139,19 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_INDEX_URL", "https://env.example/simple")
+    monkeypatch.setenv("PIP_NO_INDEX", "false")
+    monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("PIP_CLIENT_CERT", "/etc/client.pem")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///srv/simple https://more.example/simple")
     host = machine.read.__wrapped__()
     assert dict(host.pip) == {
         "index-url": "https://env.example/simple",
         "extra-index-url": "https://more.example/simple",
+        "no-index": "false",
+        "proxy": "http://proxy.example:3128",
     }
     assert host.find_links == (links,)
     assert host.left_out == (
+        "pip's client-cert: not supported in builds",
         "pip's extra-index-url file:///srv/simple: a directory of this machine, which a container cannot read",
     )

@@ -35,9 +35,18 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
     (source / "train.py").write_text(SCRIPT)
     (channel / "data.txt").write_text("seen")
     options = ["--engine", "none", "--hosts", "2", "--procs-per-host", "2", "--hyperparameter", f"code={code}"]
-    paths = ["--source", source, "--entry-point", "train.py", "--channel", f"training={channel}", "--output", tmp_path]
+    paths: list[str | Path] = [
+        "--source",
+        source,
+        "--entry-point",
+        "train.py",
+        "--channel",
+        f"training={channel}",
+        "--output",
+        tmp_path,
+    ]
     env = {**os.environ, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}
-    command = [SHOAL, "run", "pytorch", *options, *paths]
+    command: list[str | Path] = [SHOAL, "run", "pytorch", *options, *paths]
     result = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == code, result.stdout + result.stderr
     assert "ranks [0, 1, 2, 3] seen" in result.stdout

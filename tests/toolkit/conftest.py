@@ -97,3 +97,12 @@ def run(tree: Tree) -> Run:
         return Finished(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     return run_train
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

@@ -61,7 +61,7 @@ def test_a_flag_that_is_neither_is_an_error() -> None:
         contract.flag({"sagemaker_mpi_enabled": "maybe"}, "sagemaker_mpi_enabled")
 
 
-@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5", "true"])
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5", "true", "²"])
 def test_a_count_that_is_none_is_an_error(value: str) -> None:
     with pytest.raises(ContractError, match="whole number"):
         contract.whole_number({"n": contract.decode(value)}, "n")
@@ -143,6 +143,13 @@ def test_hosts_that_are_no_list_of_names(tree: Tree, run: Run, hosts: object) ->
     tree.configure("resourceconfig", {"current_host": "a", "hosts": hosts})
     assert run(SAGEMAKER_PROGRAM="train.py").code == 2
     assert "resourceconfig.json: hosts" in tree.failure
+
+
+def test_keys_of_resourceconfig_may_be_null(tree: Tree, run: Run) -> None:
+    tree.script("import os; print(os.environ['SM_INSTANCE_GROUPS'])")
+    tree.hosts("algo-1", "algo-1", instance_groups=None, network_interface_name=None, current_group_name=None)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out) == (0, "[]\n"), done.err
 
 
 def test_a_script_that_is_not_there(tree: Tree, run: Run) -> None:

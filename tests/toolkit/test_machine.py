@@ -66,3 +66,16 @@ def test_one_that_is_not_is_replaced_and_said() -> None:
     chosen, note = machine.choose_interface("ethwe", ["localhost"])
     assert chosen != "ethwe"
     assert "'ethwe', which is not an interface here" in note
+
+
+def test_one_peer_that_is_known_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that is not known yet may take a name server's time limit."""
+    asked: list[str] = []
+
+    def resolve(peer: str) -> str:
+        asked.append(peer)
+        return "" if peer == "algo-2" else "127.0.0.1"
+
+    monkeypatch.setattr(machine, "_resolve", resolve)
+    machine.choose_interface("ethwe", ["algo-2", "algo-3", "algo-4"])
+    assert asked == ["algo-2", "algo-3"]

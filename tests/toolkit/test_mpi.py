@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from .conftest import TRAIN, Run, Tree, clean_environment
+from .conftest import TRAIN, Run, Tree, alive, clean_environment
 
 pytestmark = pytest.mark.mpi
 
@@ -197,3 +199,36 @@ def test_nothing_is_left_in_the_temporary_directory(tree: Tree, run: Run) -> Non
     finally:
         short.unlink()
     assert [path.name for path in temporary.iterdir() if path.name.startswith("shoal")] == []
+
+
+def test_a_script_may_clean_up_the_temporary_directory(tree: Tree, run: Run) -> None:
+    """The job's own files there go with it; what the script achieved stays."""
+    ranks(tree)
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as temporary:
+        tree.script(
+            f"import glob, os, shutil\nif os.environ['RANK'] == '1': shutil.rmtree(*glob.glob('{temporary}/shoal-*'))"
+        )
+        done = run(SAGEMAKER_PROGRAM="train.py", TMPDIR=temporary)
+    assert done.code == 0, done.err
+    assert tree.outcome() == {"success"}
+
+
+def test_what_a_rank_leaves_behind_is_ended(tree: Tree, run: Run) -> None:
+    tree.script("import subprocess; print(subprocess.Popen(['sleep', '60']).pid)")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0, done.err
+    deadline = time.monotonic() + 10
+    for _, pid in lines(done.out):
+        while alive(int(pid)):
+            assert time.monotonic() < deadline, f"{pid} still runs"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_standard_descriptor_may_be_closed(tree: Tree, closed: str) -> None:
+    tree.script("print('out')")
+    ranks(tree)
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    subprocess.run(["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *TRAIN], env=environment, check=True, timeout=30)
+    assert tree.outcome() == {"success"}

@@ -119,7 +119,10 @@ def test_variables_of_the_contract(tree: Tree) -> None:
     }
     assert {name: env.get(name) for name in expected} == expected
     assert json.loads(env["SM_USER_ARGS"])[:2] == ["--batch-size", "32"]
-    assert json.loads(env["SM_TRAINING_ENV"])["hyperparameters"]["name"] == "a b"
+    training_env = json.loads(env["SM_TRAINING_ENV"])
+    assert training_env["hyperparameters"]["name"] == "a b"
+    assert training_env["distribution_hosts"] == ["algo-1", "algo-2"]
+    assert (training_env["num_neurons"], training_env["topology"]) == (0, [])
 
 
 def test_every_variable_of_the_contract_is_there(tree: Tree) -> None:
@@ -338,6 +341,11 @@ def test_options_that_would_break_the_job_are_refused(tree: Tree, options: str) 
 def test_options_that_are_cut_off_or_ours_are_refused(tree: Tree, options: str) -> None:
     with pytest.raises(ContractError, match="sagemaker_mpi_custom_mpi_options"):
         custom(tree, options)
+
+
+@pytest.mark.parametrize("options", ["-mca plm_rsh_no_tree_spawn 1", "--mca plm rsh"])
+def test_options_that_are_ours_anyway_may_be_repeated(tree: Tree, options: str) -> None:
+    assert mca(custom(tree, options).command)["plm_rsh_agent"].endswith("rsh.py")
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]{2,8}", fullmatch=True), st.text(min_size=1, max_size=9), max_size=4))

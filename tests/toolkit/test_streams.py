@@ -95,6 +95,23 @@ def test_a_sink_that_nobody_reads_does_not_stop_the_job(loop: Loop, capfd: pytes
     sink.write(b"lost")
     loop.step()
     sink.write(b"lost too")
-    sink.drain()
+    assert sink.empty
     os.close(out_write)
     assert capfd.readouterr().err.count("nobody reads descriptor") == 1
+
+
+def test_what_is_left_of_a_pipe_is_read_even_if_somebody_writes_for_ever(loop: Loop) -> None:
+    """What a script leaves behind in a session of its own must not hold the job."""
+    in_read, in_write = os.pipe()
+    os.write(in_write, b"x" * 1000)
+    received = 0
+
+    def passed(data: bytes) -> None:
+        nonlocal received
+        received += len(data)
+        assert received < 8 << 20, "does not end"
+        os.write(in_write, data)
+
+    Source(loop, Flow(), in_read, passed).finish()
+    assert received >= 65536, "not even what a pipe holds"
+    os.close(in_write)

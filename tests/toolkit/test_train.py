@@ -13,7 +13,7 @@ import pytest
 
 from shoal_toolkit import __version__
 
-from .conftest import TRAIN, Run, Tree, clean_environment
+from .conftest import TRAIN, Run, Tree, alive, clean_environment
 
 
 def test_version() -> None:
@@ -195,12 +195,14 @@ def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run) -> None:
     assert done.code == 0
     pid = int(done.out)
     deadline = time.monotonic() + 10
-    while _alive(pid):
+    while alive(pid):
         assert time.monotonic() < deadline, f"{pid} still runs"
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("name", "value"), [("SHOAL_STOP_GRACE", "soon"), ("SHOAL_AGENT_PORT", "70000")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("SHOAL_STOP_GRACE", "soon"), ("SHOAL_STOP_GRACE", "²"), ("SHOAL_AGENT_PORT", "70000")]
+)
 def test_settings_that_are_wrong(tree: Tree, run: Run, name: str, value: str) -> None:
     tree.script("")
     assert run(SAGEMAKER_PROGRAM="train.py", **{name: value}).code == 2
@@ -241,11 +243,3 @@ def started(tree: Tree, **variables: str) -> subprocess.Popen[str]:
     assert train.stdout
     assert train.stdout.readline() == "up\n"
     return train
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from shoal_toolkit.wire import HEARTBEAT_SECONDS, LOST_SECONDS
 
 from .conftest import Finished
 from .netns import UNAVAILABLE, Host, cut, init_of, running, send, stranger, two_hosts
@@ -121,6 +124,23 @@ def test_much_output_of_a_remote_rank_arrives_whole(hosts: list[Host]) -> None:
         assert mine == [f"[{rank},algo-{rank + 1}] {rank} {n} {'x' * 200}" for n in range(20000)]
 
 
+def test_output_that_is_read_late_changes_no_verdict(hosts: list[Host]) -> None:
+    """The first host has output to write when the job is over: the worker must not take it for lost meanwhile."""
+    script(hosts, "print('x' * 99999)")
+    worker = hosts[1].start()
+    os.mkfifo(hosts[0].file("out"))
+    reader = os.open(hosts[0].file("out"), os.O_RDONLY | os.O_NONBLOCK)
+    first = hosts[0].start()
+    with running(first, worker):
+        time.sleep(LOST_SECONDS + 1.5 * HEARTBEAT_SECONDS)
+        assert (first.poll(), worker.poll()) == (None, None)
+        os.set_blocking(reader, True)
+        with os.fdopen(reader, "rb") as out:
+            assert len(out.read()) > 99999
+        assert [process.wait(60) for process in (first, worker)] == [0, 0]
+    assert hosts[0].tree.outcome() == hosts[1].tree.outcome() == {"success"}
+
+
 def test_the_first_host_may_come_late(hosts: list[Host]) -> None:
     script(hosts, "print('trained')")
     worker = hosts[1].start()
@@ -161,9 +181,10 @@ def test_a_first_host_that_never_starts_is_named(hosts: list[Host]) -> None:
     assert "The first host algo-1 has not connected within 1 s" in hosts[1].tree.failure
 
 
+@pytest.mark.parametrize("mpi", [True, False])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_script_that_is_missing_on_one_host_ends_both(hosts: list[Host], broken: int) -> None:
-    script(hosts, "print('trained')")
+def test_a_script_that_is_missing_on_one_host_ends_both(hosts: list[Host], broken: int, mpi: bool) -> None:
+    script(hosts, "print('trained')", sagemaker_mpi_enabled=mpi)
     (hosts[broken].tree.code / "train.py").unlink()
     done = run(hosts)
     assert done[0].code == 2
@@ -289,6 +310,15 @@ def test_plain_processes_have_one_verdict(hosts: list[Host]) -> None:
     assert first.code == 1
     for host in hosts:
         assert host.tree.failure.startswith("ValueError: boom\nrank 1 on algo-2 exited with code 1")
+
+
+def test_a_terminals_signal_reaches_train_once(hosts: list[Host]) -> None:
+    """It goes to the whole foreground group: from PID 1's it would come again, and a second signal kills the ranks."""
+    script(hosts[:1], "import os\nprint(os.getpgid(os.getppid()) == os.getppid() != 1)", sagemaker_mpi_enabled=False)
+    hosts[0].tree.hosts("algo-1", "algo-1")
+    process = hosts[0].start()
+    with running(process):
+        assert hosts[0].finished(process).out == "True\n"
 
 
 def test_pid_1_reaps_orphans(hosts: list[Host]) -> None:

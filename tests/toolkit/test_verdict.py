@@ -48,6 +48,24 @@ def test_without_a_traceback_the_last_line_speaks() -> None:
     assert text("one\n\nerror: no such file\n\n").startswith("error: no such file\nrank 1")
 
 
+@pytest.mark.parametrize("words", ["mpirun has exited due to it", "é"])
+def test_a_rule_of_dashes_says_nothing(words: str) -> None:
+    assert text(f"{'-' * 70}\n{words}\n{'-' * 70}\n").startswith(f"{words}\nrank 1")
+
+
+def test_an_exception_group_is_named() -> None:
+    """Python 3.11 draws a frame around it."""
+    framed = (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "a.py", line 1, in <module>\n'
+        "  | ExceptionGroup: two (1 sub-exception)\n"
+        "  +-+---------------- 1 ----------------\n"
+        "    | ValueError: boom\n"
+        "    +------------------------------------\n"
+    )
+    assert "ValueError: boom" in text(framed).splitlines()[0]
+
+
 def test_nothing_was_written() -> None:
     assert text("", 42).startswith("The script exited with code 42, and wrote nothing to stderr.")
 
@@ -84,6 +102,13 @@ def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -
     assert verdict.conclude(paths, Verdict(0), {}) == 0
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
     assert (tmp_path / "model").is_dir()
+
+
+def test_a_job_that_ends_before_it_begins_leaves_no_other_verdict(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    verdict.conclude(paths, Verdict(0), {})
+    assert verdict.conclude(paths, Verdict(3, "bad"), {}) == 3
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["failure", "job.json"]
 
 
 def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:

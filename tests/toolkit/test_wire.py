@@ -84,10 +84,7 @@ class Pair:
     """A channel, and the raw other end of it."""
 
     def __init__(self, loop: Loop) -> None:
-        self.raw, ours = socket.socketpair(socket.AF_UNIX)
-        ours.close()
         listener = socket.create_server(("127.0.0.1", 0))
-        self.raw.close()
         self.raw = socket.create_connection(listener.getsockname())
         sock, _ = listener.accept()
         listener.close()

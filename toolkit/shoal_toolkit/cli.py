@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[:1] == ["--explain"]:
         return explain(words[1:])
+    _open_standard_descriptors()
     if os.getpid() == 1:
         from shoal_toolkit import init
 
@@ -102,6 +103,13 @@ def plan_host(paths: Paths, cluster: Cluster, environ: dict[str, str], words: Se
     peers = [host for host in cluster.hosts if host != cluster.current_host]
     machine = read_machine(environ, cluster.interface_name, peers)
     return make_plan(job, machine, free_port() if len(cluster.hosts) == 1 else DEFAULT_MASTER_PORT)
+
+
+def _open_standard_descriptors() -> None:
+    """Where we were started with stdin, stdout or stderr closed, no file of ours may take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        continue
+    os.close(descriptor)
 
 
 def free_port() -> str:

@@ -97,7 +97,7 @@ class Cluster(NamedTuple):
 
     @property
     def instance_groups(self) -> list[dict[str, Any]]:
-        return list(self.resource_config.get("instance_groups", []))
+        return list(self.resource_config.get("instance_groups") or [])
 
 
 class Script(NamedTuple):
@@ -215,7 +215,7 @@ def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
     if value is None or value == "":
         return None
     text = str(value).strip()
-    if isinstance(value, bool) or not text.isdigit() or int(text) < 1:
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1.")
     return int(text)
 

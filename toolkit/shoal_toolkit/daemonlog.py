@@ -1,7 +1,7 @@
 """What mpirun and its daemons say: which rank failed first is read from it, the rest is passed on without their noise.
 
-mpirun's own summary names that rank too, but is lost in every tenth abort (Open MPI 4.1.8: "Data unpack would read past
-end of buffer in show_help.c"). So their state log is switched on, read, and kept out of the job's.
+mpirun's own summary names that rank too, but is lost in some aborts (Open MPI 4.1.8: "Data unpack would read past end
+of buffer in show_help.c"). So their state log is switched on, read, and kept out of the job's.
 """
 
 from __future__ import annotations

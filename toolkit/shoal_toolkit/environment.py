@@ -16,9 +16,6 @@ from typing import Any
 from shoal_toolkit.contract import LAUNCHER_KEYS, Job, flag
 from shoal_toolkit.machine import Machine
 
-# What `train` itself reads: the secret of the agents is nobody else's business, nor is where this run's files lie.
-PRIVATE = ("SHOAL_JOB_SECRET", "SHOAL_RUN_DIR")
-
 
 def contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
     """Return the SM_* variables of a job on this host, with their companions without the prefix."""
@@ -96,14 +93,16 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
 def _training_env(values: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """SM_TRAINING_ENV: one object of everything, under the names that the stock toolkit uses."""
     renamed = {"framework_params": "additional_framework_parameters"}
-    left_out = ("host_count", "current_host_rank", "master_addr", "num_neurons", "channels")
+    left_out = ("host_count", "current_host_rank", "master_addr", "channels")
     described = {renamed.get(name, name): value for name, value in values.items() if name not in left_out}
     described.update(
         channel_input_dirs=job.channels,
+        distribution_hosts=list(job.cluster.hosts),
         hyperparameters=dict(job.hyperparameters),
         job_name=_job_name(job),
         is_master=job.cluster.current_host == job.cluster.first_host,
         master_hostname=job.cluster.first_host,
+        topology=job.cluster.resource_config.get("topology") or [],
     )
     return described
 

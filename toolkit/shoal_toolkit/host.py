@@ -91,8 +91,8 @@ class Host:
         return code
 
     def _drain(self) -> None:
-        for sink in self.sinks.values():
-            sink.drain()
+        """Write all output, for as long as it takes. The loop goes on: the other hosts still hear from this one."""
+        self.loop.run_until(lambda: all(sink.empty for sink in self.sinks.values()))
 
     def _signalled(self, number: int) -> None:
         """One signal stops, a second one to this host kills. (All hosts may be told at once: one each.)"""

@@ -22,6 +22,7 @@ def run_as_child(main: Callable[[], int]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     child = os.fork()
     if child == 0:
+        os.setsid()  # a Ctrl-C at the terminal reaches PID 1 alone: it would else arrive twice, and a second one kills
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         os._exit(_code_of(main))
     for number in _PASSED_ON:

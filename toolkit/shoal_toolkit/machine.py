@@ -49,7 +49,7 @@ def count_gpus(devices: Iterable[str], environ: Mapping[str, str]) -> int:
     count = 0
     for entry in visible.split(","):
         word = entry.strip()
-        if not word.startswith(("GPU-", "MIG-")) and not (word.isdigit() and int(word) < present):
+        if not word.startswith(("GPU-", "MIG-")) and not (word.isdecimal() and int(word) < present):
             break
         count += 1
     return count
@@ -94,8 +94,8 @@ def choose_interface(wanted: str, peers: Iterable[str]) -> tuple[str, str]:
     names = sorted(os.listdir("/sys/class/net"))
     if wanted in names:
         return wanted, ""
-    addresses = [address for peer in peers if (address := _resolve(peer))]
-    chosen = route_interface(_read("/proc/net/route"), addresses[0] if addresses else "0.0.0.0")
+    addresses = (address for peer in peers if (address := _resolve(peer)))
+    chosen = route_interface(_read("/proc/net/route"), next(addresses, "0.0.0.0"))
     if chosen not in names:
         chosen = next((name for name in names if name != "lo"), "lo")
     there = ", ".join(names)

@@ -54,11 +54,26 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tupl
 
 def start_time(pid: int) -> str:
     """Return when a process was started, in the kernel's count; empty when it is gone. Tells a reused pid apart."""
+    return "".join(_stat(pid)[19:20])
+
+
+def kill_session(leader: int) -> None:
+    """Kill every process of the session that `spawn` made for a process, whatever its group."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and _stat(int(name))[3:4] == [str(leader)]:
+            try:
+                os.kill(int(name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it ended by itself
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; none when the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def signal_group(leader: int, number: int) -> bool:

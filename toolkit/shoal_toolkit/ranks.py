@@ -36,10 +36,13 @@ def make_run_directory() -> str:
 
 
 def remove_run_directory(path: str) -> None:
-    """Remove the directory and the FIFOs and the socket in it."""
-    for name in os.listdir(path):
-        os.unlink(os.path.join(path, name))
-    os.rmdir(path)
+    """Remove the directory and the FIFOs and the socket in it. A script that cleaned up /tmp has done it already."""
+    try:
+        for name in os.listdir(path):
+            os.unlink(os.path.join(path, name))
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
 
 
 class LocalRanks:

@@ -35,6 +35,6 @@ def _number(environ: MutableMapping[str, str], name: str, default: int, least: i
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit() or not least <= int(text) <= most:
+    if not text.isdecimal() or not least <= int(text) <= most:
         raise ContractError(f"The variable {name} is {text!r}; it must be a whole number from {least} to {most}.")
     return int(text)

@@ -125,20 +125,19 @@ class Sink:
         self._held += len(data)
         self._flow.report(self, self._held)
 
-    def drain(self) -> None:
-        """Write everything that waits, for as long as it takes."""
-        while self._waiting:
-            self._put(CHUNK)
-        self._flow.report(self, self._held)
+    @property
+    def empty(self) -> bool:
+        """Whether everything has been written."""
+        return not self._waiting
 
     def _writable(self) -> None:
-        self._put(_PIECE)
+        self._put()
         self._flow.report(self, self._held)
 
-    def _put(self, size: int) -> None:
+    def _put(self) -> None:
         first = self._waiting[0]
         try:
-            written = os.write(self._fd, first[:size])
+            written = os.write(self._fd, first[:_PIECE])
         except BlockingIOError:  # somebody else made the descriptor non-blocking
             return
         except OSError:
@@ -180,23 +179,28 @@ class Source:
         self._loop.watch(self._fd, READ, self.poll)
 
     def finish(self) -> None:
-        """Read what is there now, and close: whoever wrote has ended."""
-        while self._read():
-            pass
+        """Read what is there now, and close: whoever wrote has ended.
+
+        No more than a pipe holds: what the script left behind, in a session of its own, may write for ever.
+        """
+        left = _FULL
+        while left > 0 and (size := self._read()):
+            left -= size
         self._close()
 
-    def _read(self) -> bool:
+    def _read(self) -> int:
+        """Hand on what is there now; returns how many bytes that were."""
         if self._fd < 0:
-            return False
+            return 0
         try:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if data:
             self._on_data(data)
         else:
             self._close()
-        return bool(data)
+        return len(data)
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -81,10 +81,7 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
         for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` brings none
             os.makedirs(directory, exist_ok=True)
         for name in (FAILURE, SUCCESS):
-            try:
-                os.unlink(os.path.join(paths.output, name))
-            except FileNotFoundError:
-                continue
+            _remove(paths, name)
         _write(paths, REPORT, _as_json(report))
     except OSError as error:
         raise LaunchError(
@@ -101,6 +98,7 @@ def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
         say(f"the job failed with exit code {code}: {summary}")
     try:
         os.makedirs(paths.output, exist_ok=True)
+        _remove(paths, SUCCESS if code else FAILURE)  # of an earlier job that this one did not come to remove
         _write(paths, REPORT, _as_json({**report, "exit_code": code}))
         _write(paths, FAILURE if code else SUCCESS, verdict.message)
     except OSError as error:
@@ -121,18 +119,30 @@ def _write(paths: Paths, name: str, text: str) -> None:
     os.replace(f"{path}.part", path)
 
 
+def _remove(paths: Paths, name: str) -> None:
+    try:
+        os.unlink(os.path.join(paths.output, name))
+    except FileNotFoundError:
+        return
+
+
 def _exception(stderr: str) -> tuple[str, str]:
     """Return the line that names the error, and the end of what was written: the last traceback if there is one."""
     start = stderr.rfind(_TRACEBACK)
     if start < 0:
-        lines = [line for line in stderr.splitlines() if line.strip()]
-        return (_clip(lines[-1].strip(), _LONGEST_LINE) if lines else ""), stderr.strip()
+        return _last_words(stderr), stderr.strip()
     lines = stderr[start:].splitlines()
     for index, line in enumerate(lines[1:], start=1):
         # Frames are indented; the first line that is not names the exception.
         if line.strip() and not line[0].isspace() and re.match(r"[\w.]+(:|$)", line):
             return _clip(line, _LONGEST_LINE), "\n".join(lines[: index + 8])
-    return _clip(lines[-1].strip(), _LONGEST_LINE), "\n".join(lines)
+    return _last_words(stderr[start:]), "\n".join(lines)
+
+
+def _last_words(text: str) -> str:
+    """Return the last line that says something: mpirun and exception groups end with a rule of dashes."""
+    lines = [line.strip() for line in text.splitlines() if any(character.isalnum() for character in line)]
+    return _clip(lines[-1], _LONGEST_LINE) if lines else ""
 
 
 def _clip(text: str, length: int) -> str:

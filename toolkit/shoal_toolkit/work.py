@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shoal_toolkit.loop import Loop
 from shoal_toolkit.plan import LaunchPlan
-from shoal_toolkit.process import signal_group, spawn
+from shoal_toolkit.process import kill_session, signal_group, spawn
 from shoal_toolkit.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
 from shoal_toolkit.streams import Flow, Source
 
@@ -115,7 +115,7 @@ class Work:
         # What the script or the launcher left behind ends with it: the job is over.
         signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:
-            self._ranks.signal(signal.SIGKILL)
+            kill_session(self._pid)  # each rank is a group of its own
             self._ranks.finish()
         for source in self._sources:
             source.finish()

@@ -82,7 +82,8 @@ class Worker(Host):
 
     def _attempt(self, command: str | None) -> None:
         """Start what is asked for: the script, or with a command mpirun's daemon."""
-        assert self.work is not None
+        if self.work is None:
+            return  # this host cannot, and has said so: the first host had not heard it yet
         try:
             if command is None:
                 self.work.start_script()

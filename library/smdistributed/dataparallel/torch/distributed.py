@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from smdistributed.core.launch import read_launch
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch.lend import lend
 from smdistributed.dataparallel.torch.rendezvous import agree_on_backend, open_store, take_device
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def all_reduce(
     `init_process_group`.
     """
     require_init()
-    work: Work | None = torch.distributed.all_reduce(tensor, _torch_op(op, tensor), group, async_op)
+    work: Work | None = torch.distributed.all_reduce(lend(tensor), _torch_op(op, tensor), group, async_op)
     if op is not ReduceOp.AVERAGE:
         return work
     world_size = torch.distributed.get_world_size(group)
@@ -130,7 +131,7 @@ def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
     Raises SMDDPError before `init_process_group`.
     """
     require_init()
-    torch.distributed.reduce(tensor, dst)
+    torch.distributed.reduce(lend(tensor), dst)
 
 
 def broadcast(
@@ -141,7 +142,7 @@ def broadcast(
     Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
     """
     require_init()
-    work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
+    work: Work | None = torch.distributed.broadcast(lend(tensor), src, group, async_op)
     return work
 
 

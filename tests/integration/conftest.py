@@ -16,8 +16,7 @@ from testcontainers.core.container import DockerContainer
 from testcontainers.core.network import Network
 
 from shoal import engine
-from shoal.project import Project
-from shoal.spec import BuildSpec, load
+from shoal.spec import BuildSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,16 +32,6 @@ def pytest_configure() -> None:
             client.images.pull(image)
         except docker.errors.APIError:
             testcontainers_config.ryuk_disabled = True
-
-
-@pytest.fixture(scope="session")
-def project() -> Project:
-    return Project(ROOT)
-
-
-@pytest.fixture(scope="session")
-def matrix(project: Project) -> BuildSpec:
-    return load(project.buildspec)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the tests of the host side share."""
+"""What the tests of several rooms share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 from shoal.project import Project
 from shoal.spec import BuildSpec, load
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="session")
 def project() -> Project:
-    return Project(ROOT)
+    """This checkout."""
+    return Project(Path(__file__).resolve().parents[1])
 
 
 @pytest.fixture(scope="session")

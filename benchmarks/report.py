@@ -43,7 +43,9 @@ class Figure:
             words.append(f"goal=<={self.goal:g}")
         if self.ceiling is not None:
             words.append(f"goal=<={self.ceiling:g}×rival")
-        return " ".join([*words, f"met={'yes' if self.met else 'no'}"])
+        if self.goal is not None or self.ceiling is not None:
+            words.append(f"met={'yes' if self.met else 'no'}")
+        return " ".join(words)
 
 
 def print_machine() -> None:

@@ -27,6 +27,7 @@ class BuildProgress:
         self.failed_step: Step | None = None
         self.failure: str = ""
         self._tag, self._console = tag, console
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
         self._log = log.open("w", encoding="utf-8")
         self._tails: dict[str, deque[str]] = {}
         self._started = time.monotonic()
@@ -38,7 +39,7 @@ class BuildProgress:
             TextColumn("{task.fields[command]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             expand=True,
-            disable=not console.is_terminal,
+            disable=not self._is_live,
             transient=True,
         )
         self._task = self._live.add_task("", total=1, tag=tag, command="sending the context")
@@ -85,7 +86,7 @@ class BuildProgress:
             return
         self._command = one_line(step.command, 30)
         self._live.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
-        if not self._console.is_terminal:
+        if not self._is_live:
             self._console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, line: str) -> None:

@@ -118,7 +118,16 @@ def test_plain_lines_and_log_file(tmp_path: Path) -> None:
     assert progress.tail == [f"line {number}" for number in range(10, 30)]
 
 
-def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
+def test_a_dumb_terminal_shows_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = io.StringIO()
+    with BuildProgress("image:1", tmp_path / "log", Console(file=screen, force_terminal=True)) as progress:
+        progress.show(Step("a", 2, 7, "RUN pip install", "started"))
+    assert "image:1 [2/7] started" in screen.getvalue()
+
+
+def test_a_terminal_shows_one_live_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     console = Console(file=screen, width=120, force_terminal=True)
     with BuildProgress("image:1", tmp_path / "log", console) as progress:

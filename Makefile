@@ -11,6 +11,9 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal
+ifeq ($(filter $(ENGINE),docker none),)
+$(error ENGINE=$(ENGINE): choose docker or none)
+endif
 CHANNEL := .cache/digits
 
 .PHONY: help setup engine known-image image images train test test-fast test-integration check render lock bench-launch bench-images clean
@@ -35,8 +38,8 @@ images: setup engine ## build all images of buildspec.yml
 	@$(SHOAL) build
 
 train: known-image ## train the digits on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
-ifneq ($(FRAMEWORK),pytorch)
-	$(error make train has a training script for FRAMEWORK=pytorch only so far; make image builds the others)
+ifneq ($(findstring tensorflow,$(IMAGE)),)
+	$(error make train has a training script for PyTorch images only so far; make image builds the others)
 endif
 ifneq ($(ENGINE),none)
 	@scripts/engine.sh

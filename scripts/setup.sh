@@ -33,7 +33,8 @@ say "making .venv with $("$python" --version)"
 "$python" -m venv .venv
 # torch's CPU file lies on PyTorch's own index; that is asked only where pip's own configuration does not find the file.
 index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
-pip=(.venv/bin/pip install --quiet --disable-pip-version-check)
+# -qq: pip warns of every package that one of several local indexes does not hold.
+pip=(.venv/bin/pip install -qq --disable-pip-version-check)
 say "installing requirements/dev.txt"
 torch=$(grep '^torch==' requirements/dev.txt)
 "${pip[@]}" --no-deps "$torch" 2>/dev/null || "${pip[@]}" --no-deps --extra-index-url "$index" "$torch"

@@ -25,6 +25,11 @@ console = Console(highlight=False)
 Images = Annotated[list[str] | None, typer.Argument(metavar="[IMAGE]...", help="Tags or frameworks; none: all images.")]
 
 
+HYPERPARAMETER_HELP = (
+    "Repeatable. VALUE is JSON where it is valid JSON (1.10 is a number, '\"1.10\"' a text), else a text."
+)
+
+
 class Engine(StrEnum):
     """Where a job runs."""
 
@@ -79,7 +84,7 @@ def list_images(images: Images = None) -> None:
     for image in chosen:
         default = ", ".join(name for name, tag in matrix.defaults.items() if tag == image.tag)
         found = builder.find(client, image.tag) if client else None
-        built = "?" if client is None else str(found.short_id) if found else "no"
+        built = "?" if client is None else str(found.id)[7:19] if found else "no"
         table.add_row(image.tag, default, built)
     console.print(table, soft_wrap=True)
 
@@ -141,7 +146,7 @@ def run_job(
     hosts: Annotated[int, typer.Option(min=1, help="Containers that play hosts.")] = 1,
     procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks a host.")] = None,
     channel: Annotated[list[str] | None, typer.Option(metavar="NAME=DIR", help="Input data; repeatable.")] = None,
-    hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Repeatable.")] = None,
+    hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=HYPERPARAMETER_HELP)] = None,
     distribution: Annotated[str, typer.Option(metavar="JSON", help="The estimator's distribution.")] = "{}",
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every host; repeatable.")] = None,
     output: Annotated[Path, typer.Option(help="Where the job's directory is made.")] = Path("jobs"),
@@ -190,7 +195,7 @@ def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
     for word in words or ():
         key, equals, value = word.partition("=")
         if not key or not equals:
-            raise UsageError(f"{option} {word}: expected NAME=VALUE")
+            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
         if key in pairs:
             raise UsageError(f"{option} {key}: given twice")
         pairs[key] = value

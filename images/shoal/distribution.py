@@ -31,7 +31,7 @@ def hyperparameters(distribution: Mapping[str, Any]) -> dict[str, Any]:
     if "pytorchddp" in distribution:  # the PyTorch estimator's other name for the data-parallel library, since 2.221
         values |= _smdistributed({"dataparallel": distribution["pytorchddp"]})
     if "smdistributed" in distribution:
-        values |= _smdistributed(distribution["smdistributed"])
+        values |= _smdistributed(distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False))
     for key, name in _SWITCHES.items():
         if key in distribution:
             _check(distribution[key], ("enabled", "processes_per_host"), f"distribution.{key}")
@@ -53,8 +53,11 @@ def with_processes_per_host(distribution: Mapping[str, Any], count: int | None) 
     """
     if count is None:
         return dict(distribution)
-    mpi = distribution.get("mpi", {"enabled": True})
+    others = {key for key in ("smdistributed", *_SWITCHES) if _is_enabled(distribution.get(key, {}))}
+    mpi = distribution.get("mpi", {"enabled": not others})
     _check(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
+    if not mpi.get("enabled"):
+        raise UsageError(f"--procs-per-host {count} starts MPI, but distribution asks for another launcher or none.")
     mpi = dict(mpi)
     said = mpi.setdefault("processes_per_host", count)
     if said != count:
@@ -62,6 +65,11 @@ def with_processes_per_host(distribution: Mapping[str, Any], count: int | None) 
             f"--procs-per-host {count}, but distribution.mpi.processes_per_host is {said}. Give one of them."
         )
     return {**distribution, "mpi": mpi}
+
+
+def _is_enabled(options: Mapping[str, Any]) -> bool:
+    """Whether a launcher is asked for; model parallelism is not one: it runs under MPI."""
+    return bool(options.get("enabled") or options.get("dataparallel", {}).get("enabled"))
 
 
 def _mpi(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def _mpi(options: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"sagemaker_mpi_custom_mpi_options": options.get("custom_mpi_options", "")}
 
 
-def _smdistributed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
     _check(options, ("dataparallel", "modelparallel"), "distribution.smdistributed")
     data, model = options.get("dataparallel", {}), options.get("modelparallel", {})
     _check(data, ("enabled", "custom_mpi_options"), "distribution.smdistributed.dataparallel")
@@ -80,6 +88,10 @@ def _smdistributed(options: Mapping[str, Any]) -> dict[str, Any]:
     enabled = data.get("enabled", False)
     if enabled and model.get("enabled"):
         raise UsageError('Using "modelparallel" and "dataparallel" in one job is not supported: enable one of them.')
+    if model.get("enabled") and not mpi:
+        raise UsageError(
+            'smdistributed.modelparallel needs MPI: add "mpi": {"enabled": true, "processes_per_host": N}.'
+        )
     values: dict[str, Any] = {}
     if model.get("enabled") and model.get("parameters"):
         values["mp_parameters"] = model["parameters"]
@@ -96,3 +108,5 @@ def _check(options: object, allowed: tuple[str, ...], where: str) -> None:
         if key not in allowed:
             hint = did_you_mean(str(key), allowed)
             raise UsageError(f"{where}: unknown key {key!r}.{hint} Allowed: {', '.join(allowed)}")
+    if not isinstance(enabled := options.get("enabled", False), bool):
+        raise UsageError(f"{where}.enabled: expected true or false, found {enabled!r}")

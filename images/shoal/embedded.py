@@ -35,6 +35,7 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
         (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
     environment = {
         **os.environ,
+        **request.script_variables,
         **request.environment,
         "SAGEMAKER_BASE_DIR": str(tree),
         "SAGEMAKER_SUBMIT_DIRECTORY": str(tree / "code"),

@@ -13,6 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import docker.errors
+import docker.utils
+
 from shoal import distribution
 from shoal.errors import UsageError, did_you_mean
 
@@ -42,7 +45,8 @@ class JobRequest:
     def check(self) -> None:
         """Raise `UsageError` for a source, entry point, channel or distribution that cannot run."""
         if not self.source.is_dir():
-            raise UsageError(f"--source {self.source}: no such directory")
+            problem = "not a directory" if self.source.exists() else "no such directory"
+            raise UsageError(f"--source {self.source}: {problem}")
         # `-m module` and files that requirements install are the container's to judge.
         if not self.entry_point.startswith("-m ") and not (self.source / self.entry_point).exists():
             names = sorted(path.name for path in self.source.iterdir())
@@ -50,7 +54,13 @@ class JobRequest:
             raise UsageError(
                 f"--entry-point {self.entry_point}: not in {self.source}.{hint} It holds: {', '.join(names)}"
             )
+        try:
+            docker.utils.parse_bytes(self.shm_size)
+        except docker.errors.DockerException as error:
+            raise UsageError(f"--shm-size {self.shm_size}: expected a size such as 512m or 2g") from error
         for name, directory in self.channels.items():
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise UsageError(f"--channel {name!r}: a name has letters, digits, '_', '.' and '-' only")
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
         self.encoded_hyperparameters("")
@@ -58,6 +68,11 @@ class JobRequest:
     @property
     def host_names(self) -> list[str]:
         return [f"algo-{number}" for number in range(1, self.hosts + 1)]
+
+    @property
+    def script_variables(self) -> dict[str, str]:
+        """What names the script in every host; an image that extends ours may name another (ENV SAGEMAKER_PROGRAM)."""
+        return {"SAGEMAKER_PROGRAM": self.entry_point}
 
     def encoded_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return hyperparameters.json's content: every value JSON-encoded once more, as the SDK sends it."""

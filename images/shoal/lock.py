@@ -71,9 +71,9 @@ def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
-        raise SpecError(f"{path}: missing. Make it: shoal lock") from None
+        raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
     if asked is not None and lines[:1] != [asked]:
-        raise SpecError(f"{path}:1: made for other requirements than buildspec.yml's. Run: shoal lock")
+        raise SpecError(f"{path}:1: made for other requirements than buildspec.yml's. Run: .venv/bin/shoal lock <tag>")
     pins = []
     for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):

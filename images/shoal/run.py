@@ -10,6 +10,7 @@ import contextlib
 import queue
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -29,8 +30,9 @@ from shoal import archive, engine, job
 from shoal.errors import EngineError
 
 JOB_LABEL = "shoal.job"
-STOP_SECONDS = 10
-"""How long hosts that are told to stop may take, in seconds."""
+STOP_SECONDS = 30
+"""How long the script may take to end when the job is interrupted, in seconds."""
+_STOP_MARGIN = 5
 STRAGGLER_SECONDS = 60
 """How long the other hosts may take to end once one has ended, in seconds: all end with the job's one verdict."""
 
@@ -57,7 +59,15 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
         readers = [_stream(str(container.id), host, console) for host, container in hosts.items()]
         for container in hosts.values():
             container.start()
-        ended = _wait(hosts)
+        try:
+            ended = _wait(hosts)
+        except BaseException:
+            for host, container in hosts.items():  # what the script saved while it ended
+                _fetch(container, directory / host, console)
+            console.print(
+                f"interrupted; what the hosts had written lies in {directory}", soft_wrap=True, highlight=False
+            )
+            raise
         for reader in readers:
             reader.join()
         trees = {host: _fetch(container, directory / host, console) for host, container in hosts.items()}
@@ -117,7 +127,14 @@ def _settings(client: docker.DockerClient, request: job.JobRequest, name: str, n
     ]
     gpus = [docker.types.DeviceRequest(count=-1, capabilities=[["gpu"]])] if engine.has_gpus(client) else []
     return {
-        "environment": {**request.environment, "SHOAL_JOB_SECRET": secrets.token_hex(32), "TRAINING_JOB_NAME": name},
+        "environment": {
+            "SHOAL_STOP_GRACE": str(STOP_SECONDS),
+            "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
+            **request.script_variables,
+            **request.environment,
+            "SHOAL_JOB_SECRET": secrets.token_hex(32),
+            "TRAINING_JOB_NAME": name,
+        },
         "labels": {JOB_LABEL: name},
         "mounts": mounts,
         "network": network,
@@ -182,6 +199,7 @@ def _wait(hosts: dict[str, Container]) -> dict[str, _Ended]:
             ended[host] = end
             deadline = time.monotonic() + STRAGGLER_SECONDS
     except BaseException:
+        print(f"shoal: stopping; the script has {STOP_SECONDS} s to end (interrupt again: at once)", file=sys.stderr)
         _stop(hosts.values())
         raise
     return {host: ended[host] for host in hosts}
@@ -209,7 +227,9 @@ def _stop(containers: Iterable[Container]) -> None:
 
 def _stop_one(container_id: str) -> None:
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException, EngineError):
-        engine.connect().api.stop(container_id, timeout=STOP_SECONDS)  # what does not stop is removed by force
+        engine.connect().api.stop(
+            container_id, timeout=STOP_SECONDS + _STOP_MARGIN
+        )  # what does not stop is removed by force
 
 
 def _fetch(container: Container, target: Path, console: Console) -> Path:

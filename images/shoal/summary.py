@@ -13,7 +13,7 @@ def rows(request: JobRequest, outcome: Outcome, build_seconds: float | None) -> 
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
     table = [(label, _number(metrics[key])) for key, label in known.items() if key in metrics]
     hosts = len(launch.get("hosts", request.host_names))
-    ranks = int(launch.get("ranks", hosts))
+    ranks = int(launch.get("ranks") or hosts)  # null: the job was refused before it had any
     table.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
     seconds = (
         ("build", build_seconds),
@@ -29,8 +29,11 @@ def rows(request: JobRequest, outcome: Outcome, build_seconds: float | None) -> 
 
 def show(console: Console, request: JobRequest, outcome: Outcome, build_seconds: float | None) -> None:
     """Print the failure, if there is one, and the table."""
+    hosts_of: dict[str, list[str]] = {}
     for host, message in outcome.messages.items():
-        console.print(f"\n{host}: {message}", markup=False, highlight=False, soft_wrap=True)
+        hosts_of.setdefault(message, []).append(host)
+    for message, hosts in hosts_of.items():
+        console.print(f"\n{', '.join(hosts)}: {message}", markup=False, highlight=False, soft_wrap=True)
     lines = rows(request, outcome, build_seconds)
     width = max(len(name) for name, _ in lines)
     console.rule(outcome.name, align="left")
@@ -39,4 +42,6 @@ def show(console: Console, request: JobRequest, outcome: Outcome, build_seconds:
 
 
 def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -147,7 +147,19 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
         ({"channels": {"training": Path("/nowhere")}}, "--channel training=/nowhere: no such directory"),
         ({"distribution": {"mpy": {}}}, "Did you mean 'mpi'?"),
         ({"distribution": {"mpi": True}}, "distribution.mpi: expected a dictionary, found True"),
-        ({"distribution": {"mpi": {"processes_per_host": 3}}}, "Give one of them"),
+        ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 3}}}, "Give one of them"),
+        ({"distribution": {"mpi": {"enabled": False}}}, "--procs-per-host 2 starts MPI"),
+        ({"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}}, "--procs-per-host 2 starts MPI"),
+        (
+            {"procs_per_host": None, "distribution": {"smdistributed": {"modelparallel": {"enabled": True}}}},
+            "needs MPI",
+        ),
+        (
+            {"distribution": {"mpi": {"enabled": "yes"}}},
+            "distribution.mpi.enabled: expected true or false, found 'yes'",
+        ),
+        ({"shm_size": "lots"}, "--shm-size lots"),
+        ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
     ],
 )
 def test_what_is_not_there_is_told_before_anything_starts(
@@ -252,6 +264,23 @@ def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.Job
     assert sent["sagemaker_mpi_num_of_processes_per_host"] == "4"
 
 
+def test_a_job_refused_before_launch_has_a_table_and_says_why_once(request_: job.JobRequest, tmp_path: Path) -> None:
+    outcome = job.Outcome(
+        name="j",
+        exit_code=2,
+        directory=tmp_path,
+        archives={},
+        launch={"hosts": ["algo-1", "algo-2"], "ranks": None, "launch_seconds": None, "training_seconds": None},
+        metrics={},
+        messages={"algo-1": "not supported yet", "algo-2": "not supported yet"},
+    )
+    screen = io.StringIO()
+    summary.show(Console(file=screen, width=80), request_, outcome, None)
+    assert screen.getvalue().count("not supported yet") == 1
+    assert "algo-1, algo-2: not supported yet" in screen.getvalue()
+    assert "exit code      2" in screen.getvalue()
+
+
 def test_the_table(request_: job.JobRequest, tmp_path: Path) -> None:
     outcome = job.Outcome(
         name="j",
@@ -264,7 +293,7 @@ def test_the_table(request_: job.JobRequest, tmp_path: Path) -> None:
     )
     assert summary.rows(request_, outcome, 1.0) == [
         ("test accuracy", "0.9861"),
-        ("images/s", "4321"),
+        ("images/s", "4,321"),
         ("hosts × ranks", "2 × 2"),
         ("build (s)", "1.0"),
         ("launch (s)", "0.6"),

@@ -69,7 +69,7 @@ def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSp
     image = matrix.select("pytorch")
     assert read_image(project, matrix, image)["mpi"]
     changed = image.model_copy(update={"requirements": (*image.requirements, "pandas")})
-    with pytest.raises(SpecError, match=r"cuda.txt:1: made for other requirements .* Run: shoal lock"):
+    with pytest.raises(SpecError, match=r"cuda.txt:1: made for other requirements .* Run: .*shoal lock"):
         read_image(project, matrix, changed)
 
 
@@ -80,5 +80,5 @@ def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_lock_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="Make it: shoal lock"):
+    with pytest.raises(SpecError, match=r"Make it: .*shoal lock"):
         read_lock(tmp_path / "mpi.txt")

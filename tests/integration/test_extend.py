@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import docker
 import pytest
@@ -21,15 +24,27 @@ LINES = (
 
 @pytest.fixture
 def extended(client: docker.DockerClient) -> Iterator[str]:
-    client.images.build(path=str(RECIPE), tag="extended-by-test", rm=True, forcerm=True)
-    yield "extended-by-test"
-    client.images.remove("extended-by-test", force=True)
+    client.images.build(path=str(RECIPE), tag="extended-by-test:latest", rm=True, forcerm=True)
+    yield "extended-by-test:latest"
+    client.images.remove("extended-by-test:latest", force=True)
 
 
 def test_the_recipe_is_the_guides(pytorch: str) -> None:
     lines = (RECIPE / "Dockerfile").read_text().splitlines()
     instructions = [line for line in lines if re.match(r"[A-Z]+ ", line)]
     assert instructions == [f"FROM {pytorch}", *LINES]
+
+
+def test_shoal_run_trains_the_script_it_was_given(extended: str, tmp_path: Path) -> None:
+    """The image's own ENV SAGEMAKER_PROGRAM names another."""
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "mine.py").write_text("print('this is mine')\n")
+    options: list[str | Path] = ["--source", source, "--entry-point", "mine.py", "--output", tmp_path / "jobs"]
+    shoal = Path(sys.executable).with_name("shoal")
+    result = subprocess.run([shoal, "run", extended, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "this is mine" in result.stdout
 
 
 def test_the_extended_image_trains(start_host: StartHost, extended: str) -> None:

@@ -85,7 +85,11 @@ def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp
 def test_an_interrupt_removes_hosts_and_network(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    (source / "train.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+    (source / "train.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def save(*_):\n    pathlib.Path(os.environ['SM_MODEL_DIR'], 'saved').write_text('x')\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('started', flush=True)\ntime.sleep(600)\n"
+    )
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
     process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -98,6 +102,9 @@ def test_an_interrupt_removes_hosts_and_network(
     assert process.returncode == code
     assert job_objects(client) == set()
     assert time.monotonic() - started < 40
+    (directory,) = (tmp_path / "jobs").iterdir()
+    assert (directory / "algo-1" / "model" / "saved").exists()
+    assert "was stopped" in (directory / "algo-1" / "output" / "failure").read_text()
 
 
 def test_a_job_that_cannot_be_set_up_leaves_nothing(
@@ -110,7 +117,7 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     assert result.returncode == 2
     assert "dangling" in result.stderr
     (source / "dangling").unlink()
-    arguments = command(pytorch, source, tmp_path / "jobs", "--shm-size", "lots")
+    arguments = command(pytorch, source, tmp_path / "jobs", "--env", "PATH=/nowhere")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 4
     assert "Traceback" not in result.stderr

@@ -102,7 +102,10 @@ class Host:
             self.stop_again()
             return
         self._signalled_here = True
-        say(f"received {name}: stopping; the script has {self.task.settings.stop_grace} s to end")
+        say(
+            f"received {name}: stopping; the script has {self.task.settings.stop_grace} s to end "
+            "(SHOAL_STOP_GRACE), if the container is given as long"
+        )
         if not self.stopped_by:
             self.stopped_by = number
             self.stop(number)

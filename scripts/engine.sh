@@ -10,6 +10,8 @@ set -euo pipefail
 
 log=/var/log/shoal-dockerd.log
 say() { echo "engine: $*" >&2; }
+# A process that was killed and that nobody has reaped (state Z) is not a living one.
+dockerd_lives() { grep -qs '^[0-9]* (dockerd) [^ZX]' /proc/[0-9]*/stat; }
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
 refuse() {
@@ -31,6 +33,16 @@ machine_mtu() {
     local interface
     interface=$(awk '$2 == "00000000" { print $1; exit }' /proc/net/route)
     awk '{ print ($1 > 1500) ? 1500 : $1 }' "/sys/class/net/${interface:-lo}/mtu" 2>/dev/null || true
+}
+
+# One that is just starting will answer; one that is just ending will be gone.
+await_dockerd() {
+    local tries
+    for tries in $(seq 200); do
+        if answers; then exit 0; fi
+        if ! dockerd_lives; then return 0; fi
+        sleep 0.1
+    done
 }
 
 start_engine() {
@@ -57,7 +69,8 @@ if answers; then exit 0; fi
 if [ "${1:-}" = check ]; then exit 1; fi
 if [ -n "${DOCKER_HOST:-}" ]; then refuse "DOCKER_HOST names one that this script must not replace"; fi
 if [ "$(id -u)" != 0 ]; then refuse "this user is not root, so none can be installed or started"; fi
-if grep -qsx dockerd /proc/[0-9]*/comm; then refuse "a dockerd process lives but does not answer (see its log)"; fi
+await_dockerd
+if dockerd_lives; then refuse "a dockerd process lives but does not answer (see its log)"; fi
 if ! command -v dockerd >/dev/null; then
     if ! command -v apt-get >/dev/null; then refuse "this is neither Debian nor Ubuntu, so none is installed here"; fi
     install_engine

@@ -11,7 +11,7 @@ set -euo pipefail
 log=/var/log/shoal-dockerd.log
 say() { echo "engine: $*" >&2; }
 # A process that was killed and that nobody has reaped (state Z) is not a living one.
-dockerd_lives() { grep -qs '^[0-9]* (dockerd) [^ZX]' /proc/[0-9]*/stat; }
+lives() { grep -qs "^[0-9]* ($1) [^ZX]" /proc/[0-9]*/stat; }
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
 refuse() {
@@ -40,7 +40,7 @@ await_dockerd() {
     local tries
     for tries in $(seq 200); do
         if answers; then exit 0; fi
-        if ! dockerd_lives; then return 0; fi
+        if ! lives dockerd; then return 0; fi
         sleep 0.1
     done
 }
@@ -53,7 +53,9 @@ start_engine() {
         systemctl start docker
     else
         say "starting dockerd (its log: $log)"
+        # After a crash their process IDs may be somebody else's, or a dead process's; dockerd would wait for that one.
         rm -f /var/run/docker.pid
+        if ! lives containerd; then rm -f /var/run/docker/containerd/containerd.pid; fi
         setsid dockerd --mtu "${mtu:-1500}" >>"$log" 2>&1 </dev/null &
     fi
     for tries in $(seq 300); do
@@ -70,7 +72,7 @@ if [ "${1:-}" = check ]; then exit 1; fi
 if [ -n "${DOCKER_HOST:-}" ]; then refuse "DOCKER_HOST names one that this script must not replace"; fi
 if [ "$(id -u)" != 0 ]; then refuse "this user is not root, so none can be installed or started"; fi
 await_dockerd
-if dockerd_lives; then refuse "a dockerd process lives but does not answer (see its log)"; fi
+if lives dockerd; then refuse "a dockerd process lives but does not answer (see its log)"; fi
 if ! command -v dockerd >/dev/null; then
     if ! command -v apt-get >/dev/null; then refuse "this is neither Debian nor Ubuntu, so none is installed here"; fi
     install_engine

@@ -8,7 +8,6 @@ from typing import Any
 import docker
 import pytest
 
-from shoal import machine
 from shoal.spec import BuildSpec
 
 LOAD_NVIDIA = """
@@ -81,16 +80,10 @@ def test_no_key_and_no_ssh_is_inside(client: docker.DockerClient, image: str) ->
     assert run(client, image, "sh", "-c", f"{script} || true").split() == []
 
 
-def test_nothing_of_this_machine_stays_inside(client: docker.DockerClient, image: str) -> None:
+def test_no_file_of_the_builds_mounts_stays_inside(client: docker.DockerClient, image: str) -> None:
+    """What they held, test_build.py looks for in the layers, by planted marks."""
     listing = run(client, image, "sh", "-c", "find /run/machine /run/layer /root/.cache /etc/pip.conf -type f || true")
     assert listing.split() == []
-    history = json.dumps(client.images.get(image).history())
-    host = machine.read()
-    for words in [*(value for _, value in host.pip), *(value for _, value in host.proxies)]:
-        assert not words.startswith("http") or words not in history
-    if host.ca_bundle:
-        certificates = run(client, image, "cat", "/etc/ssl/certs/ca-certificates.crt").encode()
-        assert host.ca_bundle != certificates
 
 
 def test_labels_and_command(client: docker.DockerClient, image: str) -> None:

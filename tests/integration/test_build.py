@@ -43,8 +43,7 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     locks.mkdir(parents=True)
     for layer in ("cuda", "framework", "mpi"):
         (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for:\n")
-    # A base made before is found again; one that has to be made is made in the project's own cache.
-    (tmp_path / ".cache").symlink_to(project.root / ".cache")
+    link_cache(tmp_path, project)
     yield tmp_path
     del os.environ["DOCKER_BUILDKIT"]
     if builder.find(client, TAG):
@@ -52,6 +51,16 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     for image_id in untagged(client) - before:
         with contextlib.suppress(docker.errors.ImageNotFound):  # its child's removal took it along
             client.images.remove(image_id, force=True)
+
+
+def link_cache(probe: Path, project: Project) -> None:
+    """A base made before is found again; one that has to be made is made in the project's own cache.
+
+    A fresh clone on a machine whose engine has all images already has no cache yet.
+    """
+    cache = project.root / ".cache"
+    cache.mkdir(exist_ok=True)
+    (probe / ".cache").symlink_to(cache)
 
 
 def template(probe: Path, text: str) -> None:
@@ -167,7 +176,7 @@ def test_a_change_in_the_toolkit_rebuilds_only_the_last_layer(
     for name in ("library", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)
-    (tmp_path / ".cache").symlink_to(project.root / ".cache")
+    link_cache(tmp_path, project)
     original = client.images.get(pytorch)
     original.tag("shoal-test:kept")
     try:

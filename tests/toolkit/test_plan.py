@@ -182,21 +182,6 @@ def test_mpi_comes_first(tree: Tree) -> None:
     assert planned(tree).launcher == "mpi"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "sagemaker_torch_distributed_enabled",
-        "sagemaker_pytorch_ddp_enabled",
-        "sagemaker_parameter_server_enabled",
-        "sagemaker_multi_worker_mirrored_strategy_enabled",
-    ],
-)
-def test_launchers_that_are_not_there_yet_are_named(tree: Tree, key: str) -> None:
-    tree.hyperparameters(**{key: True})
-    with pytest.raises(ContractError, match=rf"{key} asks for .* not supported yet\. Supported are mpi"):
-        planned(tree)
-
-
 def test_a_bare_run_uses_every_gpu(tree: Tree) -> None:
     made = planned(tree, machine=MACHINE._replace(gpus=4))
     assert (made.launcher, made.world_size) == ("mpi", 4)
@@ -239,14 +224,6 @@ def test_mpirun_must_be_there(tree: Tree) -> None:
 def test_a_typo_in_a_reserved_name_is_noticed(tree: Tree) -> None:
     tree.hyperparameters(sagemaker_mpi_enable=True)
     assert any("Did you mean 'sagemaker_mpi_enabled'?" in note for note in planned(tree).notes)
-
-
-def test_groups_that_are_left_out_are_named(tree: Tree) -> None:
-    groups = [{"instance_group_name": "g1", "hosts": ["a"]}, {"instance_group_name": "g2", "hosts": ["b"]}]
-    tree.hosts("a", "a", "b", instance_groups=groups, current_group_name="g1")
-    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_distribution_instance_groups=["g1"])
-    with pytest.raises(ContractError, match="leaves out b"):
-        planned(tree)
 
 
 # The command

@@ -1,24 +1,28 @@
 """The command `train`: reads the contract, plans, runs, and ends with the job's verdict.
 
-train [argument ...]      run the job; the arguments go to the script, after those from the hyperparameters
-train --explain [--json]  print what would be run, and start nothing
-train --version
+train [--] [argument ...]  run the job; the arguments go to the script, after those from the hyperparameters
+train --explain [--json]   print what would be run, and start nothing
+train --help, train --version
+
+The script's own `--help` is asked for with `train -- --help`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 
 from shoal_toolkit import __version__, contract, verdict
 from shoal_toolkit.contract import Cluster, Paths
-from shoal_toolkit.errors import TrainError
-from shoal_toolkit.host import Host, Task, first_report
+from shoal_toolkit.errors import StoppedError, TrainError
+from shoal_toolkit.host import STOP_SIGNALS, Host, Task, first_report
+from shoal_toolkit.launcher import members
 from shoal_toolkit.log import say
 from shoal_toolkit.machine import read_machine
-from shoal_toolkit.plan import DEFAULT_MASTER_PORT, LaunchPlan, as_dict, as_text, make_plan
+from shoal_toolkit.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.settings import take
 
 
@@ -28,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"train (shoal-toolkit) {__version__}")
         return 0
+    if words == ["--help"] or words == ["-h"]:
+        print(__doc__.strip())
+        return 0
     if words[:1] == ["--explain"]:
         return explain(words[1:])
+    words = words[1:] if words[:1] == ["--"] else words
     _open_standard_descriptors()
     if os.getpid() == 1:
         from shoal_toolkit import init
@@ -45,13 +53,17 @@ def explain(words: Sequence[str]) -> int:
     as_json = list(words[:1]) == ["--json"]
     environ = dict(os.environ)
     try:
-        take(environ)
+        _, problem = take(environ)
+        if problem is not None:
+            raise problem
         paths = contract.read_paths(environ)
         cluster = contract.read_cluster(paths, os.uname().nodename)
         plan = plan_host(paths, cluster, environ, words[1:] if as_json else words)
     except TrainError as error:
         say(str(error))
         return error.exit_code
+    from shoal_toolkit.explain import as_dict, as_text
+
     if as_json:
         import json
 
@@ -66,6 +78,8 @@ def train(words: Sequence[str], began: float) -> int:
     paths = contract.read_paths(os.environ)
     try:
         return _train(paths, words, began)
+    except StoppedError as stopped:
+        return verdict.conclude(paths, verdict.of_stop(stopped.number), {})
     except TrainError as error:
         return verdict.conclude(paths, verdict.of_error(error), {})
     except Exception as error:
@@ -79,22 +93,57 @@ def train(words: Sequence[str], began: float) -> int:
 
 
 def _train(paths: Paths, words: Sequence[str], began: float) -> int:
-    settings = take(os.environ)
+    early = EarlyStop()
+    settings, problem = take(os.environ)
     cluster = contract.read_cluster(paths, os.uname().nodename)
     environ = dict(os.environ)
     plan: LaunchPlan | TrainError
     try:
+        if problem is not None:
+            raise problem
         plan = plan_host(paths, cluster, environ, words)
         for note in plan.notes:
             say(note)
     except TrainError as error:
         plan = error
-    task = Task(paths, cluster, plan, settings, environ, began)
+    hosts = plan.hosts if isinstance(plan, LaunchPlan) else _hosts(paths, cluster)
+    task = Task(paths, cluster, hosts, plan, settings, environ, began)
     try:
         verdict.begin(paths, first_report(task))
     except TrainError as error:
         task = task._replace(plan=error)
-    return _role(task).run()
+    role = _role(task)
+    early.end()
+    return role.run()
+
+
+def _hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
+    """Return the hosts in the order in which the others see them, although this one has no plan."""
+    try:
+        hosts = members(cluster, contract.read_framework(paths))
+    except TrainError:
+        hosts = cluster.hosts
+    return (*hosts, *(host for host in cluster.hosts if host not in hosts))
+
+
+class EarlyStop:
+    """A signal that stops the job before the loop serves (while the code is fetched, say): it raises StoppedError."""
+
+    def __init__(self) -> None:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # started with nohup: that stays so
+                signal.signal(number, self._raise)
+        self._armed = True
+
+    def end(self) -> None:
+        """Hold signals back until the loop serves (see Host.run); after it, one changes nothing any more."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._armed = False
+
+    def _raise(self, number: int, _: object) -> None:
+        if self._armed:
+            self._armed = False  # the verdict is being written
+            raise StoppedError(number)
 
 
 def plan_host(paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str]) -> LaunchPlan:
@@ -113,17 +162,34 @@ def _open_standard_descriptors() -> None:
 
 
 def free_port() -> str:
-    """Return the default rendezvous port, or a free one where another job on this machine has it."""
-    taken = False
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        taken = taken or _listens(table, int(DEFAULT_MASTER_PORT))
-    if not taken:
-        return DEFAULT_MASTER_PORT
-    import socket  # slower than the table above, and seldom needed
+    """Return the default rendezvous port, or a free one where another job on this machine has it, or will."""
+    import _socket  # `socket` itself is slow to import
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    port = int(DEFAULT_MASTER_PORT)
+    if _reserve(port) and not any(_listens(table, port) for table in ("/proc/net/tcp", "/proc/net/tcp6")):
+        return DEFAULT_MASTER_PORT
+    with_any = _socket.socket()
+    with_any.bind(("127.0.0.1", 0))
+    free = str(with_any.getsockname()[1])
+    with_any.close()
+    return free
+
+
+def _reserve(port: int) -> bool:
+    """Keep a port from other jobs for as long as this process lives: its script may listen only seconds from now.
+
+    By an abstract socket: these names live in the network namespace, as ports do.
+    """
+    import _socket
+
+    mark = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        mark.bind(f"\0shoal-master-port-{port}")
+    except OSError:
+        mark.close()
+        return False
+    mark.detach()  # open until this process ends
+    return True
 
 
 def _listens(table: str, port: int) -> bool:
@@ -136,7 +202,7 @@ def _listens(table: str, port: int) -> bool:
 
 
 def _role(task: Task) -> Host:
-    if task.cluster.current_host == task.cluster.first_host:
+    if task.cluster.current_host == task.hosts[0]:
         from shoal_toolkit.first import FirstHost
 
         return FirstHost(task)

@@ -159,6 +159,12 @@ def read_cluster(paths: Paths, hostname: str) -> Cluster:
     )
 
 
+def read_framework(paths: Paths) -> dict[str, Any]:
+    """Return the hyperparameters for the launcher alone."""
+    raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS)) or {}
+    return {key: decode(value) for key, value in raw.items() if key in LAUNCHER_KEYS}
+
+
 def read_job(paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...]) -> Job:
     """Read the rest of the contract. Raises ContractError for files that cannot be understood and a missing script."""
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))

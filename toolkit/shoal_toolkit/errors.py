@@ -21,6 +21,14 @@ class LaunchError(TrainError):
     """The job is well described, and the machines cannot do it: a host is missing or lost, mpirun does not start."""
 
 
+class StoppedError(Exception):
+    """A signal asked for the job's end before anything was started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the closest choice, or nothing."""
     import difflib  # only on the way to an error: it would cost every start

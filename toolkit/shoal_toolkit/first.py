@@ -1,7 +1,8 @@
 """The first host: finds the others, launches, watches, and decides for all. A job of one host has only this one.
 
-In the end: mpirun's exit code is that of the rank that failed first; with plain processes the first host that fails
-decides. Only then are the others told, and the first host ends after they have heard it.
+It launches once every host is ready: connected, and set up. In the end: mpirun's exit code is that of the rank that
+failed first; where every host starts its own command, the first rank or host that fails decides. Only then are the
+others told, and the first host ends after they have heard it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_toolkit import verdict
 from shoal_toolkit.errors import LaunchError, TrainError
-from shoal_toolkit.host import Host, Task
+from shoal_toolkit.host import Host, Task, companion_failure
+from shoal_toolkit.launcher import SEVERAL_RANKS
 from shoal_toolkit.log import say
 from shoal_toolkit.plan import LaunchPlan
 from shoal_toolkit.ranks import STDERR
@@ -40,26 +42,30 @@ class FirstHost(Host):
         self._daemons: dict[str, Answer] = {}  # hosts on which mpirun's daemon runs
         self._lines: dict[tuple[int, int], Lines] = {}
         self._tails: dict[int, Tail] = {}
-        self._mpirun: DaemonLog | None = None
+        self._launcher: DaemonLog | None = None
         self._failed_rank: int | None = None  # as a worker's daemon says
         self._host_of: dict[int, str] = {}  # ranks that have started
-        self._ended: dict[str, int] = {}  # plain processes that have ended
+        self._codes: dict[int, int] = {}  # ranks that have ended → exit code
+        self._pending: set[str] = set()  # hosts whose own command has not ended
+        self._unready: set[str] = set(task.hosts)
+        self._launched = False
         self._first_start = 0.0
         self._early: Verdict | None = None  # a failure before the launch, which all hosts shall hear
         self._told_to_stop: set[str] = set()
         self._launcher_code: int | None = None
+        self._mpi_over = False
 
     # Finding the others
 
     def begin(self) -> None:
         task = self.task
-        if len(task.cluster.hosts) > 1:
+        if len(task.hosts) > 1:
             from shoal_toolkit.connect import Search
 
             settings = task.settings
             self._search = Search(
                 self.loop,
-                task.cluster.hosts,
+                task.hosts,
                 settings.port,
                 settings.secret,
                 self._found,
@@ -68,7 +74,19 @@ class FirstHost(Host):
             )
         if isinstance(task.plan, TrainError):
             self._fail_early(verdict.of_error(task.plan))
-        elif self._search is None:
+        elif self.work is not None:
+            self.work.set_up(self._set_up)
+
+    def _set_up(self, error: LaunchError | None) -> None:
+        if error is not None:
+            self._fail_early(verdict.of_error(error))
+        else:
+            self._ready(self.task.cluster.current_host)
+
+    def _ready(self, host: str) -> None:
+        """A host can launch. The last one starts the job: nowhere does a script run in vain."""
+        self._unready.discard(host)
+        if not self._unready and self.verdict is None and self._early is None:
             self._launch()
 
     def _fail_early(self, failed: Verdict) -> None:
@@ -85,11 +103,8 @@ class FirstHost(Host):
         channel.on_lost = partial(self._lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        if self._search is not None and not self._search.missing and self.verdict is None:
-            if self._early is not None:
-                self.decide(self._early)
-            else:
-                self._launch()
+        if self._search is not None and not self._search.missing and self.verdict is None and self._early is not None:
+            self.decide(self._early)
 
     # Launching
 
@@ -102,23 +117,30 @@ class FirstHost(Host):
     def _start(self) -> None:
         plan, work = self.task.plan, self.work
         assert isinstance(plan, LaunchPlan) and work is not None
-        if not plan.uses_mpi:
-            if self._channels:
-                from shoal_toolkit import wire
+        self._launched = True
+        self._pending = {host for host in plan.hosts if plan.starts_alone(host)}
+        self._tell_to_go()
+        if plan.has_ranks:
+            from shoal_toolkit.daemonlog import DaemonLog
 
-                for channel in self._channels.values():
-                    channel.send(wire.GO)
-            work.start_script()
+            self._launcher = DaemonLog()
+        if not plan.by_mpirun:
+            work.start()
             return
-        from shoal_toolkit.daemonlog import DaemonLog
-
-        self._mpirun = DaemonLog()
-        work.prepare()
+        work.prepare_ranks()
         if len(plan.ranks) > 1:
             from shoal_toolkit.daemons import DaemonRequests
 
             self._requests = DaemonRequests(self.loop, work.directory, self._daemon_asked)
         work.start_launcher(plan.command, {})
+
+    def _tell_to_go(self) -> None:
+        """The others that start their own command."""
+        for host, channel in self._channels.items():
+            if host in self._pending:
+                from shoal_toolkit import wire
+
+                channel.send(wire.GO)
 
     def _daemon_asked(self, host: str, command: str, answer: Answer) -> None:
         from shoal_toolkit import wire
@@ -146,7 +168,7 @@ class FirstHost(Host):
         plan = self.task.plan
         if stream == STDERR:
             self._tails.setdefault(rank, Tail()).add(data)
-        if not (isinstance(plan, LaunchPlan) and plan.uses_mpi and plan.world_size > 1):
+        if not (isinstance(plan, LaunchPlan) and plan.has_ranks and plan.world_size > 1):
             # One rank needs no mark: its bytes pass as they are. Plain processes write on their own hosts.
             self.sinks[stream].write(data)
             return
@@ -156,8 +178,8 @@ class FirstHost(Host):
         self.sinks[stream].write(lines.feed(data))
 
     def launcher_said(self, stream: int, data: bytes) -> None:
-        assert self._mpirun is not None
-        self.sinks[stream].write(self._mpirun.feed(stream, data))
+        assert self._launcher is not None
+        self.sinks[stream].write(self._launcher.feed(stream, data))
 
     def _frame(self, host: str, kind: bytes, payload: bytes) -> None:
         from shoal_toolkit import wire
@@ -167,8 +189,12 @@ class FirstHost(Host):
             self.rank_output(stream, rank, data)
             return
         said = wire.fields(payload)
-        if kind == wire.STARTED:
+        if kind == wire.READY:
+            self._ready(host)
+        elif kind == wire.STARTED:
             self._rank_started(host, int(said["rank"]))
+        elif kind == wire.RANK_ENDED:
+            self.rank_ended(int(said["rank"]), int(said["code"]))
         elif kind == wire.ENDED:
             self._worker_ended(host, said)
         elif kind == wire.FAILED:
@@ -197,18 +223,63 @@ class FirstHost(Host):
             answer(code)
             self._end_of_mpi()
             return
-        self._tails.setdefault(self.task.cluster.hosts.index(host), Tail()).add(str(said["stderr"]).encode())
-        self._process_ended(host, code)
+        self._command_ended(host, code, str(said["stderr"]))
 
     def work_ended(self, code: int) -> None:
         plan = self.task.plan
         assert isinstance(plan, LaunchPlan)
-        if not plan.uses_mpi:
-            self._process_ended(self.task.cluster.current_host, code)
+        if not plan.by_mpirun:
+            self._command_ended(self.task.cluster.current_host, code, self._launcher.text() if self._launcher else "")
             return
         self._launcher_code = code
         self.loop.call_later(_LAST_WORDS_SECONDS, self._daemons_are_late)
         self._end_of_mpi()
+
+    def _command_ended(self, host: str, code: int, stderr: str) -> None:
+        """A host's own command has ended: the script, or torchrun after its ranks."""
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        self._pending.discard(host)
+        if plan.launcher in SEVERAL_RANKS and host not in plan.outside:
+            if code and not self.stopped_by:
+                self.decide(verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr)))
+        else:
+            rank = plan.rank_of(host)
+            self._tails.setdefault(rank, Tail()).add(stderr.encode())
+            self.rank_ended(rank, code)
+        self._check_end()
+
+    def rank_ended(self, rank: int, code: int) -> None:
+        """A rank has ended. mpirun sees that too, and ends the others; where it is not at work, that is up to us."""
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        self._codes[rank] = code
+        if self.stopped_by:
+            if self._host_of.keys() <= self._codes.keys():
+                self.decide(verdict.of_stop(self.stopped_by))
+        elif code and (not plan.by_mpirun or rank >= plan.world_size):
+            self.decide(self._rank_failure(plan, rank, code))
+
+    def companion_ended(self, name: str, code: int) -> None:
+        host = self.task.cluster.current_host
+        self.decide(Verdict(code or 1, companion_failure(name, host, code)))
+
+    def _check_end(self) -> None:
+        """The job is done once every host's own command, and mpirun, have ended."""
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        if self._pending or self.verdict is not None or (plan.by_mpirun and not self._mpi_over):
+            return
+        if self.stopped_by:
+            self.decide(verdict.of_stop(self.stopped_by))
+        elif sum(1 for rank in self._host_of if rank < plan.world_size) < plan.world_size:
+            self.decide(Verdict(1, self._not_started(plan)))
+        else:
+            self.decide(Verdict(0))
+
+    def _not_started(self, plan: LaunchPlan) -> str:
+        program = "mpirun" if plan.by_mpirun else plan.launcher
+        return f"{program} ended with exit code 0, and {len(self._host_of)} of {plan.world_size} ranks had started."
 
     def _daemons_are_late(self) -> None:
         for host in list(self._daemons):
@@ -222,41 +293,26 @@ class FirstHost(Host):
         if code is None or self._daemons or self.verdict is not None:
             return
         assert isinstance(plan, LaunchPlan)
-        if self.stopped_by:
-            self.decide(verdict.of_stop(self.stopped_by))
-        elif code:
+        self._mpi_over = True
+        if code and not self.stopped_by:
             self.decide(self._mpi_failure(plan, code))
-        elif len(self._host_of) < plan.world_size:
-            started = len(self._host_of)
-            self.decide(
-                Verdict(1, f"mpirun ended with exit code 0, and {started} of {plan.world_size} ranks had started.")
-            )
-        else:
-            self.decide(Verdict(0))
+        self._check_end()
 
     def _mpi_failure(self, plan: LaunchPlan, code: int) -> Verdict:
-        assert self._mpirun is not None
-        rank = self._failed_rank if self._mpirun.failed_rank is None else self._mpirun.failed_rank
+        assert self._launcher is not None
+        rank = self._failed_rank if self._launcher.failed_rank is None else self._launcher.failed_rank
         if rank is None:
-            return verdict.of_failure(Failure(code, "mpirun", plan.command, self._mpirun.text()))
+            return verdict.of_failure(Failure(code, "mpirun", plan.command, self._launcher.text()))
+        return self._rank_failure(plan, rank, code)
+
+    def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
         where = f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
+        if rank >= plan.world_size:
+            where = f"the script on {self._host_of[rank]}, outside the distribution,"
         return verdict.of_failure(Failure(code, where, plan.script, self._text_of(rank)))
 
     def _text_of(self, rank: int) -> str:
         return self._tails[rank].text() if rank in self._tails else ""
-
-    def _process_ended(self, host: str, code: int) -> None:
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
-        self._ended[host] = code
-        if self.stopped_by:
-            if len(self._ended) == len(plan.hosts):
-                self.decide(verdict.of_stop(self.stopped_by))
-        elif code:
-            rank = plan.hosts.index(host)
-            self.decide(verdict.of_failure(Failure(code, f"rank {rank} on {host}", plan.script, self._text_of(rank))))
-        elif len(self._ended) == len(plan.hosts):
-            self.decide(Verdict(0))
 
     # Stopping
 
@@ -273,11 +329,11 @@ class FirstHost(Host):
 
     def stop(self, number: int) -> None:
         plan, work = self.task.plan, self.work
-        if work is None or not work.running or not isinstance(plan, LaunchPlan):
+        if work is None or not self._launched or not isinstance(plan, LaunchPlan):
             self.decide(verdict.of_stop(number))
             return
         self._signal_all(number)
-        if len(self._host_of) < plan.world_size:
+        if len(self._host_of) < plan.world_size + len(plan.outside):
             work.signal_launcher(number)  # ranks that have not started must not start any more
         self.loop.call_later(self.task.settings.stop_grace, self.stop_again)
 
@@ -292,7 +348,7 @@ class FirstHost(Host):
             for channel in self._channels.values():
                 channel.send_json(wire.SIGNAL, number=number)
         if self.work is not None:
-            self.work.signal(number)
+            self.work.stop(number)
 
     # Afterwards
 
@@ -302,9 +358,9 @@ class FirstHost(Host):
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
             for (_, stream), lines in self._lines.items():
                 self.sinks[stream].write(lines.flush())
-            if self._mpirun is not None:
+            if self._launcher is not None:
                 for stream, sink in self.sinks.items():
-                    sink.write(self._mpirun.flush(stream))
+                    sink.write(self._launcher.flush(stream))
         super().decide(decided)
 
     def tell(self, decided: Verdict) -> None:

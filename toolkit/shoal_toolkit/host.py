@@ -28,6 +28,7 @@ class Task(NamedTuple):
 
     paths: Paths
     cluster: Cluster
+    hosts: tuple[str, ...]  # the one that leads the job first
     plan: LaunchPlan | TrainError
     settings: Settings
     environ: Mapping[str, str]
@@ -49,12 +50,20 @@ class Host:
         self._signalled_here = False
         self._over = False
         if isinstance(task.plan, LaunchPlan):
-            events = Events(self.rank_started, self.rank_output, self.launcher_said, self.work_ended)
+            events = Events(
+                self.rank_started,
+                self.rank_ended,
+                self.rank_output,
+                self.launcher_said,
+                self.work_ended,
+                self.companion_ended,
+            )
             self.work = Work(self.loop, self.flow, task.plan, task.environ, events)
 
     def run(self) -> int:
         """Run to the verdict; returns the exit code of `train`."""
         self.loop.on_signals(STOP_SIGNALS, self._signalled)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             self.begin()
             self.loop.run_until(lambda: self.verdict is not None and (self._over or not self._work_runs()))
@@ -82,11 +91,23 @@ class Host:
     def _work_runs(self) -> bool:
         return self.work is not None and self.work.running
 
+    def _drain_companions(self) -> None:
+        """What runs beside the script may finish what it has begun, for as long as a script that is stopped."""
+        if self.work is None or not self.work.draining:
+            return
+        self.work.end_companions()
+        late: list[bool] = []
+        timer = self.loop.call_later(self.task.settings.stop_grace, lambda: late.append(True))
+        work = self.work
+        self.loop.run_until(lambda: not work.draining or bool(late))
+        timer.cancel()
+
     def _finish(self) -> int:
         assert self.verdict is not None
         self._drain()
         code = verdict.conclude(self.task.paths, self.verdict, self.report)
         self.tell(self.verdict)
+        self._drain_companions()
         self._drain()  # what others said while they ended
         return code
 
@@ -130,6 +151,9 @@ class Host:
     def rank_started(self, rank: int) -> None:
         raise NotImplementedError
 
+    def rank_ended(self, rank: int, code: int) -> None:
+        raise NotImplementedError
+
     def rank_output(self, stream: int, rank: int, data: bytes) -> None:
         raise NotImplementedError
 
@@ -138,6 +162,14 @@ class Host:
 
     def work_ended(self, code: int) -> None:
         raise NotImplementedError
+
+    def companion_ended(self, name: str, code: int) -> None:
+        raise NotImplementedError
+
+
+def companion_failure(name: str, host: str, code: int) -> str:
+    """Say that what should have run as long as the job has ended before."""
+    return f"{name} on {host} {verdict.exit_description(code)} while the script was running. Its output is in the log."
 
 
 def first_report(task: Task) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from shoal_toolkit import daemonlog
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.machine import Machine
+from shoal_toolkit.rank_shell import under_mpirun
 
 _MCA = ("mca", "gmca")
 # Given once each; the user's replaces ours. mpirun takes the name with one dash or two.
@@ -42,20 +43,6 @@ _REFUSED_MCA = {
     **dict.fromkeys(("plm_rsh_no_tree_spawn", "orte_leave_session_attached"), "this toolkit's agents rely on it"),
 }
 _OURS_ANYWAY = (("plm", "rsh"), ("plm_rsh_no_tree_spawn", "1"), ("orte_leave_session_attached", "1"))
-
-# Runs in front of the command of each rank, in the place of a second Python: names the rank in torch's terms, tells
-# `train` that it starts, gives it its own stdout and stderr, and enters its own host's code directory (mpirun knows
-# that of the first host). `-p`: an unforeseen local rank writes through mpirun instead.
-RANK_SHELL = (
-    "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
-    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
-    "export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n"
-    'run="$SHOAL_RUN_DIR"; unset SHOAL_RUN_DIR\n'
-    'echo "$RANK $LOCAL_RANK $$" >"$run/started"\n'
-    'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
-    'cd "$SM_MODULE_DIR" || exit\n'
-    'exec "$@"'
-)
 
 
 class CustomOptions(NamedTuple):
@@ -110,11 +97,6 @@ def _values(option: str, words: Sequence[str], count: int, source: str) -> Seque
     return words[:count]
 
 
-def rank_command(script: Sequence[str]) -> list[str]:
-    """Return the command of each rank: the script behind the small shell that names the rank."""
-    return ["/bin/sh", "-c", RANK_SHELL, "shoal-rank", *script]
-
-
 def mpirun_command(
     machine: Machine,
     hosts: Mapping[str, int],
@@ -135,7 +117,7 @@ def mpirun_command(
         command += ["-mca", key, value]
     for export in custom.exports.values():
         command += ["-x", export]
-    return [*command, *custom.other, *rank_command(script)]
+    return [*command, *custom.other, *under_mpirun(script)]
 
 
 def _mca(

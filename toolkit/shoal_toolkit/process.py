@@ -57,14 +57,23 @@ def start_time(pid: int) -> str:
     return "".join(_stat(pid)[19:20])
 
 
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started and that still run."""
+    return [pid for pid in _processes() if _stat(pid)[1:2] == [str(parent)]]
+
+
 def kill_session(leader: int) -> None:
     """Kill every process of the session that `spawn` made for a process, whatever its group."""
-    for name in os.listdir("/proc"):
-        if name.isdigit() and _stat(int(name))[3:4] == [str(leader)]:
+    for pid in _processes():
+        if _stat(pid)[3:4] == [str(leader)]:
             try:
-                os.kill(int(name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue  # it ended by itself
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,7 +1,7 @@
 """The ranks that run on this host under mpirun or its daemon: their start, their output, their end.
 
-A private directory holds a FIFO for each rank's stdout and stderr and one on which ranks say that they start, so that
-output keeps its rank, its bytes and its order without passing through mpirun's tags.
+A private directory holds a FIFO for each rank's stdout and stderr and one on which ranks say that they start and end,
+so that output keeps its rank, its bytes and its order without passing through mpirun's or torchrun's tags.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from shoal_toolkit import rank_shell
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import Loop
-from shoal_toolkit.process import signal_group, start_time
+from shoal_toolkit.process import children, signal_group, start_time
 from shoal_toolkit.streams import Flow, Source
 
 STDOUT, STDERR = 1, 2
-STARTED = "started"
 SOCKET = "rsh.sock"
 
 
@@ -55,17 +55,20 @@ class LocalRanks:
         directory: str,
         count: int,
         on_start: Callable[[int], None],
+        on_end: Callable[[int, int], None],
         on_output: Callable[[int, int, bytes], None],
     ) -> None:
         self._loop = loop
         self._flow = flow
+        self._directory = directory
         self._on_start = on_start
+        self._on_end = on_end
         self._on_output = on_output
         self._rank_of: dict[int, int] = {}
         self._pids: dict[int, str] = {}  # pid → start time
         self._announced = b""
         self._holders: list[int] = []
-        self._events = self._open(os.path.join(directory, STARTED), self._started)
+        self._events = self._open(os.path.join(directory, rank_shell.EVENTS), self._announce)
         self._outputs = [
             self._open(os.path.join(directory, f"{name}.{local}"), self._reader(local, stream))
             for local in range(count)
@@ -75,9 +78,19 @@ class LocalRanks:
     def signal(self, number: int) -> None:
         """Signal every rank that still runs, with the processes in its group."""
         for pid, started in self._pids.items():
-            # mpirun makes each rank the leader of a group; one that has just been forked may not be yet.
+            # mpirun makes each rank the leader of a group, torchrun does not: then its shell's children are the rank.
             if started and start_time(pid) == started and not signal_group(pid, number):
-                _signal(pid, number)
+                for process in (*children(pid), pid):
+                    _signal(process, number)
+
+    def stop(self, number: int) -> None:
+        """Signal every rank, and let those that leave at once wait for the others."""
+        try:
+            with open(os.path.join(self._directory, rank_shell.STOPPING), "w", encoding="ascii") as file:
+                file.write(f"{os.getpid()}\n")
+        except OSError:  # a script that cleaned up /tmp: its ranks are told all the same
+            pass
+        self.signal(number)
 
     def finish(self) -> None:
         """Read to the end what the ranks wrote: they have all ended."""
@@ -102,14 +115,26 @@ class LocalRanks:
 
         return read
 
-    def _started(self, data: bytes) -> None:
-        """Lines of 'rank local_rank pid'; each is shorter than PIPE_BUF, so that they never mix."""
+    def _announce(self, data: bytes) -> None:
+        """Lines of the ranks' shells; each is shorter than PIPE_BUF, so that they never mix."""
         *lines, self._announced = (self._announced + data).split(b"\n")
         for line in lines:
-            rank, local, pid = (int(word) for word in line.split())
-            self._rank_of[local] = rank
-            self._pids[pid] = start_time(pid)
-            self._on_start(rank)
+            event, *words = line.decode().split()
+            numbers = [int(word) for word in words]
+            if event == rank_shell.STARTED:
+                self._started(*numbers)
+            else:
+                self._ended(*numbers)
+
+    def _started(self, rank: int, local: int, pid: int) -> None:
+        self._rank_of[local] = rank
+        self._pids[pid] = start_time(pid)
+        self._on_start(rank)
+
+    def _ended(self, rank: int, code: int) -> None:
+        for output in self._outputs:
+            output.poll()  # its last words came before
+        self._on_end(rank, code)
 
 
 def _signal(pid: int, number: int) -> None:

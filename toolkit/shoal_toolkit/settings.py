@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError
@@ -21,17 +21,30 @@ class Settings(NamedTuple):
     stop_grace: int
 
 
-def take(environ: MutableMapping[str, str]) -> Settings:
-    """Read the settings, and take the secret out of the environment: no child inherits it."""
-    return Settings(
+def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
+    """Read the settings, and take the secret out of the environment: no child inherits it.
+
+    Beside them: what is wrong with the first bad one, whose default is taken, so that other hosts can be told.
+    """
+    problems: list[ContractError] = []
+
+    def number(name: str, default: int, least: int, most: int) -> int:
+        try:
+            return _number(environ, name, default, least, most)
+        except ContractError as error:
+            problems.append(error)
+            return default
+
+    settings = Settings(
         secret=environ.pop("SHOAL_JOB_SECRET", ""),
-        port=_number(environ, "SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
-        hosts_timeout=_number(environ, "SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
-        stop_grace=_number(environ, "SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
+        port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
+        hosts_timeout=number("SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
+        stop_grace=number("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
     )
+    return settings, next(iter(problems), None)
 
 
-def _number(environ: MutableMapping[str, str], name: str, default: int, least: int, most: int) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default

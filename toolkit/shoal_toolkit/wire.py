@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal_toolkit.loop import READ, WRITE, Loop, Timer
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096
 HANDSHAKE_SECONDS = 10.0
@@ -30,7 +30,7 @@ HELLO, PROVE, WELCOME, REFUSED = b"H", b"P", b"W", b"R"
 # First host → worker
 START, GO, SIGNAL, VERDICT = b"S", b"G", b"K", b"V"
 # Worker → first host
-STARTED, OUTPUT, ENDED, FAILED, STOPPING = b"s", b"o", b"e", b"f", b"t"
+READY, STARTED, OUTPUT, RANK_ENDED, ENDED, FAILED, STOPPING = b"r", b"s", b"o", b"n", b"e", b"f", b"t"
 # Both
 PING = b"."
 

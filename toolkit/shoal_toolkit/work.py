@@ -1,4 +1,4 @@
-"""What runs on this host: the script itself, or mpirun (on a worker its daemon) with this host's ranks below it."""
+"""What runs on this host: the script itself, or a launcher (on a worker maybe mpirun's daemon) with ranks below it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import Loop
 from shoal_toolkit.plan import LaunchPlan
 from shoal_toolkit.process import kill_session, signal_group, spawn
 from shoal_toolkit.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
-from shoal_toolkit.streams import Flow, Source
+from shoal_toolkit.streams import Flow, Source, Tail
 
 
 class Events(NamedTuple):
     """Whom to tell what."""
 
     started: Callable[[int], None]  # a rank starts
+    rank_ended: Callable[[int, int], None]  # a rank that a launcher started has ended: rank, exit code
     output: Callable[[int, int, bytes], None]  # stream, rank, data
     said: Callable[[int, bytes], None]  # stream, data: the launcher's own words
     ended: Callable[[int], None]  # exit code of the process, after all of its output
+    companion_ended: Callable[[str, int], None]  # one that should have run as long as the job: name, exit code
 
 
 class Work:
-    """One process of this host and what is below it; started at most once."""
+    """One process of this host at a time, what is below it and beside it."""
 
     def __init__(self, loop: Loop, flow: Flow, plan: LaunchPlan, environ: Mapping[str, str], events: Events) -> None:
         self._loop = loop
@@ -34,6 +37,8 @@ class Work:
         self._events = events
         self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
+        self._companions: dict[int, str] = {}  # pid → name
+        self._on_end: Callable[[int], None] = events.ended
         self._pid = 0
         self.directory = ""
 
@@ -41,40 +46,121 @@ class Work:
     def running(self) -> bool:
         return self._pid != 0
 
-    def start_script(self) -> None:
+    @property
+    def draining(self) -> bool:
+        """Whether companions still finish what they have begun."""
+        return bool(self._companions)
+
+    def set_up(self, done: Callable[[LaunchError | None], None]) -> None:
+        """Run the commands that come before the launch, one after the other; `done` gets None, or what failed."""
+        self._set_up_next(list(self._plan.setup), done)
+
+    def _set_up_next(self, commands: list[tuple[str, ...]], done: Callable[[LaunchError | None], None]) -> None:
+        if not commands:
+            self._on_end = self._events.ended
+            done(None)
+            return
+        command, tail = commands[0], Tail()
+
+        def ended(code: int) -> None:
+            if code:
+                done(LaunchError(_setup_failure(command, code, tail.text())))
+            else:
+                self._set_up_next(commands[1:], done)
+
+        self._on_end = ended
+        try:
+            self._start(command, {}, self._plan.cwd, lambda stream: self._setup_reader(stream, tail))
+        except LaunchError as error:
+            done(error)
+
+    def _setup_reader(self, stream: int, tail: Tail) -> Callable[[bytes], None]:
+        def read(data: bytes) -> None:
+            tail.add(data)
+            self._events.said(stream, data)
+
+        return read
+
+    def start(self) -> None:
+        """Run this host's own command: a launcher, or the script."""
+        if self._plan.has_ranks:
+            self.prepare_ranks()
+            self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)
+        else:
+            self._start_script()
+
+    def _start_script(self) -> None:
         """Run the script on its own. Its stdout is ours; its stderr passes through us, for the failure file."""
-        rank = int(self._plan.env["RANK"])
+        rank = self._plan.rank_of(self._plan.current_host)
         error_read, error_write = os.pipe()
         self._sources = [
             Source(self._loop, self._flow, error_read, lambda data: self._events.output(STDERR, rank, data))
         ]
-        self._spawn(self._plan.script, self._environ, self._plan.cwd, (STDOUT, error_write), [error_write])
+        self._spawn(self._plan.command, self._environ, self._plan.cwd, (STDOUT, error_write), [error_write])
+        self._start_companions()
         self._events.started(rank)
 
-    def prepare(self) -> None:
+    def prepare_ranks(self) -> None:
         """Make the private directory in which the ranks of this host report."""
         self.directory = make_run_directory()
-        count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(
-            self._loop, self._flow, self.directory, count, self._events.started, self._events.output
+            self._loop,
+            self._flow,
+            self.directory,
+            max(self._plan.ranks.values()),
+            self._events.started,
+            self._events.rank_ended,
+            self._events.output,
         )
 
-    def start_launcher(self, argv: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Run mpirun, or the daemon that it asked for, with some more variables."""
+    def start_launcher(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str = "/") -> None:
+        """Run mpirun, torchrun, or the daemon that mpirun asked for, with some more variables.
+
+        In `/` where mpirun has a say: it asks for its own directory on every host; the code may lie elsewhere there.
+        """
+        self._start(argv, {**variables, "SHOAL_RUN_DIR": self.directory}, cwd, self._sayer)
+        self._start_companions()
+
+    def _start(
+        self,
+        argv: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str,
+        reader: Callable[[int], Callable[[bytes], None]],
+    ) -> None:
         outputs = [os.pipe(), os.pipe()]
         self._sources = [
-            Source(self._loop, self._flow, read, self._sayer(stream))
-            for stream, (read, _) in zip((STDOUT, STDERR), outputs)
+            Source(self._loop, self._flow, read, reader(stream)) for stream, (read, _) in zip((STDOUT, STDERR), outputs)
         ]
         writes = [write for _, write in outputs]
-        environ = {**self._environ, **variables, "SHOAL_RUN_DIR": self.directory}
-        # mpirun asks for its own directory on every host, and the code may lie elsewhere there.
-        self._spawn(argv, environ, "/", (writes[0], writes[1]), writes)
+        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
 
-    def signal(self, number: int) -> None:
-        """Pass a signal to the script, or to the ranks: mpirun itself would end them within a second."""
+    # Companions
+
+    def _start_companions(self) -> None:
+        for companion in self._plan.companions:
+            pid = spawn(companion.command, {**self._environ, **companion.env}, self._plan.cwd)
+            self._companions[pid] = companion.name
+            self._loop.on_child(pid, lambda code, pid=pid: self._companion_ended(pid, code))  # type: ignore[misc]
+
+    def _companion_ended(self, pid: int, code: int) -> None:
+        name = self._companions.pop(pid)
+        signal_group(pid, signal.SIGKILL)
+        if self.running:
+            self._events.companion_ended(name, code)
+
+    def end_companions(self) -> None:
+        """The script has ended: those that drain are told to, the others are killed."""
+        draining = {companion.name for companion in self._plan.companions if companion.drains}
+        for pid, name in self._companions.items():
+            signal_group(pid, signal.SIGTERM if name in draining else signal.SIGKILL)
+
+    # Signals
+
+    def stop(self, number: int) -> None:
+        """Pass on a signal that stops the job: the script, or each rank, has time to end."""
         if self._ranks is not None:
-            self._ranks.signal(number)
+            self._ranks.stop(number)
         elif self._pid:
             signal_group(self._pid, number)
 
@@ -84,13 +170,15 @@ class Work:
             signal_group(self._pid, number)
 
     def kill(self) -> None:
-        """End everything now."""
+        """End everything now, but for companions that drain."""
         if self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the directory."""
+        """Remove the directory, and end what is left."""
+        for pid in self._companions:
+            signal_group(pid, signal.SIGKILL)
         if self._ranks is not None:
             self._ranks.finish()
             self._ranks = None
@@ -115,9 +203,20 @@ class Work:
         # What the script or the launcher left behind ends with it: the job is over.
         signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:
+            self._ranks.signal(signal.SIGKILL)  # torchrun's may have sessions of their own
             kill_session(self._pid)  # each rank is a group of its own
             self._ranks.finish()
         for source in self._sources:
             source.finish()
         self._pid = 0
-        self._events.ended(code)
+        self._on_end(code)
+
+
+def _setup_failure(command: Sequence[str], code: int, output: str) -> str:
+    from shoal_toolkit import redact
+
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]  # pip's first one is the reason
+    reason = (errors or lines or ["it printed nothing"])[0 if errors else -1]
+    words = " ".join(redact.arguments(command))
+    return f"{reason}\nBefore the launch, this exited with code {code}: {words}\n\n" + "\n".join(lines[-10:])

@@ -10,7 +10,7 @@ from shoal_toolkit.agent import Agent
 from shoal_toolkit.daemonlog import DaemonLog
 from shoal_toolkit.daemons import daemon_command
 from shoal_toolkit.errors import LaunchError, TrainError
-from shoal_toolkit.host import Host, Task
+from shoal_toolkit.host import Host, Task, companion_failure
 from shoal_toolkit.log import say
 from shoal_toolkit.machine import find_program
 from shoal_toolkit.plan import LaunchPlan
@@ -31,33 +31,52 @@ class Worker(Host):
         self._channel: Channel | None = None
         self._tail = Tail()
         self._daemon = DaemonLog()
-        self._first_host = task.cluster.first_host
-        self._uses_mpi = isinstance(task.plan, LaunchPlan) and task.plan.uses_mpi
+        self._first_host = task.hosts[0]
+        self._has_ranks = isinstance(task.plan, LaunchPlan) and task.plan.has_ranks
+        self._is_set_up = False
+        self._problem: TrainError | None = None  # why this host cannot take part
 
     def begin(self) -> None:
         task = self.task
-        if isinstance(task.plan, TrainError):
-            say(f"{task.plan}\nTelling the first host {self._first_host}.")
-        hosts, current = task.cluster.hosts, task.cluster.current_host
-        self._agent = Agent(self.loop, task.settings.port, task.settings.secret, hosts, current, self._first_host_came)
+        current = task.cluster.current_host
+        self._agent = Agent(
+            self.loop, task.settings.port, task.settings.secret, task.hosts, current, self._first_host_came
+        )
         self.loop.call_later(task.settings.hosts_timeout, self._too_late)
+        if isinstance(task.plan, TrainError):
+            self._set_up(task.plan)
+        elif self.work is not None:
+            self.work.set_up(self._set_up)
+
+    def _set_up(self, error: TrainError | None) -> None:
+        """This host is ready, or will never be."""
+        self._is_set_up, self._problem = error is None, error
+        if error is not None and self._channel is None:
+            say(f"{error}\nTelling the first host {self._first_host}.")
+        self._report()
+
+    def _report(self) -> None:
+        """Tell the first host whether this one is ready, once both are known."""
+        if self._problem is not None:
+            self._failed(self._problem)
+        elif self._is_set_up:
+            self._send(wire.READY)
 
     def _too_late(self) -> None:
         if self._channel is None:
-            plan, seconds = self.task.plan, self.task.settings.hosts_timeout
+            seconds = self.task.settings.hosts_timeout
             late = LaunchError(
                 f"The first host {self._first_host} has not connected within {seconds} s. Every host of "
                 "resourceconfig.json must run `train`; check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
             )
-            self.decide(verdict.of_error(plan if isinstance(plan, TrainError) else late))
+            self.decide(verdict.of_error(self._problem or late))
 
     def _first_host_came(self, channel: Channel) -> None:
         self._channel = channel
         channel.on_frame = self._frame
         channel.on_lost = self._lost
         channel.on_held = lambda held: self.flow.report(channel, held)
-        if isinstance(self.task.plan, TrainError):
-            self._failed(self.task.plan)
+        self._report()
 
     def _lost(self, reason: str) -> None:
         self.decide(
@@ -82,14 +101,14 @@ class Worker(Host):
 
     def _attempt(self, command: str | None) -> None:
         """Start what is asked for: the script, or with a command mpirun's daemon."""
-        if self.work is None:
+        if self.work is None or self._problem is not None:
             return  # this host cannot, and has said so: the first host had not heard it yet
         try:
             if command is None:
-                self.work.start_script()
+                self.work.start()
             else:
                 argv, variables = daemon_command(command, find_program("orted", self.task.environ))
-                self.work.prepare()
+                self.work.prepare_ranks()
                 self.work.start_launcher(argv, variables)
         except TrainError as error:
             self._failed(error)
@@ -100,7 +119,7 @@ class Worker(Host):
     def _pass_on(self, number: int) -> None:
         self.stopped_by = self.stopped_by or number
         if self.work is not None:
-            self.work.signal(number)
+            self.work.stop(number)
 
     def _decided(self, said: dict[str, Any]) -> None:
         self.report.update(said["report"])
@@ -111,9 +130,16 @@ class Worker(Host):
     def rank_started(self, rank: int) -> None:
         self._send(wire.STARTED, rank=rank)
 
+    def rank_ended(self, rank: int, code: int) -> None:
+        self._send(wire.RANK_ENDED, rank=rank, code=code)
+
+    def companion_ended(self, name: str, code: int) -> None:
+        message = companion_failure(name, self.task.cluster.current_host, code)
+        self._send(wire.FAILED, code=code or 1, message=message)
+
     def rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        """Output of MPI ranks goes to the first host; that of a plain process stays here, as on SageMaker."""
-        if self._uses_mpi:
+        """Output of ranks goes to the first host; that of a plain process stays here, as on SageMaker."""
+        if self._has_ranks:
             if self._channel is not None:
                 self._channel.send_output(stream, rank, data)
             return
@@ -124,7 +150,8 @@ class Worker(Host):
         self.sinks[STDERR].write(self._daemon.feed(stream, data))
 
     def work_ended(self, code: int) -> None:
-        self._send(wire.ENDED, code=code, stderr=self._tail.text(), failed_rank=self._daemon.failed_rank)
+        stderr = self._daemon.text() if self._has_ranks else self._tail.text()
+        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=self._daemon.failed_rank)
 
     def _send(self, kind: bytes, **fields: Any) -> None:
         if self._channel is not None:

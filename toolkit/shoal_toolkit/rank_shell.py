@@ -1,0 +1,52 @@
+"""What stands in front of the command of each rank, in the place of a second Python: a small shell script.
+
+It names the rank in torch's terms, tells `train` that the rank starts (and later with which exit code it ended), gives
+it its own stdout and stderr, and enters its own host's code directory (mpirun knows that of the first host).
+
+The shell outlives the script: it traps the signals that stop a job, which the script gets all the same, as both are in
+one process group. So it can say how the script ended, and when the job is being stopped it waits: a rank that leaves
+at once would otherwise make mpirun or torchrun kill those that still save a checkpoint. `train` then ends all of it.
+
+`-p`: an unforeseen local rank writes through the launcher instead. `1<>`: opening a FIFO for both never blocks, so that
+no shell hangs where `train` itself was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EVENTS = "events"
+STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
+STOPPING = "stopping"  # exists once the job is being stopped, and holds the pid of `train`
+
+_OPEN_MPI = (
+    "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
+    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
+    "export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n"
+)
+_RUN = (
+    'run="$SHOAL_RUN_DIR"; unset SHOAL_RUN_DIR\n'
+    f'echo "{STARTED} $RANK $LOCAL_RANK $$" 1<>"$run/{EVENTS}"\n'
+    'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
+    'cd "$SM_MODULE_DIR" || exit\n'
+    "trap : TERM INT HUP\n"
+    '"$@"\n'
+    "code=$?\n"
+    f'echo "{ENDED} $RANK $code" 1<>"$run/{EVENTS}"\n'
+    f'if [ -e "$run/{STOPPING}" ] && read -r train <"$run/{STOPPING}"; then\n'
+    'while kill -0 "$train" 2>/dev/null; do sleep 0.2; done; fi\n'
+    'exit "$code"'
+)
+
+
+def under_mpirun(script: Sequence[str]) -> list[str]:
+    """Return the command of each rank that mpirun starts."""
+    return ["/bin/sh", "-c", _OPEN_MPI + _RUN, "shoal-rank", *script]
+
+
+def under_torchrun(script: Sequence[str]) -> list[str]:
+    """Return the command of each rank that torchrun starts: it has named the rank already.
+
+    torchrun takes its arguments for templates, in which `$$` stands for a dollar: they arrive as they were given.
+    """
+    return [word.replace("$", "$$") for word in ("/bin/sh", "-c", _RUN, "shoal-rank", *script)]

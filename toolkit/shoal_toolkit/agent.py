@@ -15,6 +15,7 @@ from shoal_toolkit import wire
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.log import say
 from shoal_toolkit.loop import READ, Loop
+from shoal_toolkit.resolve import Address, Resolver
 from shoal_toolkit.wire import Channel, ProtocolError
 
 _MOST_PENDING = 32
@@ -42,11 +43,17 @@ class Agent:
         self._allowed: set[str] = set()
         self._resolved_at = float("-inf")
         self._turned_away: set[str] = set()
+        self._unknown: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
+        self._resolver = Resolver(loop)
         self._listener = _listen(port)
         loop.watch(self._listener.fileno(), READ, self._accept)
 
     def close(self) -> None:
         """Stop listening, and drop who has not proved anything."""
+        self._resolver.close()
+        for sock, _ in self._unknown:
+            sock.close()
+        self._unknown = []
         if self._listener.fileno() >= 0:
             self._loop.unwatch(self._listener.fileno(), READ)
             self._listener.close()
@@ -56,30 +63,41 @@ class Agent:
 
     def _accept(self) -> None:
         try:
-            sock, address = self._listener.accept()
+            sock, peer = self._listener.accept()
         except OSError:  # it was gone before we came
             return
-        if not self._is_first_host(address[0]) or len(self._pending) >= _MOST_PENDING:
+        address = peer[0][len("::ffff:") :] if peer[0].startswith("::ffff:") else peer[0]
+        if len(self._pending) + len(self._unknown) >= _MOST_PENDING:
             sock.close()
-            return
-        _Handshake(self, sock)
+        elif address in self._allowed:
+            _Handshake(self, sock)
+        elif monotonic() - self._resolved_at > _RESOLVE_AGAIN_SECONDS:
+            self._look_up(sock, address)
+        else:
+            self._turn_away(sock, address)
 
-    def _is_first_host(self, address: str) -> bool:
-        """Whether the first host's name resolves to this address. Looked up anew: the name may be known only now."""
-        address = address[len("::ffff:") :] if address.startswith("::ffff:") else address
-        if address not in self._allowed and monotonic() - self._resolved_at > _RESOLVE_AGAIN_SECONDS:
-            try:
-                self._allowed = {found[0] for _, found in wire.addresses(self._hosts[0], 0)}
-            except OSError:
-                self._allowed = set()
-            self._resolved_at = monotonic()
-        if address in self._allowed:
-            return True
+    def _look_up(self, sock: socket.socket, address: str) -> None:
+        """The first host's name may be known only now."""
+        self._unknown.append((sock, address))
+        if len(self._unknown) == 1:
+            self._resolver.ask(self._hosts[0], 0, self._resolved)
+
+    def _resolved(self, found: list[Address] | OSError) -> None:
+        self._allowed = set() if isinstance(found, OSError) else {address[0] for _, address in found}
+        self._resolved_at = monotonic()
+        unknown, self._unknown = self._unknown, []
+        for sock, address in unknown:
+            if address in self._allowed:
+                _Handshake(self, sock)
+            else:
+                self._turn_away(sock, address)
+
+    def _turn_away(self, sock: socket.socket, address: str) -> None:
+        sock.close()
         if address not in self._turned_away and len(self._turned_away) < _MOST_PENDING:
             self._turned_away.add(address)
             known = ", ".join(sorted(self._allowed)) or "no address yet"
             say(f"turned away a connection from {address}: the first host {self._hosts[0]!r} has {known}")
-        return False
 
     def _prove(self, transcript: dict[str, str], role: str) -> str:
         return wire.proof(self._secret, role, transcript)

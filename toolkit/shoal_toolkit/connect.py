@@ -12,6 +12,7 @@ from typing import Any
 from shoal_toolkit import wire
 from shoal_toolkit.log import say
 from shoal_toolkit.loop import WRITE, Loop, Timer
+from shoal_toolkit.resolve import Address, Resolver
 from shoal_toolkit.wire import Channel, ProtocolError
 
 _RETRY_SECONDS = 0.05
@@ -38,11 +39,13 @@ class Search:
         self._on_found = on_found
         self._on_failed = on_failed
         self._began = monotonic()
+        self.resolver = Resolver(loop)
         self._timers = [loop.call_later(seconds, self._too_late), loop.call_later(_SAY_EVERY_SECONDS, self._progress)]
         self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in hosts[1:]}
 
     def close(self) -> None:
         """Give up on those who are missing."""
+        self.resolver.close()
         for timer in self._timers:
             timer.cancel()
         for attempt in self.missing.values():
@@ -111,15 +114,15 @@ class _Attempt:
         self._timer = self._loop.call_later(pause, self._try)
 
     def _try(self) -> None:
-        try:
-            found = wire.addresses(self._host, self._port)
-        except OSError as error:
-            self._tries += 1
-            self._again(f"its name is not known: {error.strerror}")
-            return
-        family, address = found[self._tries % len(found)]
         self._tries += 1
-        self._connect(family, address)
+        self.problem = "its name is being looked up"
+        self._search.resolver.ask(self._host, self._port, self._resolved)
+
+    def _resolved(self, found: list[Address] | OSError) -> None:
+        if isinstance(found, OSError):
+            self._again(f"its name is not known: {found.strerror or found}")
+        else:
+            self._connect(*found[(self._tries - 1) % len(found)])
 
     def _connect(self, family: int, address: tuple[Any, ...]) -> None:
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -140,13 +140,14 @@ def test_the_command_of_torchrun(tree: Tree) -> None:
     tree.hyperparameters(**{TORCHRUN: True}, lr=0.1)
     command = planned(tree, machine=MACHINE._replace(gpus=8)).command
     assert command[:3] == ("/usr/bin/python3", "-m", "torch.distributed.run")
-    options = dict(zip(command[3:13:2], command[4:13:2], strict=True))
+    options = dict(zip(command[3:15:2], command[4:15:2], strict=True))
     assert options == {
         "--nnodes": "2",
         "--nproc_per_node": "8",
         "--master_addr": "a",
         "--master_port": "7777",
         "--node_rank": "1",
+        "--monitor_interval": "0.1",
     }
     assert command[-4:] == ("/usr/bin/python3", "train.py", "--lr", "0.1")
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a jo
     from shoal_toolkit.wire import Channel
 
 _LAST_WORDS_SECONDS = 5.0  # for the workers' last output after mpirun has ended, and for their farewell
+_SAY_EVERY_SECONDS = 15.0
 _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch
 
 
@@ -72,6 +73,7 @@ class FirstHost(Host):
                 lambda reason: self.decide(verdict.of_error(LaunchError(reason))),
                 settings.hosts_timeout,
             )
+            self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
         if isinstance(task.plan, TrainError):
             self._fail_early(verdict.of_error(task.plan))
         elif self.work is not None:
@@ -88,6 +90,15 @@ class FirstHost(Host):
         self._unready.discard(host)
         if not self._unready and self.verdict is None and self._early is None:
             self._launch()
+
+    def _say_who_sets_up(self) -> None:
+        """Connected, but not ready: a worker installs what the code asks for."""
+        waiting = sorted(self._unready & self._channels.keys())
+        if waiting:
+            more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
+            say(f"{', '.join(waiting[:10])}{more} still set up")
+        if self._unready:
+            self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
 
     def _fail_early(self, failed: Verdict) -> None:
         """Decide, but let the hosts that are missing come and hear it: nobody shall wait for this one in vain."""

@@ -1,0 +1,143 @@
+"""Each framework's own launchers, in its own image, over two containers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from testcontainers.core.network import Network
+
+from shoal.spec import BuildSpec
+
+from .conftest import Ended, Host, StartHost, write_tree
+
+HOSTS = ("algo-1", "algo-2")
+
+TORCH = """\
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}", os.environ["SM_CURRENT_HOST"])
+dist.destroy_process_group()
+"""
+
+# Each task adds 1 to a variable on the second host's parameter server, and waits for the other's.
+PARAMETER_SERVER = """\
+import json, os, time
+import tensorflow as tf
+config = json.loads(os.environ["TF_CONFIG"])
+task = config["task"]
+server = tf.distribute.Server(tf.train.ClusterSpec(config["cluster"]), job_name=task["type"], task_index=task["index"])
+with tf.Graph().as_default(), tf.device("/job:ps/task:1"):
+    total = tf.compat.v1.get_variable("total", initializer=0.0, use_resource=True)
+    add, unset = total.assign_add(1.0), tf.compat.v1.report_uninitialized_variables()
+    with tf.compat.v1.Session(server.target) as session:
+        if task["type"] == "master":
+            session.run(total.initializer)
+        while len(session.run(unset)):
+            time.sleep(0.1)
+        session.run(add)
+        while session.run(total) < 2:
+            time.sleep(0.1)
+        print("the servers hold", session.run(total))
+"""
+
+MIRRORED = """\
+import tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    value = tf.Variable(1.0)
+total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", value))
+print("replicas", strategy.num_replicas_in_sync, "sum", float(tf.reduce_sum(strategy.experimental_local_results(total))))
+"""
+
+
+@pytest.fixture(scope="session")
+def tensorflow(matrix: BuildSpec) -> str:
+    return matrix.select("tensorflow").tag
+
+
+def job(
+    start_host: StartHost, image: str, network: Network, tmp_path: Path, script: str, values: dict[str, object]
+) -> tuple[list[Ended], list[Host]]:
+    trees = [write_tree(tmp_path / name, script, values, HOSTS, name) for name in HOSTS]
+    hosts = [start_host(image, tree=tree, network=network, alias=tree.name) for tree in trees]
+    return [host.wait() for host in hosts], hosts
+
+
+def assert_success(ended: list[Ended], hosts: list[Host]) -> None:
+    assert [end.code for end in ended] == [0, 0], ended
+    for host in hosts:
+        assert host.path("output/success").exists()
+        assert not host.path("output/failure").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("sagemaker_torch_distributed_enabled", 2),
+        ("sagemaker_pytorch_ddp_enabled", 1),
+        ("sagemaker_distributed_dataparallel_enabled", 1),
+    ],
+)
+def test_torch(
+    start_host: StartHost, pytorch: str, network: Network, tmp_path: Path, launcher: str, ranks: int
+) -> None:
+    values = {launcher: True, "sagemaker_mpi_num_of_processes_per_host": ranks}
+    ended, hosts = job(start_host, pytorch, network, tmp_path, TORCH, values)
+    assert_success(ended, hosts)
+    said = re.findall(r"rank (\d) of (\d): (\d+) (\S+)", ended[0].output)
+    world = 2 * ranks
+    total = str(world * (world + 1) // 2)
+    assert sorted(said) == [(str(rank), str(world), total, HOSTS[rank // ranks]) for rank in range(world)]
+
+
+def test_modelparallel_under_mpi(start_host: StartHost, pytorch: str, network: Network, tmp_path: Path) -> None:
+    """What the SDK sends: the configuration reaches the script as an argument and as a variable."""
+    values = {
+        "sagemaker_mpi_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": 1,
+        "sagemaker_mpi_custom_mpi_options": "-verbose -x NCCL_DEBUG=VERSION",
+        "sagemaker_instance_type": "local",
+        "sagemaker_distributed_dataparallel_enabled": False,
+        "mp_parameters": {"partitions": 2, "ddp": True},
+    }
+    script = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:], os.environ['SM_HP_MP_PARAMETERS'])\n"
+    ended, hosts = job(start_host, pytorch, network, tmp_path, script, values)
+    assert_success(ended, hosts)
+    for rank in "01":
+        assert f"{rank} ['--mp_parameters', 'ddp=True,partitions=2'] {{\"ddp\":true,\"partitions\":2}}" in ended[0].output
+
+
+def test_parameter_servers(start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path) -> None:
+    values: dict[str, object] = {"sagemaker_parameter_server_enabled": True}
+    ended, hosts = job(start_host, tensorflow, network, tmp_path, PARAMETER_SERVER, values)
+    assert_success(ended, hosts)
+    assert all("the servers hold 2.0" in end.output for end in ended)
+
+
+def test_a_parameter_server_that_ends_ends_the_job(
+    start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path
+) -> None:
+    """Its port is taken on one host: both hosts fail, and the log says why."""
+    script = "import time\ntime.sleep(120)\n"
+    values = {"sagemaker_parameter_server_enabled": True}
+    trees = [write_tree(tmp_path / name, script, values, HOSTS, name) for name in HOSTS]
+    squatter = ["sh", "-c", "python -c 'import socket, time; s = socket.create_server((\"\", 2223)); time.sleep(99)' & train"]
+    hosts = [
+        start_host(tensorflow, "train", tree=trees[0], network=network, alias="algo-1"),
+        start_host(tensorflow, squatter, tree=trees[1], network=network, alias="algo-2"),
+    ]
+    ended = [host.wait() for host in hosts]
+    assert all(end.code not in (0, 137) for end in ended), ended
+    for host in hosts:
+        assert "the parameter server on algo-2" in host.path("output/failure").read_text()
+
+
+def test_multi_worker_mirrored(start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path) -> None:
+    values: dict[str, object] = {"sagemaker_multi_worker_mirrored_strategy_enabled": True}
+    ended, hosts = job(start_host, tensorflow, network, tmp_path, MIRRORED, values)
+    assert_success(ended, hosts)
+    assert all("replicas 2 sum 2.0" in end.output for end in ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ strategy = tf.distribute.MultiWorkerMirroredStrategy()
 with strategy.scope():
     value = tf.Variable(1.0)
 total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", value))
-print("replicas", strategy.num_replicas_in_sync, "sum", float(tf.reduce_sum(strategy.experimental_local_results(total))))
+total = float(tf.reduce_sum(strategy.experimental_local_results(total)))
+print("replicas", strategy.num_replicas_in_sync, "sum", total)
 """
 
 
@@ -60,9 +62,9 @@ def tensorflow(matrix: BuildSpec) -> str:
 
 
 def job(
-    start_host: StartHost, image: str, network: Network, tmp_path: Path, script: str, values: dict[str, object]
+    start_host: StartHost, image: str, network: Network, tmp_path: Path, script: str, values: Mapping[str, object]
 ) -> tuple[list[Ended], list[Host]]:
-    trees = [write_tree(tmp_path / name, script, values, HOSTS, name) for name in HOSTS]
+    trees = [write_tree(tmp_path / name, script, dict(values), HOSTS, name) for name in HOSTS]
     hosts = [start_host(image, tree=tree, network=network, alias=tree.name) for tree in trees]
     return [host.wait() for host in hosts], hosts
 
@@ -108,7 +110,9 @@ def test_modelparallel_under_mpi(start_host: StartHost, pytorch: str, network: N
     ended, hosts = job(start_host, pytorch, network, tmp_path, script, values)
     assert_success(ended, hosts)
     for rank in "01":
-        assert f"{rank} ['--mp_parameters', 'ddp=True,partitions=2'] {{\"ddp\":true,\"partitions\":2}}" in ended[0].output
+        assert (
+            f"{rank} ['--mp_parameters', 'ddp=True,partitions=2'] {{\"ddp\":true,\"partitions\":2}}" in ended[0].output
+        )
 
 
 def test_parameter_servers(start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path) -> None:
@@ -125,7 +129,8 @@ def test_a_parameter_server_that_ends_ends_the_job(
     script = "import time\ntime.sleep(120)\n"
     values = {"sagemaker_parameter_server_enabled": True}
     trees = [write_tree(tmp_path / name, script, values, HOSTS, name) for name in HOSTS]
-    squatter = ["sh", "-c", "python -c 'import socket, time; s = socket.create_server((\"\", 2223)); time.sleep(99)' & train"]
+    taken = "import socket, time; s = socket.create_server(('', 2223)); time.sleep(99)"
+    squatter = ["sh", "-c", f'python -c "{taken}" & train']
     hosts = [
         start_host(tensorflow, "train", tree=trees[0], network=network, alias="algo-1"),
         start_host(tensorflow, squatter, tree=trees[1], network=network, alias="algo-2"),

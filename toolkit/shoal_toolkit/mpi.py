@@ -1,132 +1,180 @@
 """The mpirun command: our default options, merged with the user's custom ones. Pure.
 
-Why each default:
+Why each default (the names are those of Open MPI 4.1; for 5.0 they are renamed, see data/mpirun.json):
 
 - `btl_vader_single_copy_mechanism none`: no cross-memory attach in an unprivileged container; the log floods
   otherwise.
-- `pml ob1`, `btl ^openib`: TCP and shared memory. On one host TCP is left out too: no rank opens a port.
-- `orte_abort_on_non_zero_status 1`: one rank's failure ends the job.
+- `pml ob1`, `btl ^openib,ofi`: TCP and shared memory. On one host TCP is left out too: no rank opens a port. (Merely
+  looking for libfabric's networks makes MPI_Init take a second longer.)
+- `orte_abort_on_non_zero_status 1`: one rank's failure ends the job. 5.0 does that anyway.
 - `odls_base_sigkill_timeout 0`: the other ranks of a failed job are killed at once, not after a second for each step of
-  it (seconds, on two hosts).
+  it (seconds, on two hosts). 5.0 has no such wait.
 - `state_base_verbose 1`: says which rank failed first (see daemonlog.py).
 - `bind-to none`, `map-by slot`: no pinning, hosts are filled one after the other.
 - `mpi_yield_when_idle 1` where ranks outnumber cores: a waiting rank gives its core away.
 - `plm_rsh_agent`, `plm_rsh_no_tree_spawn 1`, `--leave-session-attached`: daemons start over our agents, all from the
   first host, and stay their children, so that their end is seen.
+- `plm_rsh_num_concurrent`, the number of hosts: daemons that stay children must all be started at once, and mpirun
+  would not go beyond 128.
 - no `-x` for SM_*: each host's daemon hands its own host's variables on, so that they are right on every host.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal_toolkit import daemonlog
-from shoal_toolkit.errors import ContractError
 from shoal_toolkit.machine import Machine
+from shoal_toolkit.mpi_options import MCA_VARIABLES, Mca, Options, parse, read_table, renamed
 from shoal_toolkit.rank_shell import under_mpirun
 
-_MCA = ("mca", "gmca")
-# Given once each; the user's replaces ours. mpirun takes the name with one dash or two.
-_KEYED = ("bind-to", "map-by")
-# Options that would break the job, or end mpirun with exit code 0 and no training.
-_REFUSED = {
-    **dict.fromkeys(("hostfile", "machinefile", "default-hostfile", "host", "H"), "the hosts are configured already"),
-    **dict.fromkeys(("np", "n", "c"), "set sagemaker_mpi_num_of_processes_per_host, or sagemaker_mpi_num_processes"),
-    **dict.fromkeys(("help", "h", "?", "version", "V"), "mpirun would print that and end without training"),
-    **dict.fromkeys(("do-not-launch", "app"), "mpirun would not run the script"),
-}
-_REFUSED_MCA = {
-    **dict.fromkeys(("plm", "plm_rsh_agent", "orte_rsh_agent"), "hosts are started by this toolkit's own agents"),
-    **dict.fromkeys(("plm_rsh_no_tree_spawn", "orte_leave_session_attached"), "this toolkit's agents rely on it"),
-}
-_OURS_ANYWAY = (("plm", "rsh"), ("plm_rsh_no_tree_spawn", "1"), ("orte_leave_session_attached", "1"))
+TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1, and of 5.0
 
 
-class CustomOptions(NamedTuple):
-    """The user's mpirun options, sorted by kind."""
+class Mpirun(NamedTuple):
+    """The command for the first host, and what to say of it."""
 
-    mca: Mapping[str, str]
-    keyed: Mapping[str, str]
-    exports: Mapping[str, str]  # NAME → "NAME" or "NAME=value"
-    other: tuple[str, ...]
+    command: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def parse_custom(text: str, source: str) -> CustomOptions:
-    """Split and check custom MPI options; quotes are honoured. Raises ContractError naming `source` and the option."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ContractError(f"{source}: {text!r} cannot be split into words ({error}). Check its quotes.") from None
-    parsed = CustomOptions({}, {}, {}, ())
-    while words:
-        parsed, words = _take(parsed, words, source)
-    return parsed
+class Setting(NamedTuple):
+    """What sets an MCA parameter: the name of a variable, or an option."""
+
+    name: str
+    value: str
 
 
-def _take(parsed: CustomOptions, words: list[str], source: str) -> tuple[CustomOptions, list[str]]:
-    """Move one option with its values from the words into what is parsed."""
-    word, rest = words[0], words[1:]
-    name = word.lstrip("-") if word.startswith("-") else ""
-    bare, equals, value = name.partition("=")
-    if bare in _REFUSED:
-        raise ContractError(f"{source}: the option {word!r} is not allowed: {_REFUSED[bare]}.")
-    if name in _MCA:
-        key, setting = _values(word, rest, 2, source)
-        if key in _REFUSED_MCA and (key, setting) not in _OURS_ANYWAY:
-            raise ContractError(f"{source}: '{word} {key}' is not allowed: {_REFUSED_MCA[key]}.")
-        return parsed._replace(mca={**parsed.mca, key: setting}), rest[2:]
-    if name in _KEYED:
-        return parsed._replace(keyed={**parsed.keyed, name: _values(word, rest, 1, source)[0]}), rest[1:]
-    if name == "x":
-        export = _values(word, rest, 1, source)[0]
-        return parsed._replace(exports={**parsed.exports, export.partition("=")[0]: export}), rest[1:]
-    if bare == "NCCL_DEBUG":  # no option of mpirun, but one of the stock toolkit
-        level = value if equals else _values(word, rest, 1, source)[0]
-        exports = {**parsed.exports, "NCCL_DEBUG": f"NCCL_DEBUG={level}"}
-        return parsed._replace(exports=exports), rest if equals else rest[1:]
-    return parsed._replace(other=(*parsed.other, word)), rest
+class _User(NamedTuple):
+    """What the user has set, and the table by which to read it."""
+
+    key: str  # the hyperparameter
+    options: Options
+    variables: Mapping[str, Setting]  # MCA parameter → what sets it
+    table: Mapping[str, Any]
 
 
-def _values(option: str, words: Sequence[str], count: int, source: str) -> Sequence[str]:
-    if len(words) < count:
-        kind = "a name and a value" if count == 2 else "a value"
-        raise ContractError(f"{source}: the option {option!r} at the end needs {kind} after it.")
-    return words[:count]
-
-
-def mpirun_command(
+def mpirun(
     machine: Machine,
     hosts: Mapping[str, int],
-    custom: CustomOptions,
+    text: str,
+    key: str,
     environ: Mapping[str, str],
     script: Sequence[str],
     oversubscribe: bool = False,
-) -> list[str]:
-    """Return the command for the first host. `hosts`: name → ranks there, in the order in which they are filled."""
-    several = len(hosts) > 1
-    places = [f"{host}:{count}" for host, count in hosts.items()] if several else [f"localhost:{sum(hosts.values())}"]
-    command = [machine.mpirun, "--host", ",".join(places), "-np", str(sum(hosts.values())), "--allow-run-as-root"]
-    command += ["--oversubscribe"] if oversubscribe else []
-    command += ["--leave-session-attached"] if several else []
-    for name, value in {"bind-to": "none", "map-by": "slot", **custom.keyed}.items():
-        command += [f"-{name}", value]
-    for key, value in _mca(machine, hosts, custom, environ).items():
-        command += ["-mca", key, value]
-    for export in custom.exports.values():
-        command += ["-x", export]
-    return [*command, *custom.other, *under_mpirun(script)]
+) -> Mpirun:
+    """Return the command. `hosts`: name → ranks there, in the order in which they are filled.
+
+    `text` holds the user's options, the hyperparameter `key`. Raises ContractError for one that cannot be.
+    """
+    table = read_table()
+    options = parse(text, key, machine.open_mpi, table)
+    user = _User(key, options, _mca_variables(environ, machine.open_mpi, table), table)
+    named, named_notes = _named(user, len(hosts) > 1, oversubscribe)
+    mca, mca_notes = _mca(user, _defaults(machine, hosts, table), _agents(machine, hosts, table))
+    words = [machine.mpirun, *_places(hosts)]
+    for name, values in named.items():
+        words += [f"--{name}" if len(name) > 1 else f"-{name}", *values]
+    for parameter, (option, value) in mca.items():
+        words += [f"--{option}", parameter, value]
+    for export in options.exports.values():
+        words += ["-x", export]
+    return Mpirun(
+        command=(*words, *under_mpirun(script)),
+        notes=(*options.notes, *named_notes, *mca_notes, *_missing(user, machine)),
+    )
 
 
-def _mca(
-    machine: Machine, hosts: Mapping[str, int], custom: CustomOptions, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Return each MCA parameter once: mpirun refuses a second mention. The user's option or OMPI_MCA_<key> wins."""
+def _places(hosts: Mapping[str, int]) -> list[str]:
+    total = sum(hosts.values())
+    places = [f"{host}:{count}" for host, count in hosts.items()] if len(hosts) > 1 else [f"localhost:{total}"]
+    return ["--host", ",".join(places), "-np", str(total)]
+
+
+def _named(user: _User, several: bool, oversubscribe: bool) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Return the options that are no MCA parameters, and what the user's replaced of ours."""
+    ours: dict[str, tuple[str, ...]] = {"allow-run-as-root": ()}
+    ours.update({"oversubscribe": ()} if oversubscribe and "nooversubscribe" not in user.options.named else {})
+    ours.update({"leave-session-attached": ()} if several else {})
+    notes = []
+    for name, value in (("bind-to", "none"), ("map-by", "slot")):
+        instead = _instead(user, name)
+        if not instead:
+            ours[name] = (value,)
+        elif instead != f"--{name} {value}":
+            notes.append(f"{user.key}: {instead} replaces the default --{name} {value}")
+    return {**ours, **user.options.named}, notes
+
+
+def _instead(user: _User, name: str) -> str:
+    """Return what the user set in the place of an option of ours, empty for nothing."""
+    known = user.table["options"]
+    for given, values in user.options.named.items():
+        if given == name or name in known[given].get("replaces", ()):
+            return " ".join([f"--{given}", *values])
+    for parameter in known[name]["mca"]:
+        if parameter in user.options.mca:
+            return f"--mca {parameter} {user.options.mca[parameter].value}"
+        if parameter in user.variables:
+            return f"{user.variables[parameter].name}={user.variables[parameter].value}"
+    return ""
+
+
+def _mca(user: _User, defaults: Mapping[str, str], agents: Mapping[str, str]) -> tuple[dict[str, Mca], list[str]]:
+    """Return each MCA parameter once, as mpirun refuses a second mention, and what replaced what.
+
+    The user's option wins over a variable, and that over our default; `agents` are not the user's to set.
+    """
+    left, notes = _left_to_us(user, defaults)
+    # A variable works by itself, unless the installed series knows the parameter by another name.
+    renamed_variables = {
+        parameter: Mca("mca", found.value)
+        for parameter, found in user.variables.items()
+        if not found.name.endswith(f"_{parameter}")
+    }
+    for parameter, value in agents.items():
+        if user.options.mca.get(parameter, Mca("", value)).value != value:
+            notes.append(f"{user.key}: --mca {parameter} is left out: it must be {value} with this toolkit's agents")
+    ours, last = ({name: Mca("mca", value) for name, value in settings.items()} for settings in (left, agents))
+    return {**ours, **renamed_variables, **user.options.mca, **last}, notes
+
+
+def _left_to_us(user: _User, defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return our defaults that nothing of the user's replaces, and what replaces the others."""
+    left, notes = {}, []
+    for parameter, value in defaults.items():
+        given = _given(user, parameter)
+        if given is None:
+            left[parameter] = value
+        elif given.value != value:
+            notes.append(f"{given.name} {given.value} replaces the default --mca {parameter} {value}")
+    return left, notes
+
+
+def _given(user: _User, parameter: str) -> Setting | None:
+    """Return how the user sets an MCA parameter. Open MPI takes either a list to include or one to exclude."""
+    for name in (parameter, parameter.replace("_if_include", "_if_exclude")):
+        if name in user.options.mca:
+            return Setting(f"{user.key}: --mca {name}", user.options.mca[name].value)
+        if name in user.variables:
+            return Setting(f"the variable {user.variables[name].name}", user.variables[name].value)
+    return None
+
+
+def _missing(user: _User, machine: Machine) -> list[str]:
+    """AWS's own scripts ask for EFA wherever they run."""
+    if user.options.exports.get("FI_PROVIDER") != "FI_PROVIDER=efa" or any(nic.driver == "efa" for nic in machine.nics):
+        return []
+    return [f"{user.key}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing"]
+
+
+def _defaults(machine: Machine, hosts: Mapping[str, int], table: Mapping[str, Any]) -> dict[str, str]:
+    """Return our MCA parameters, under the names of what is installed."""
     defaults = {
         "pml": "ob1",
-        "btl": "^openib" if len(hosts) > 1 else "^openib,tcp",
+        "btl": "^openib,ofi" if len(hosts) > 1 else "^openib,ofi,tcp",
         "btl_vader_single_copy_mechanism": "none",
         "orte_abort_on_non_zero_status": "1",
         "odls_base_sigkill_timeout": "0",
@@ -136,21 +184,37 @@ def _mca(
         defaults["mpi_yield_when_idle"] = "1"
     if len(hosts) > 1:
         defaults.update(btl_tcp_if_include=machine.interface, oob_tcp_if_include=machine.interface)
-    else:
+        if machine.open_mpi == 5:  # it would not know the first host's name for its own (an alias, as in containers)
+            defaults["prte_do_not_resolve"] = "0"
+    elif machine.open_mpi == 4:  # 5.0 does not take this interface, and uses it by itself where there is no other
         defaults["oob_tcp_if_include"] = "lo"
     if any("." in host for host in hosts):
         defaults["orte_keep_fqdn_hostnames"] = "1"
-    # Open MPI takes either a list to include or one to exclude: the user's exclusion replaces our inclusion.
-    for layer in ("btl_tcp", "oob_tcp"):
-        if f"{layer}_if_exclude" in custom.mca or f"OMPI_MCA_{layer}_if_exclude" in environ:
-            defaults.pop(f"{layer}_if_include", None)
-    merged = {key: value for key, value in defaults.items() if f"OMPI_MCA_{key}" not in environ}
-    merged.update(custom.mca)
+    return _renamed(defaults, machine, table)
+
+
+def _agents(machine: Machine, hosts: Mapping[str, int], table: Mapping[str, Any]) -> dict[str, str]:
+    """Return the MCA parameters that start daemons over our agents. These are not the user's."""
     # On one host too: mpirun looks for ssh even when it has no host to reach, and fails where there is none.
-    merged["plm_rsh_agent"] = launch_agent(machine.python)
+    parameters = {"plm_rsh_agent": launch_agent(machine.python)}
     if len(hosts) > 1:
-        merged["plm_rsh_no_tree_spawn"] = "1"
-    return merged
+        parameters.update(plm_rsh_no_tree_spawn="1", plm_rsh_num_concurrent=str(len(hosts)))
+    return _renamed(parameters, machine, table)
+
+
+def _renamed(parameters: Mapping[str, str], machine: Machine, table: Mapping[str, Any]) -> dict[str, str]:
+    there = (renamed(table, parameter, value, machine.open_mpi) for parameter, value in parameters.items())
+    return dict(parameter for parameter in there if parameter is not None)
+
+
+def _mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the MCA parameters that variables set, under the names of what is installed."""
+    found = {}
+    for name, value in environ.items():
+        for prefix in MCA_VARIABLES:
+            if name.startswith(prefix) and (new := renamed(table, name[len(prefix) :], value, series)):
+                found[new[0]] = Setting(name, new[1])
+    return found
 
 
 def launch_agent(python: str) -> str:
@@ -159,6 +223,11 @@ def launch_agent(python: str) -> str:
     return f"{python} -I -S {script}"
 
 
-def mca_options(custom: CustomOptions) -> list[str]:
-    """Return the user's MCA parameters, for the log."""
-    return [f"-mca {key} {value}" for key, value in custom.mca.items()]
+def session_variables(directory: str) -> dict[str, str]:
+    """Return the variables that put Open MPI's own files into a directory of this job's, with either series.
+
+    In /tmp they bear a name made of the host's and a PID, as those of a job that was killed: in a container that is
+    started again both repeat, and Open MPI 5.0 gives up when it finds them.
+    """
+    prefixes = ("OMPI_MCA_", "PRTE_MCA_")
+    return {f"{prefix}{parameter}": directory for prefix, parameter in zip(prefixes, TMPDIR_PARAMETERS)}

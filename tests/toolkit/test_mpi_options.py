@@ -1,0 +1,458 @@
+"""Custom MPI options: what is read of them, what is refused, and what they make of the mpirun command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_toolkit import mpi
+from shoal_toolkit.daemons import daemon_command
+from shoal_toolkit.errors import ContractError, LaunchError
+from shoal_toolkit.machine import Machine
+from shoal_toolkit.mpi_options import RELEASE, parse, read_table, renamed
+
+from .openmpi import open_mpi_5
+
+KEY = "sagemaker_mpi_custom_mpi_options"
+MACHINE = Machine(
+    cpus=4, gpus=0, interface="eth0", interface_note="", python="/usr/bin/python3", mpirun="/usr/bin/mpirun"
+)
+TABLE = read_table()
+NOTHING: Mapping[str, str] = {}
+ONE, TWO = {"algo-1": 2}, {"algo-1": 2, "algo-2": 2}
+BOTH = pytest.mark.parametrize("series", [4, 5])
+
+
+def made(
+    options: str, series: int = 4, hosts: Mapping[str, int] = ONE, environ: Mapping[str, str] = NOTHING
+) -> mpi.Mpirun:
+    return mpi.mpirun(MACHINE._replace(open_mpi=series), hosts, options, KEY, environ, ["script"])
+
+
+def command(
+    options: str, series: int = 4, hosts: Mapping[str, int] = ONE, environ: Mapping[str, str] = NOTHING
+) -> tuple[str, ...]:
+    return made(options, series, hosts, environ).command
+
+
+def mca(words: Sequence[str]) -> dict[str, str]:
+    """The MCA parameters of a command; each must be there once."""
+    keys = [words[index + 1] for index, word in enumerate(words) if word in ("--mca", "--pmixmca")]
+    assert len(keys) == len(set(keys)), keys
+    return {key: words[words.index(key) + 1] for key in keys}
+
+
+def exports(words: Sequence[str]) -> list[str]:
+    return [words[index + 1] for index, word in enumerate(words) if word == "-x"]
+
+
+def notes(options: str, series: int = 4, hosts: Mapping[str, int] = ONE, environ: Mapping[str, str] = NOTHING) -> str:
+    return "\n".join(made(options, series, hosts, environ).notes)
+
+
+# What is read
+
+
+@BOTH
+@pytest.mark.parametrize("option", ["-display-map", "--display-map"])
+def test_one_dash_or_two(option: str, series: int) -> None:
+    assert "--display-map" in command(option, series)
+
+
+@pytest.mark.parametrize(
+    "options", ["--bind-to core", "-bind-to core", "--bind-to=core", "-bind-to none -bind-to core"]
+)
+def test_the_users_option_takes_the_place_of_ours(options: str) -> None:
+    words = command(options)
+    assert words.count("--bind-to") == 1
+    assert words[words.index("--bind-to") + 1] == "core"
+    assert f"{KEY}: --bind-to core replaces the default --bind-to none" in notes(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        ("--bynode", ["--map-by"]),
+        ("--cpu-set 0,1", ["--map-by", "--bind-to"]),
+        ("-rf ranks", ["--map-by", "--bind-to"]),
+        ("--mca hwloc_base_binding_policy core", ["--bind-to"]),
+    ],
+)
+def test_options_that_contradict_ours_take_their_place(options: str, gone: list[str]) -> None:
+    words = command(options)
+    assert not set(words) & set(gone)
+    assert notes(options).count("replaces the default") == len(gone)
+
+
+@pytest.mark.parametrize("option", ["-mca", "--mca", "-gmca", "--gmca", "--omca", "--gomca", "--prtemca"])
+def test_each_mca_parameter_is_mentioned_once_and_the_users_wins(option: str) -> None:
+    """Defect of the stock command: mpirun refuses a second mention."""
+    options = f"{option} btl self,tcp {option} pml cm {option} pml ob1"
+    found = mca(command(options, hosts=TWO))
+    assert (found["btl"], found["pml"]) == ("self,tcp", "ob1")
+    said = notes(options, hosts=TWO)
+    assert f"{KEY}: --mca btl self,tcp replaces the default --mca btl ^openib,ofi" in said
+    assert "--mca pml is given twice: the last counts" in said
+
+
+@pytest.mark.parametrize("prefix", ["OMPI_MCA_", "PRTE_MCA_"])
+def test_the_users_mca_variable_is_not_overruled(prefix: str) -> None:
+    variable = {f"{prefix}btl": "self,vader"}
+    assert "btl" not in mca(command("", environ=variable))
+    assert f"the variable {prefix}btl self,vader replaces the default --mca btl" in notes("", environ=variable)
+    assert "--map-by" not in command("", environ={"OMPI_MCA_rmaps_base_mapping_policy": "node"})
+
+
+def test_an_option_beats_a_variable() -> None:
+    assert mca(command("--mca btl self,tcp", environ={"OMPI_MCA_btl": "self,vader"}))["btl"] == "self,tcp"
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_an_exclusion_takes_the_place_of_our_inclusion(series: int, how: str) -> None:
+    options = "--mca btl_tcp_if_exclude lo --mca oob_tcp_if_exclude lo" if how == "option" else ""
+    variables = {f"OMPI_MCA_{layer}_tcp_if_exclude": "lo" for layer in ("btl", "oob")} if how == "variable" else {}
+    found = mca(command(options, series, TWO, variables))
+    assert not [parameter for parameter in found if parameter.endswith("_if_include")]
+
+
+def test_an_exported_mca_parameter_is_one_like_the_others() -> None:
+    words = command("-x OMPI_MCA_btl=self,tcp")
+    assert (mca(words)["btl"], exports(words)) == ("self,tcp", [])
+
+
+def test_a_variable_is_exported_once_and_the_last_counts() -> None:
+    options = "-x A=1 -x B -x A=2 -x B"
+    assert exports(command(options)) == ["A=2", "B"]
+    assert f"{KEY}: A is set twice: the last counts" in notes(options)
+
+
+def test_quotes_are_honoured() -> None:
+    assert exports(command("""-x 'GREETING=hello world' -x "A=it's" -x B=a\\ b""")) == [
+        "GREETING=hello world",
+        "A=it's",
+        "B=a b",
+    ]
+
+
+@pytest.mark.parametrize("options", ["--NCCL_DEBUG INFO", "--NCCL_DEBUG=INFO", "-x NCCL_DEBUG=WARN --NCCL_DEBUG INFO"])
+def test_nccl_debug_is_an_option_of_the_contract(options: str) -> None:
+    assert exports(command(options)) == ["NCCL_DEBUG=INFO"]
+
+
+def test_what_awss_own_scripts_pass() -> None:
+    options = (
+        "-verbose -x NCCL_DEBUG=VERSION --mca btl_vader_single_copy_mechanism none "
+        "-x FI_EFA_USE_DEVICE_RDMA=1 -x FI_PROVIDER=efa --tag-output --allow-run-as-root -mca plm_rsh_no_tree_spawn 1"
+    )
+    words = command(options, hosts=TWO)
+    assert exports(words) == ["NCCL_DEBUG=VERSION", "FI_EFA_USE_DEVICE_RDMA=1", "FI_PROVIDER=efa"]
+    assert "--verbose" in words
+    assert words.count("--allow-run-as-root") == 1
+    assert "--tag-output" not in words
+    assert notes(options).splitlines() == [
+        f"{KEY}: --tag-output is left out: the ranks' output does not pass through mpirun; in this log each line "
+        "begins with [rank,host]",
+        f"{KEY}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing",
+    ]
+
+
+@pytest.mark.parametrize("name", ["SM_CURRENT_HOST", "SM_*", "PYTHONPATH"])
+def test_what_every_host_sets_for_itself_is_not_carried_over(name: str) -> None:
+    """Defect 6: the stock toolkit's -x gives remote ranks the first host's SM_CURRENT_HOST."""
+    assert exports(command(f"-x '{name}'")) == []
+    assert f"-x {name} is left out: every host sets its own" in notes(f"-x '{name}'")
+    assert exports(command("-x SM_HP_LR=3")) == ["SM_HP_LR=3"]
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]{2,8}", fullmatch=True), st.text(min_size=1, max_size=9), max_size=4))
+def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
+    settings = {key: value for key, value in settings.items() if key not in ("plm", "btl")}
+    text = shlex.join(word for key, value in settings.items() for word in ("--mca", key, f"v{value}"))
+    found = parse(text, KEY, 4, TABLE).mca
+    assert {key: parameter.value for key, parameter in found.items()} == {key: f"v{v}" for key, v in settings.items()}
+
+
+# What is refused
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("-hostfile f", "the hosts are configured already"),
+        ("--hostfile=f", "the hosts are configured already"),
+        ("-machinefile f", "the hosts are configured already"),
+        ("-H a,b", "the hosts are configured already"),
+        ("--host a", "the hosts are configured already"),
+        ("-np 3", "set sagemaker_mpi_num_of_processes_per_host"),
+        ("-n 3", "set sagemaker_mpi_num_of_processes_per_host"),
+        ("-c 3", "set sagemaker_mpi_num_of_processes_per_host"),
+        ("-N 3", "set sagemaker_mpi_num_of_processes_per_host"),
+        ("--help", "mpirun would end without training"),
+        ("-h", "mpirun would end without training"),
+        ("-?", "mpirun would end without training"),
+        ("-V", "mpirun would end without training"),
+        ("--version", "mpirun would end without training"),
+        ("--do-not-launch", "mpirun would end without training"),
+        ("--app f", "mpirun would end without training"),
+        ("--wdir /tmp", "every rank runs in the code directory"),
+        ("--enable-recovery", "a rank that fails ends the job"),
+        ("--xterm 1", "a training job has none"),
+        ("--launch-agent x", "this toolkit's own agents"),
+        ("-mca plm_rsh_agent ssh", "this toolkit's own agents"),
+        ("--mca plm slurm", "this toolkit's own agents"),
+        ("--mca btl=self 3", "write --mca btl self"),
+        ("--mca btl", "it needs a name and a value after it, and nothing follows"),
+        ("--mca", "it needs a name and a value after it, and nothing follows"),
+        ("-x", "it needs a value after it, and nothing follows"),
+        ("-x --mca btl self", "it needs a value after it, and '--mca' is the next option"),
+        ("-x =3", "its value is NAME or NAME=value"),
+        ("-x SHOAL_RUN_DIR=/", "SHOAL_ variables are this toolkit's own"),
+        ("--report-bindings=yes", "it takes no value"),
+        ("--mca=btl self", "its values follow as words of their own"),
+        ("train.py", "mpirun would run it in the script's place"),
+        ("-x A=hello world", "mpirun would run it in the script's place"),
+        ("--", "mpirun would run it in the script's place"),
+        ("--display-mapp", "mpirun does not know it. Did you mean '--display-map'?"),
+        ("--no_such_thing", "mpirun does not know it."),
+    ],
+)
+def test_options_that_would_break_the_job_are_refused(options: str, reason: str, series: int) -> None:
+    """Defect 4: with some of them the stock toolkit ends with exit code 0 and without training."""
+    with pytest.raises(ContractError) as refused:
+        made(f"-verbose {options}", series)
+    said = str(refused.value)
+    assert said.startswith(f"hyperparameters.json, {KEY}: the option ")
+    assert reason in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "secret"),
+    [("-x API_KEY='hunter2", "hunter2"), ("-x WANDB_API_KEY= hunter2", "hunter2"), ("--token=hunter2", "hunter2")],
+)
+def test_an_error_shows_no_secret(options: str, secret: str) -> None:
+    with pytest.raises(ContractError) as refused:
+        made(options)
+    assert secret not in str(refused.value)
+
+
+@pytest.mark.parametrize("options", ["-mca plm_rsh_no_tree_spawn 1", "--mca plm rsh", "--leave-session-attached"])
+def test_options_that_are_ours_anyway_may_be_repeated(options: str) -> None:
+    words = command(options, hosts=TWO)
+    assert mca(words)["plm_rsh_agent"].endswith("rsh.py")
+    assert words.count("--leave-session-attached") == 1
+
+
+def test_every_host_is_started_at_once() -> None:
+    """mpirun gives up where fewer may start at once than there are hosts, as their daemons stay its children."""
+    assert mca(command("--mca plm_rsh_num_concurrent 1", hosts=TWO))["plm_rsh_num_concurrent"] == "2"
+    assert "--mca plm_rsh_num_concurrent is left out: it must be 2" in notes(
+        "--mca plm_rsh_num_concurrent 1", hosts=TWO
+    )
+    assert not notes("--mca plm_rsh_num_concurrent 2", hosts=TWO)
+
+
+# The two series of Open MPI
+
+
+@pytest.mark.parametrize(
+    ("given", "there"),
+    [
+        (("btl_vader_single_copy_mechanism", "none"), ("smsc", "^cma,knem,xpmem")),
+        (("btl_vader_free_list_num", "8"), ("btl_sm_free_list_num", "8")),
+        (("plm_rsh_num_concurrent", "9"), ("plm_ssh_num_concurrent", "9")),
+        (("orte_keep_fqdn_hostnames", "1"), ("prte_keep_fqdn_hostnames", "1")),
+        (("oob_tcp_if_include", "eth0"), ("prte_if_include", "eth0")),
+        (("btl", "^vader,tcp"), ("btl", "^sm,tcp")),
+        (("mpi_yield_when_idle", "1"), ("mpi_yield_when_idle", "1")),
+    ],
+)
+def test_parameters_that_open_mpi_5_has_renamed(given: tuple[str, str], there: tuple[str, str]) -> None:
+    assert renamed(TABLE, *given, 5) == there
+    assert renamed(TABLE, *there, 4) == given
+    assert renamed(TABLE, *given, 4) == given
+    options = f"--mca {given[0]} {given[1]}"
+    if given != there:
+        assert f"--mca {given[0]} {given[1]} is {there[0]} {there[1]} in Open MPI 5.0, installed here" in notes(
+            options, 5
+        )
+    assert mca(command(options, 5))[there[0]] == there[1]
+
+
+def test_parameters_that_open_mpi_5_does_not_have_are_left_out_and_said() -> None:
+    options = "--mca orte_abort_on_non_zero_status 1"
+    assert "orte_abort_on_non_zero_status" not in command(options, 5)
+    assert "orte_abort_on_non_zero_status is left out: Open MPI 5.0 has no such parameter" in notes(options, 5)
+
+
+def test_a_renamed_variable_is_put_on_the_command() -> None:
+    words = command(
+        "", 5, environ={"OMPI_MCA_btl_vader_single_copy_mechanism": "cma", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    )
+    assert mca(words)["smsc"] == "cma"
+    assert "mpi_yield_when_idle" not in mca(words)
+
+
+def test_options_of_the_other_series() -> None:
+    assert "--display-map" in command("--display-diffable-map", 5)
+    assert "--novm" in command("-novm", 4)
+    assert "--novm" not in command("-novm", 5)
+    assert "-novm is left out: it is not needed in Open MPI 5.0" in notes("-novm", 5)
+    words = command("--bind-to-socket", 5)
+    assert words[words.index("--bind-to") + 1] == "package"
+    with pytest.raises(
+        ContractError, match=r"'--pset' is not allowed: it is one of Open MPI 5\.0, and 4\.1 is installed"
+    ):
+        command("--pset a", 4)
+    with pytest.raises(
+        ContractError, match=r"'--cf' is not allowed: it is one of Open MPI 4\.1, and 5\.0 is installed"
+    ):
+        command("--cf a", 5)
+    assert "--pmixmca" in command("--pmixmca gds hash", 5)
+
+
+def test_our_defaults_in_each_series() -> None:
+    old, new = mca(command("", 4, TWO)), mca(command("", 5, TWO))
+    assert old == {
+        "pml": "ob1",
+        "btl": "^openib,ofi",
+        "btl_vader_single_copy_mechanism": "none",
+        "orte_abort_on_non_zero_status": "1",
+        "odls_base_sigkill_timeout": "0",
+        "state_base_verbose": "1",
+        "btl_tcp_if_include": "eth0",
+        "oob_tcp_if_include": "eth0",
+        "plm_rsh_num_concurrent": "2",
+        "plm_rsh_agent": mpi.launch_agent("/usr/bin/python3"),
+        "plm_rsh_no_tree_spawn": "1",
+    }
+    assert new == {
+        "pml": "ob1",
+        "btl": "^openib,ofi",
+        "smsc": "^cma,knem,xpmem",
+        "state_base_verbose": "1",
+        "btl_tcp_if_include": "eth0",
+        "prte_if_include": "eth0",
+        "plm_ssh_num_concurrent": "2",
+        "prte_do_not_resolve": "0",
+        "plm_ssh_agent": mpi.launch_agent("/usr/bin/python3"),
+        "plm_ssh_no_tree_spawn": "1",
+    }
+
+
+def test_dots_in_host_names_are_kept() -> None:
+    hosts = {"a.example": 1, "b.example": 1}
+    assert mca(command("", 4, hosts))["orte_keep_fqdn_hostnames"] == "1"
+    assert mca(command("", 5, hosts))["prte_keep_fqdn_hostnames"] == "1"
+
+
+# Many hosts
+
+
+def test_six_hundred_hosts() -> None:
+    """Defect 18: the stock toolkit's gethostname breaks above 500. Ours needs none."""
+    hosts = {f"algo-{n}-with-a-long-name.internal.example": 8 for n in range(600)}
+    began = time.monotonic()
+    words = command("-x NCCL_DEBUG=WARN", hosts=hosts)
+    assert time.monotonic() - began < 0.5
+    assert words[words.index("--host") + 1].split(",") == [f"{host}:8" for host in hosts]
+    assert words[words.index("-np") + 1] == "4800"
+    assert max(len(word.encode()) for word in words) < 128 * 1024  # the kernel's limit of one argument
+    assert sum(len(word.encode()) + 9 for word in words) < 512 * 1024
+    assert mca(words)["plm_rsh_num_concurrent"] == "600"
+    assert "LD_PRELOAD" not in " ".join(words)
+
+
+# The daemons on the other hosts
+
+OF_4_1 = (
+    "PATH=/first/bin:$PATH ; export PATH ; LD_LIBRARY_PATH=/first/lib:$LD_LIBRARY_PATH ; export LD_LIBRARY_PATH ; "
+    'OPAL_PREFIX=/first ; export OPAL_PREFIX; /first/bin/orted -mca ess "env" -mca ess_base_vpid 1 '
+    '--mca plm_rsh_agent "python3 -I -S rsh.py" -mca orte_tmpdir_base "/tmp/shoal-first" --tree-spawn'
+)
+OF_5_0 = (
+    "PRTE_PREFIX=/first;export PRTE_PREFIX;PMIX_PREFIX=/first;export PMIX_PREFIX;"
+    "LD_LIBRARY_PATH=/first/lib:$LD_LIBRARY_PATH;export LD_LIBRARY_PATH;/first/bin/prted --leave-session-attached "
+    '--allow-run-as-root --prtemca ess "env" --prtemca prte_hnp_uri "prterun-a-1@0.0;tcp://10.0.0.1:5:24" '
+    '--prtemca prte_tmpdir_base "/tmp/shoal-first"'
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "prefixes"),
+    [
+        (OF_4_1, "orted", {"OPAL_PREFIX"}),
+        (OF_5_0, "prted", {"OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"}),
+        (" orted -mca ess env", "orted", set()),
+    ],
+)
+def test_a_worker_runs_its_own_daemon_with_its_own_directory(
+    tmp_path: Path, asked: str, name: str, prefixes: set[str]
+) -> None:
+    daemon = tmp_path / "bin" / name
+    daemon.parent.mkdir()
+    daemon.touch(0o755)
+    argv, variables = daemon_command(asked, {"PATH": str(daemon.parent)}, "/tmp/shoal-own")
+    assert argv[0] == str(daemon)
+    assert "env" in argv
+    assert "/tmp/shoal-first" not in argv
+    own = {"OMPI_MCA_orte_tmpdir_base": "/tmp/shoal-own", "PRTE_MCA_prte_tmpdir_base": "/tmp/shoal-own"}
+    assert variables == {**own, **dict.fromkeys(prefixes, str(tmp_path))}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "",
+        "rm -rf /",
+        "sh -c id",
+        "orted; id",
+        "orted 'half",
+        "orted -mca one",
+        "orted -mca a b ; id",
+        "orted --mca a b --exec id",
+        "prted --prtemca a",
+        "prted --prtemca a b --bootstrap",
+    ],
+)
+def test_a_worker_runs_nothing_but_a_daemon(tmp_path: Path, asked: str) -> None:
+    for name in ("orted", "prted"):
+        (tmp_path / name).touch(0o755)
+    with pytest.raises(LaunchError, match="The first host asked for"):
+        daemon_command(asked, {"PATH": str(tmp_path)}, "/tmp")
+
+
+def test_a_worker_without_the_first_hosts_open_mpi_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"prted, for which the first host's mpirun asks, is neither on PATH"):
+        daemon_command(OF_5_0, {"PATH": str(tmp_path)}, "/tmp")
+
+
+# The table against the real mpirun
+
+
+@pytest.mark.mpi
+@BOTH
+def test_the_real_mpirun_knows_every_option_of_the_table(series: int, tmp_path: Path) -> None:
+    """All in one command: --version is seen only after every word has been understood."""
+    mpirun = str(Path(sys.executable).parent / "mpirun") if series == 4 else open_mpi_5("mpirun")
+    words, values = [mpirun], {"tune": ["/dev/null"]}  # 5.0 reads that file at once
+    for name, option in TABLE["options"].items():
+        width = option["values"][series - 4]
+        if width is None or name in ("NCCL_DEBUG", "version", "help", "app"):
+            continue
+        for spelled in (name, *option.get("also", ())) if series == 4 else (name,):
+            words += [f"--{spelled}" if len(spelled) > 1 else f"-{spelled}", *values.get(name, ["1"] * width)]
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(rf"mpirun \(Open MPI\) {re.escape(RELEASE[series])}\.", done.stdout), done.stdout + done.stderr

@@ -45,25 +45,29 @@ class Pin:
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
     """Resolve and write the image's lock files; return them. Raises `SpecError` with pip's words when it fails."""
     index = spec.indexes[image.index] if image.index else None
-    report = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
+    pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
-    for pin in sorted(map(_pin, report), key=lambda pin: pin.name):
+    for pin in pins:
         layers[_layer_of(pin.name, mpi)].append(pin)
+    if spec.aws:  # its own wishes change nothing of the layers below it
+        given = [f"{pin.name}=={pin.version}" for pin in pins]
+        layers["aws"] = [pin for pin in _resolve([*given, *spec.aws], image.python_version, index) if pin not in pins]
     directory = project.lock_directory(image)
     directory.mkdir(parents=True, exist_ok=True)
-    return [_write(directory / f"{layer}.txt", _asked(spec, image), pins) for layer, pins in layers.items()]
+    return [_write(directory / f"{layer}.txt", _asked(spec, image, layer), pins) for layer, pins in layers.items()]
 
 
 def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
     """Return the image's pins by layer. Raises `SpecError` when a lock is missing or made for other requirements."""
     directory = project.lock_directory(image)
-    return {layer: tuple(read_lock(directory / f"{layer}.txt", _asked(spec, image))) for layer in LAYERS}
+    return {layer: tuple(read_lock(directory / f"{layer}.txt", _asked(spec, image, layer))) for layer in LAYERS}
 
 
-def _asked(spec: BuildSpec, image: ImageSpec) -> str:
+def _asked(spec: BuildSpec, image: ImageSpec, layer: str) -> str:
     """Return what buildspec.yml asks for, as the first line of a lock file."""
-    return f"# Made by `shoal lock` for: {' '.join([*image.requirements, *spec.mpi])}".rstrip()
+    requirements = [*image.requirements, *spec.mpi, *(spec.aws if layer == "aws" else ())]
+    return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
 
 
 def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
@@ -85,7 +89,8 @@ def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
     return pins
 
 
-def _resolve(requirements: Iterable[str], python_version: str, index: str | None) -> list[dict[str, Any]]:
+def _resolve(requirements: Iterable[str], python_version: str, index: str | None) -> list[Pin]:
+    """Return the files that pip chooses, sorted by name."""
     here = (platform.system(), platform.machine(), f"{sys.version_info[0]}.{sys.version_info[1]}")
     if here != (
         "Linux",
@@ -102,7 +107,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
         result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if result.returncode:
         raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
-    return list(json.loads(result.stdout)["install"])
+    return sorted(map(_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
 
 
 def _pin(entry: dict[str, Any]) -> Pin:

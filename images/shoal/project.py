@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.errors import UsageError
 from shoal.spec import ImageSpec
 
-LAYERS = ("cuda", "framework", "mpi")
+LAYERS = ("cuda", "framework", "mpi", "aws")
 """The pip layers of an image, from the one that changes least; each has a lock file."""
 
 

@@ -72,6 +72,7 @@ class BuildSpec(_Model):
 
     indexes: dict[str, str] = {}
     mpi: tuple[str, ...]
+    aws: tuple[str, ...] = ()
     defaults: dict[str, str]
     images: tuple[ImageSpec, ...]
 

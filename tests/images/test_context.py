@@ -15,7 +15,7 @@ import pytest
 from shoal import context, machine, wheels
 from shoal.lock import Pin
 from shoal.machine import Machine
-from shoal.project import Project
+from shoal.project import LAYERS, Project
 from shoal.spec import BuildSpec
 
 PLAIN = Machine((), (), (), (), None, (), ())
@@ -47,7 +47,7 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
     image = matrix.select("pytorch")
     sources = context.gather(project, matrix, image, buildkit=True)
     files = context.files(sources, matrix, image, PLAIN)
-    for name in ("cuda", "framework", "mpi"):
+    for name in LAYERS:
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
     assert sum(name.startswith(("library/", "toolkit/")) for name in files) == 2

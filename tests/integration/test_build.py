@@ -18,7 +18,7 @@ import docker.errors
 import pytest
 
 from shoal import builder, engine
-from shoal.project import Project
+from shoal.project import LAYERS, Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "probe-training:1.0-cpu-py311-debian12"
@@ -41,7 +41,7 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     locks = tmp_path / "dockerfiles" / "requirements" / TAG.replace(":", "-")
     locks.mkdir(parents=True)
-    for layer in ("cuda", "framework", "mpi"):
+    for layer in LAYERS:
         (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for:\n")
     link_cache(tmp_path, project)
     yield tmp_path

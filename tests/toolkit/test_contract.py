@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit import contract
+from shoal_toolkit import contract, environment
 from shoal_toolkit.errors import ContractError
 
 from .conftest import Run, Tree
+from .test_plan import MACHINE, planned
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -89,18 +92,12 @@ def test_the_variable_beats_the_hyperparameter(tree: Tree) -> None:
     assert read(tree, SAGEMAKER_PROGRAM="b.py").script.name == "b.py"
 
 
-def test_the_submit_directory_is_honoured(tree: Tree, tmp_path: Any) -> None:
+def test_the_submit_directory_is_honoured(tree: Tree, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "train.py").write_text("")
     job = read(tree, SAGEMAKER_SUBMIT_DIRECTORY=str(elsewhere), SAGEMAKER_PROGRAM="train.py")
     assert job.code_dir == str(elsewhere)
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/code.tar.gz", "/opt/code.tar.gz", "/no/such/directory"])
-def test_code_that_cannot_be_fetched_yet_is_named(tree: Tree, address: str) -> None:
-    with pytest.raises(ContractError, match=address):
-        read(tree, SAGEMAKER_SUBMIT_DIRECTORY=address, SAGEMAKER_PROGRAM="train.py")
 
 
 def test_hyperparameters_that_are_not_json(tree: Tree, run: Run) -> None:
@@ -167,7 +164,155 @@ def test_no_script_is_named(tree: Tree, run: Run) -> None:
     assert "is empty: mount or copy the code there" in tree.failure
 
 
-def test_a_package_is_not_there_yet(tree: Tree, run: Run) -> None:
-    tree.script("", "setup.py")
-    assert run(SAGEMAKER_PROGRAM="mypackage").code == 2
-    assert "Packages (setup.py, pyproject.toml) are not supported yet; supported are .py, .sh and exec" in tree.failure
+# Variables
+
+
+def variables(tree: Tree, /, **environ: str) -> dict[str, str]:
+    return dict(planned(tree, MACHINE, (), **environ).env)
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [(None, 20), (10, 10), ("10", 10), ("INFO", 20), ("info", 20), ("WARN", 30), ("WARNING", 30), ("CRITICAL", 50)],
+)
+def test_log_levels_may_be_names(tree: Tree, value: object, level: int) -> None:
+    """Defect 20: the stock toolkit crashes on a name."""
+    tree.hyperparameters(sagemaker_container_log_level=value)
+    assert variables(tree)["SM_LOG_LEVEL"] == str(level)
+
+
+def test_the_log_level_may_be_a_variable(tree: Tree) -> None:
+    assert variables(tree, SAGEMAKER_CONTAINER_LOG_LEVEL="ERROR")["SM_LOG_LEVEL"] == "40"
+    tree.hyperparameters(sagemaker_container_log_level=10)
+    assert variables(tree, SAGEMAKER_CONTAINER_LOG_LEVEL="ERROR")["SM_LOG_LEVEL"] == "10"
+
+
+def test_a_log_level_that_is_none(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_container_log_level="INFOO")
+    with pytest.raises(ContractError, match=r"sagemaker_container_log_level is 'INFOO'; .* Did you mean 'INFO'\?"):
+        variables(tree)
+
+
+@pytest.mark.parametrize(
+    ("devices", "instance", "cores"),
+    [
+        (0, "ml.trn1.32xlarge", 0),
+        (16, "ml.trn1.32xlarge", 32),
+        (16, "ml.trn2.48xlarge", 64),
+        (1, "ml.inf1.xlarge", 4),
+        (3, "local", 6),
+    ],
+)
+def test_neuron_cores_are_counted(tree: Tree, devices: int, instance: str, cores: int) -> None:
+    tree.hosts("algo-1", "algo-1", current_instance_type=instance)
+    assert planned(tree, MACHINE._replace(neuron_devices=devices)).env["SM_NUM_NEURONS"] == str(cores)
+
+
+def test_the_version_of_torch_is_told_without_importing_it(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "torch-2.0.1+cu117.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    assert environment.installed_version("torch", [str(tmp_path / "absent"), str(tmp_path)]) == "2.0.1+cu117"
+    assert environment.installed_version("tensorflow", [str(tmp_path)]) == ""
+    assert variables(tree)["SM_DLC_TORCH_VERSION"] == importlib.metadata.version("torch")
+
+
+GROUPS = [
+    {"instance_group_name": "cpu", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-2"]},
+    {"instance_group_name": "gpu", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-3", "algo-4"]},
+]
+
+
+def group_variables(tree: Tree, host: str, **hyperparameters: object) -> dict[str, Any]:
+    group = GROUPS[0 if host in ("algo-1", "algo-2") else 1]
+    tree.hosts(
+        host,
+        *("algo-1", "algo-2", "algo-3", "algo-4"),
+        current_group_name=group["instance_group_name"],
+        current_instance_type=group["instance_type"],
+        instance_groups=GROUPS,
+    )
+    tree.hyperparameters(**hyperparameters)
+    found = variables(tree)
+    told = json.loads(found["SM_TRAINING_ENV"])
+    assert json.loads(found["SM_INSTANCE_GROUPS"]) == told["instance_groups"] == ["cpu", "gpu"]
+    assert json.loads(found["SM_INSTANCE_GROUPS_DICT"]) == {"cpu": GROUPS[0], "gpu": GROUPS[1]}
+    assert found["SM_IS_HETERO"] == "true"
+    assert found["SM_CURRENT_INSTANCE_GROUP"] == group["instance_group_name"]
+    assert json.loads(found["SM_CURRENT_INSTANCE_GROUP_HOSTS"]) == group["hosts"]
+    assert found["SM_CURRENT_INSTANCE_TYPE"] == group["instance_type"]
+    return {
+        "groups": json.loads(found["SM_DISTRIBUTION_INSTANCE_GROUPS"]),
+        "hosts": told["distribution_hosts"],
+        "master": (found["SM_MASTER_ADDR"], told["master_hostname"], told["is_master"]),
+    }
+
+
+@pytest.mark.parametrize("host", ["algo-1", "algo-3", "algo-4"])
+def test_groups_outside_the_distribution_know_it(tree: Tree, host: str) -> None:
+    named = {"sagemaker_mpi_enabled": True, "sagemaker_distribution_instance_groups": ["gpu"]}
+    assert group_variables(tree, host, **named) == {
+        "groups": ["gpu"],
+        "hosts": ["algo-3", "algo-4"],
+        "master": ("algo-3", "algo-3", host == "algo-3"),
+    }
+
+
+def test_without_a_choice_all_groups_take_part(tree: Tree) -> None:
+    assert group_variables(tree, "algo-1", sagemaker_torch_distributed_enabled=True) == {
+        "groups": ["cpu", "gpu"],
+        "hosts": ["algo-1", "algo-2", "algo-3", "algo-4"],
+        "master": ("algo-1", "algo-1", True),
+    }
+
+
+def test_without_a_distribution_no_group_takes_part(tree: Tree) -> None:
+    assert group_variables(tree, "algo-3") == {"groups": [], "hosts": [], "master": ("algo-1", "algo-1", False)}
+
+
+@pytest.mark.parametrize("topology", [None, [], [{"hostName": "algo-1", "capacityUnitId": "1"}]])
+def test_the_topology_is_told_where_there_is_one(tree: Tree, topology: object) -> None:
+    tree.hosts("algo-1", "algo-1", topology=topology)
+    found = variables(tree)
+    assert (
+        json.loads(found.get("SM_TOPOLOGY", "[]"))
+        == json.loads(found["SM_TRAINING_ENV"])["topology"]
+        == (topology or [])
+    )
+    assert ("SM_TOPOLOGY" in found) == bool(topology)
+
+
+def test_names_that_no_variable_has(tree: Tree) -> None:
+    tree.hyperparameters(**{"a=b": 1, "c d": 2, "": 3})
+    found = variables(tree)
+    assert {name: value for name, value in found.items() if name.startswith("SM_HP_")} == {
+        "SM_HP_A_B": "1",
+        "SM_HP_C D": "2",
+        "SM_HP_C_D": "2",
+        "SM_HP_": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "hyperparameter", "region"),
+    [
+        ({}, None, ""),
+        ({"AWS_DEFAULT_REGION": "a"}, None, "a"),
+        ({"AWS_REGION": "b", "AWS_DEFAULT_REGION": "a"}, None, "b"),
+        ({"SAGEMAKER_REGION": "c", "AWS_REGION": "b"}, None, "c"),
+        ({"SAGEMAKER_REGION": "c"}, "d", "d"),
+    ],
+)
+def test_the_region_is_the_first_that_is_named(
+    tree: Tree, environ: dict[str, str], hyperparameter: object, region: str
+) -> None:
+    tree.hyperparameters(sagemaker_region=hyperparameter)
+    assert variables(tree, **environ)["SAGEMAKER_REGION"] == region
+
+
+def test_what_smdistributed_asks_for_is_told(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "smddprun").write_text("")
+    (tmp_path / "smddprun").chmod(0o755)
+    told = json.loads(variables(tree, PATH=str(tmp_path))["SM_TRAINING_ENV"])
+    assert (told["is_smddprun_installed"], told["is_modelparallel_enabled"]) == (True, False)
+    tree.hyperparameters(mp_parameters={"partitions": 2})
+    assert json.loads(variables(tree)["SM_TRAINING_ENV"])["is_modelparallel_enabled"] is True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit import contract, environment, mpi, plan
+from shoal_toolkit import contract, environment, plan
 from shoal_toolkit.arguments import script_arguments
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.machine import Machine
@@ -270,89 +269,9 @@ def test_dataparallel_is_mpi_with_its_own_options(tree: Tree) -> None:
     )
     made = planned(tree, machine=MACHINE._replace(gpus=8))
     assert (made.launcher, made.world_size) == ("smdataparallel", 16)
-    assert {"--oversubscribe", "-verbose", "NCCL_DEBUG=VERSION"} <= set(made.command)
+    assert {"--oversubscribe", "--verbose", "NCCL_DEBUG=VERSION"} <= set(made.command)
     assert made.env["SMDATAPARALLEL_SERVER_ADDR"] == "algo-1"
     assert made.env["SAGEMAKER_INSTANCE_TYPE"] == "ml.p4d.24xlarge"
-
-
-def custom(tree: Tree, options: str) -> LaunchPlan:
-    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_custom_mpi_options=options)
-    return planned(tree)
-
-
-def test_the_users_mca_parameter_replaces_ours(tree: Tree) -> None:
-    made = custom(tree, "--mca btl_vader_single_copy_mechanism cma -mca btl self,vader -bind-to core")
-    assert mca(made.command)["btl_vader_single_copy_mechanism"] == "cma"
-    assert mca(made.command)["btl"] == "self,vader"
-    assert [made.command[i + 1] for i, word in enumerate(made.command) if word.endswith("-bind-to")] == ["core"]
-    assert any("sets -mca btl self,vader" in note for note in made.notes)
-
-
-def test_the_users_mca_variable_is_not_overruled(tree: Tree) -> None:
-    tree.hyperparameters(sagemaker_mpi_enabled=True)
-    assert "btl" not in mca(planned(tree, OMPI_MCA_btl="self,vader").command)
-
-
-def test_quotes_are_honoured(tree: Tree) -> None:
-    assert "GREETING=hello world" in custom(tree, "-x 'GREETING=hello world'").command
-
-
-@pytest.mark.parametrize("options", ["--NCCL_DEBUG INFO", "--NCCL_DEBUG=INFO", "-x NCCL_DEBUG=WARN --NCCL_DEBUG INFO"])
-def test_nccl_debug_is_an_option_of_the_toolkit(tree: Tree, options: str) -> None:
-    command = custom(tree, options).command
-    assert command[command.index("-x") + 1] == "NCCL_DEBUG=INFO"
-    assert command.count("-x") == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    ["-hostfile f", "--hostfile f", "--hostfile=f", "-np 3", "-n 3", "--help", "-H a,b", "--host a", "--version", "-V"],
-)
-def test_options_that_would_break_the_job_are_refused(tree: Tree, options: str) -> None:
-    """Defect 4: the stock toolkit ends with exit code 0 and without training."""
-    with pytest.raises(ContractError, match=r"custom_mpi_options: the option .* is not allowed"):
-        custom(tree, f"-verbose {options}")
-
-
-@pytest.mark.parametrize("options", ["-mca btl", "-x", "--mca", "-x 'A=b", "-mca plm_rsh_agent ssh"])
-def test_options_that_are_cut_off_or_ours_are_refused(tree: Tree, options: str) -> None:
-    with pytest.raises(ContractError, match="sagemaker_mpi_custom_mpi_options"):
-        custom(tree, options)
-
-
-@pytest.mark.parametrize("options", ["-mca plm_rsh_no_tree_spawn 1", "--mca plm rsh"])
-def test_options_that_are_ours_anyway_may_be_repeated(tree: Tree, options: str) -> None:
-    assert mca(custom(tree, options).command)["plm_rsh_agent"].endswith("rsh.py")
-
-
-@given(st.dictionaries(st.from_regex(r"[a-z]{2,8}", fullmatch=True), st.text(min_size=1, max_size=9), max_size=4))
-def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
-    settings = {key: value for key, value in settings.items() if key != "plm"}
-    text = shlex.join(word for key, value in settings.items() for word in ("--mca", key, value))
-    assert mpi.parse_custom(text, "here").mca == settings
-
-
-# Entry points
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("go.sh", "echo", ["/bin/sh", "./go.sh"]),
-        ("go.sh", "#!/usr/bin/env bash\n", ["/usr/bin/env", "bash", "./go.sh"]),
-        ("go", "#!/bin/sh -e\n", ["/bin/sh", "-e", "./go"]),
-        ("go.py", "", ["/usr/bin/python3", "go.py"]),
-    ],
-)
-def test_kinds_of_scripts(tree: Tree, name: str, text: str, expected: list[str]) -> None:
-    tree.script(text, name)
-    assert list(planned(tree, SAGEMAKER_PROGRAM=name).script) == expected
-
-
-def test_a_file_that_cannot_be_run_is_named(tree: Tree) -> None:
-    tree.script("data", "notes.txt")
-    with pytest.raises(ContractError, match=r"neither \.py nor \.sh nor executable"):
-        planned(tree, SAGEMAKER_PROGRAM="notes.txt")
 
 
 # train --explain

@@ -132,7 +132,7 @@ def test_an_interpreter_that_is_missing(tree: Tree, run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [("a\0b", "embedded null byte"), ("x" * 200_000, "Argument list too long"), ("\ud800", "surrogate")],
+    [("a\0b", "embedded null byte"), ("\ud800", "surrogate")],
 )
 def test_values_that_no_process_can_be_given(tree: Tree, run: Run, value: str, reason: str) -> None:
     tree.script("")

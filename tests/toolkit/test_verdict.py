@@ -1,8 +1,11 @@
-"""The text of the failure file."""
+"""The verdict's files and exit code: on every disk, and never a success that is none."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,74 +13,9 @@ import pytest
 from shoal_toolkit import verdict
 from shoal_toolkit.contract import Paths
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.verdict import Failure, Verdict
+from shoal_toolkit.verdict import Verdict
 
-TRACEBACK = """some output
-Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-KeyError: 'first'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "a.py", line 3, in <module>
-    raise ValueError("boom")
-ValueError: boom
-and a second line
-"""
-
-
-def text(stderr: str, code: int = 1) -> str:
-    return verdict.of_failure(
-        Failure(code, "rank 1 on algo-2", ["python", "a.py", "--api_key", "hunter2"], stderr)
-    ).message
-
-
-def test_the_exception_then_who_then_the_traceback() -> None:
-    lines = text(TRACEBACK).splitlines()
-    assert lines[0] == "ValueError: boom"
-    assert lines[1] == "rank 1 on algo-2 exited with code 1: python a.py --api_key ******"
-    assert lines[-2:] == ["ValueError: boom", "and a second line"]
-
-
-def test_output_after_the_traceback_does_not_hide_it() -> None:
-    assert text(TRACEBACK + "\n".join(f"[W] warning {n}" for n in range(50))).startswith("ValueError: boom\n")
-
-
-def test_without_a_traceback_the_last_line_speaks() -> None:
-    assert text("one\n\nerror: no such file\n\n").startswith("error: no such file\nrank 1")
-
-
-@pytest.mark.parametrize("words", ["mpirun has exited due to it", "é"])
-def test_a_rule_of_dashes_says_nothing(words: str) -> None:
-    assert text(f"{'-' * 70}\n{words}\n{'-' * 70}\n").startswith(f"{words}\nrank 1")
-
-
-def test_an_exception_group_is_named() -> None:
-    """Python 3.11 draws a frame around it."""
-    framed = (
-        "  + Exception Group Traceback (most recent call last):\n"
-        '  |   File "a.py", line 1, in <module>\n'
-        "  | ExceptionGroup: two (1 sub-exception)\n"
-        "  +-+---------------- 1 ----------------\n"
-        "    | ValueError: boom\n"
-        "    +------------------------------------\n"
-    )
-    assert "ValueError: boom" in text(framed).splitlines()[0]
-
-
-def test_nothing_was_written() -> None:
-    assert text("", 42).startswith("The script exited with code 42, and wrote nothing to stderr.")
-
-
-def test_what_sagemaker_shows_holds_it_all() -> None:
-    long = (
-        "Traceback (most recent call last):\n" + '  File "x.py", line 1, in f\n' * 500 + "RuntimeError: " + "x" * 5000
-    )
-    message = text(long)
-    assert len(message) <= 1024
-    assert message.startswith("RuntimeError: xxx")
-    assert "rank 1 on algo-2" in message
+from .conftest import TRAIN, Tree, clean_environment
 
 
 @pytest.mark.parametrize(
@@ -86,6 +24,12 @@ def test_what_sagemaker_shows_holds_it_all() -> None:
 )
 def test_signals_are_named(code: int, words: str) -> None:
     assert verdict.exit_description(code) == words
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (255, 255), (256, 1), (512, 1), (-9, 1)])
+def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code: int, status: int) -> None:
+    assert verdict.conclude(Paths(str(tmp_path)), Verdict(code, "bad" if code else ""), {}) == status
+    assert (tmp_path / "output" / "success").exists() == (status == 0)
 
 
 def test_a_stop_is_called_one() -> None:
@@ -98,6 +42,7 @@ def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -
     """The stock toolkit keeps a stale failure file beside the success."""
     paths = Paths(str(tmp_path))
     verdict.conclude(paths, Verdict(3, "bad"), {})
+    (tmp_path / "output" / "metrics.jsonl").touch()
     verdict.begin(paths, {})
     assert verdict.conclude(paths, Verdict(0), {}) == 0
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
@@ -118,3 +63,64 @@ def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
         verdict.begin(paths, {})
     assert verdict.conclude(paths, Verdict(0), {}) == 1
     assert verdict.conclude(paths, Verdict(42, "x"), {}) == 42
+
+
+FILL = """try:
+    with open("../output/data/x", "wb", buffering=0) as file:
+        while True: file.write(bytes(4096))
+except OSError:
+    """
+IN_A_SMALL_FILE_SYSTEM = (
+    'mount -t tmpfs -o size=16k tmpfs "$BASE/output"; "$@"; code=$?; cp -r "$BASE/output" "$BASE/kept"; exit $code'
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and util-linux")
+@pytest.mark.parametrize(
+    ("then", "code", "says"),
+    [
+        ("raise", 1, "OSError: [Errno 28] No space left on device"),
+        ("pass", 1, "The script ended well, and that cannot be recorded"),
+        ("raise SystemExit(42)", 42, "exited with code 42"),
+    ],
+)
+def test_a_full_disk_loses_no_verdict(tree: Tree, then: str, code: int, says: str) -> None:
+    """The script has filled it, to the last page: the failure file is written all the same, and the log has it too."""
+    tree.script(FILL + then)
+    tree.output.mkdir()
+    environment = clean_environment(
+        SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", BASE=str(tree.base)
+    )
+    command = ["unshare", "--mount", "sh", "-c", IN_A_SMALL_FILE_SYSTEM, "sh", *TRAIN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    kept = tree.base / "kept"
+    assert says in (kept / "failure").read_text()
+    assert not (kept / "success").exists()
+    assert "the verdict cannot be written" in done.stderr
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("name", ["failure", "job.json"])
+def test_a_failure_that_cannot_be_written_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / f"{name}.part").symlink_to("/dev/full")
+    assert verdict.conclude(Paths(str(tmp_path)), Verdict(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
+    assert "No space left on device" in (said := capfd.readouterr().err)
+    assert "the end of the traceback" in said
+    assert not (tmp_path / "output" / "success").exists()
+
+
+def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "job.json.part").symlink_to("/dev/full")
+    assert verdict.conclude(Paths(str(tmp_path)), Verdict(0), {}) == 1
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["failure"]
+    assert "The script ended well" in (tmp_path / "output" / "failure").read_text()
+
+
+def test_no_secret_reaches_the_failure_file(tmp_path: Path) -> None:
+    verdict.conclude(Paths(str(tmp_path)), Verdict(1, "ValueError: MY_TOKEN=swordfish"), {})
+    assert (tmp_path / "output" / "failure").read_text() == "ValueError: MY_TOKEN=******"

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from shoal_toolkit import wire
 from shoal_toolkit.agent import Agent
 from shoal_toolkit.connect import Search
-from shoal_toolkit.daemons import daemon_command
-from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import Loop
 from shoal_toolkit.wire import Channel
 
@@ -140,27 +138,3 @@ def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.Mon
     loop.run_until(lambda: bool(pair.lost))
     assert "nothing was heard from it" in pair.lost[0]
     pair.close()
-
-
-ORTED = "-mca ess '\"env\"' -mca orte_hnp_uri '\"1.0;tcp://10.0.0.1:1\"'"
-
-
-@pytest.mark.parametrize(
-    ("line", "variables"),
-    [
-        (f" orted {ORTED}", {}),
-        (f"OPAL_PREFIX=/x ; export OPAL_PREFIX; PATH=/x/bin:$PATH ; /x/bin/orted {ORTED}", {"OPAL_PREFIX": "/own"}),
-    ],
-)
-def test_a_daemon_is_started_from_this_hosts_own_installation(line: str, variables: dict[str, str]) -> None:
-    argv, extra = daemon_command(line, "/own/bin/orted")
-    assert argv[:4] == ["/own/bin/orted", "-mca", "ess", '"env"']
-    assert extra == variables
-
-
-@pytest.mark.parametrize(
-    "line", ["sh -c id", "", "orted; id", "orted --mca a b --exec id", "orted -mca a", "'orted", "orted -mca a b ; id"]
-)
-def test_what_is_no_daemon_is_refused(line: str) -> None:
-    with pytest.raises(LaunchError, match="asked for"):
-        daemon_command(line, "/own/bin/orted")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from shoal_toolkit import __version__, contract, verdict
+from shoal_toolkit import __version__, contract, log, redact, verdict
 from shoal_toolkit.contract import Cluster, Paths
 from shoal_toolkit.errors import StoppedError, TrainError
 from shoal_toolkit.host import STOP_SIGNALS, Host, Task, first_report
@@ -58,7 +58,7 @@ def explain(words: Sequence[str]) -> int:
             raise problem
         paths = contract.read_paths(environ)
         cluster = contract.read_cluster(paths, os.uname().nodename)
-        plan = plan_host(paths, cluster, environ, words[1:] if as_json else words)
+        plan = plan_host(paths, cluster, environ, words[1:] if as_json else words, fetch=False)
     except TrainError as error:
         say(str(error))
         return error.exit_code
@@ -67,9 +67,9 @@ def explain(words: Sequence[str]) -> int:
     if as_json:
         import json
 
-        print(json.dumps(as_dict(plan), indent=1))
+        print(json.dumps(redact.anything(as_dict(plan)), indent=1))
     else:
-        print(as_text(plan))
+        print(redact.text(as_text(plan)))
     return 0
 
 
@@ -96,6 +96,7 @@ def _train(paths: Paths, words: Sequence[str], began: float) -> int:
     early = EarlyStop()
     settings, problem = take(os.environ)
     cluster = contract.read_cluster(paths, os.uname().nodename)
+    log.configure(cluster.current_host, settings.log_format == "json")
     environ = dict(os.environ)
     plan: LaunchPlan | TrainError
     try:
@@ -146,9 +147,11 @@ class EarlyStop:
             raise StoppedError(number)
 
 
-def plan_host(paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str]) -> LaunchPlan:
-    """Read the contract and the machine, and plan this host's part."""
-    job = contract.read_job(paths, cluster, environ, tuple(words))
+def plan_host(
+    paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str], fetch: bool = True
+) -> LaunchPlan:
+    """Read the contract and the machine, and plan this host's part. Without `fetch`, nothing is brought here."""
+    job = contract.read_job(paths, cluster, environ, tuple(words), fetch)
     peers = [host for host in cluster.hosts if host != cluster.current_host]
     machine = read_machine(environ, cluster.interface_name, peers)
     return make_plan(job, machine, free_port() if len(cluster.hosts) == 1 else DEFAULT_MASTER_PORT)

@@ -12,7 +12,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from shoal_toolkit import source
+from shoal_toolkit.entry import Script, read_script
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.source import Code
 
 DEFAULT_BASE = "/opt/ml"
 HYPERPARAMETERS = "hyperparameters.json"
@@ -31,6 +34,8 @@ TOOLKIT_KEYS = frozenset(
         "default_user_module_name",
         "_tuning_objective_metric",
         "sagemaker_s3_output",
+        "sagemaker_store_true",  # ours: see arguments.py
+        "sagemaker_metric_definitions",  # ours: see metrics.py
     }
 )
 # Hyperparameters that choose and tune a launcher; they are SM_FRAMEWORK_PARAMS.
@@ -79,6 +84,10 @@ class Paths(NamedTuple):
     def output(self) -> str:
         return os.path.join(self.base, "output")
 
+    @property
+    def intermediate(self) -> str:
+        return os.path.join(self.output, "intermediate")
+
 
 class Cluster(NamedTuple):
     """Who takes part, from resourceconfig.json; `assumed` when there is no such file and one host is supposed."""
@@ -100,14 +109,6 @@ class Cluster(NamedTuple):
         return list(self.resource_config.get("instance_groups") or [])
 
 
-class Script(NamedTuple):
-    """The entry point: its name in the code directory, as the user wrote it, and what the file says of itself."""
-
-    name: str
-    interpreter: tuple[str, ...]  # of its #! line
-    executable: bool
-
-
 class Job(NamedTuple):
     """One training job as one host sees it: everything that was configured, nothing of the machine."""
 
@@ -118,11 +119,17 @@ class Job(NamedTuple):
     toolkit: Mapping[str, Any]
     input_data_config: Mapping[str, Any]
     script: Script
-    code_dir: str
-    has_requirements: bool
+    code: Code
+    region: str  # of AWS; empty where nobody says
+    platform_syncs: bool  # output/intermediate was there before the job: the platform uploads it
     extra_args: tuple[str, ...]  # after `train` on the command line
     environ: Mapping[str, str]
     configured: bool  # whether hyperparameters.json exists: without it, `train` is a bare `docker run`
+
+    @property
+    def code_dir(self) -> str:
+        """The directory of the user's code, in which it runs."""
+        return self.code.directory
 
     @property
     def channels(self) -> dict[str, str]:
@@ -165,13 +172,26 @@ def read_framework(paths: Paths) -> dict[str, Any]:
     return {key: decode(value) for key, value in raw.items() if key in LAUNCHER_KEYS}
 
 
-def read_job(paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...]) -> Job:
-    """Read the rest of the contract. Raises ContractError for files that cannot be understood and a missing script."""
+def read_job(
+    paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...], fetch: bool = True
+) -> Job:
+    """Read the rest of the contract, and bring the code here; without `fetch`, leave everything as it is.
+
+    Raises ContractError for what cannot be understood or is missing, LaunchError for code that cannot be fetched.
+    """
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
     decoded = {key: decode(value) for key, value in (raw or {}).items()}
     reserved = {key for key in decoded if key in TOOLKIT_KEYS or key.startswith("sagemaker_")}
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
-    code_dir = _code_dir(paths, environ, toolkit)
+    region = _region(environ, toolkit)
+    place = source.locate(environ, toolkit, paths.code)
+    if fetch:
+        code = source.fetch(place, paths.code, {**environ, "SAGEMAKER_REGION": region})
+    else:
+        code = source.foresee(place, paths.code)
+    script = read_script(code, environ, toolkit)
+    if fetch and script.needs_no_code:
+        source.make_directory(code)
     return Job(
         paths=paths,
         cluster=cluster,
@@ -179,9 +199,10 @@ def read_job(paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_a
         framework={key: decoded[key] for key in reserved if key not in TOOLKIT_KEYS},
         toolkit=toolkit,
         input_data_config=_read_object(os.path.join(paths.config, INPUT_DATA_CONFIG)) or {},
-        script=_read_script(code_dir, _entry_point(code_dir, environ, toolkit)),
-        code_dir=code_dir,
-        has_requirements=os.path.isfile(os.path.join(code_dir, "requirements.txt")),
+        script=script,
+        code=code,
+        region=region,
+        platform_syncs=os.path.isdir(paths.intermediate),
         extra_args=extra_args,
         environ=environ,
         configured=raw is not None,
@@ -262,83 +283,10 @@ def _hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
+def _region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
+    named = (environ.get(name) for name in ("SAGEMAKER_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"))
+    return str(toolkit.get("sagemaker_region") or next(filter(None, named), ""))
+
+
 def _alone(hostname: str) -> dict[str, Any]:
     return {"current_host": hostname, "hosts": [hostname]}
-
-
-def _code_dir(paths: Paths, environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
-    """The directory of the user's code: the variable, then the hyperparameter, then <base>/code."""
-    for name, value in (
-        ("SAGEMAKER_SUBMIT_DIRECTORY", environ.get("SAGEMAKER_SUBMIT_DIRECTORY")),
-        ("sagemaker_submit_directory", toolkit.get("sagemaker_submit_directory")),
-    ):
-        if value:
-            return _local_directory(name, str(value))
-    return paths.code
-
-
-def _local_directory(name: str, value: str) -> str:
-    if "://" in value or value.endswith((".tar.gz", ".tgz")):
-        raise ContractError(
-            f"{name} is {value!r}: addresses and archives are not supported yet. "
-            "Supported is a directory in the container: mount or copy the code there."
-        )
-    if not os.path.isdir(value):
-        raise ContractError(f"{name} is {value!r}, which is not a directory in this container.")
-    return os.path.abspath(value)
-
-
-def _entry_point(code_dir: str, environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
-    """The script: SAGEMAKER_PROGRAM beats the hyperparameter. It must exist, so that the error can say what does."""
-    name = environ.get("SAGEMAKER_PROGRAM") or toolkit.get("sagemaker_program")
-    if not name:
-        raise ContractError(
-            "No script is named. Set the variable SAGEMAKER_PROGRAM, or the hyperparameter sagemaker_program, "
-            f"to a file in {code_dir}.\n{_listing(code_dir)}"
-        )
-    name = str(name)
-    if name.startswith("-"):
-        raise ContractError(f"The script's name {name!r} reads as an option; name a file in {code_dir}.")
-    path = os.path.join(code_dir, name)
-    if os.path.isfile(path):
-        return name
-    if os.path.isdir(path) or _is_package(code_dir):
-        raise ContractError(
-            f"The script {name!r} is not a file in {code_dir}. Packages (setup.py, pyproject.toml) are not supported "
-            f"yet; supported are .py, .sh and executable files.\n{_listing(code_dir)}"
-        )
-    raise ContractError(
-        f"The script {name!r} is not in {code_dir}.{did_you_mean(name, _names(code_dir))}\n{_listing(code_dir)}"
-    )
-
-
-def _read_script(code_dir: str, name: str) -> Script:
-    path = os.path.join(code_dir, name)
-    try:
-        with open(path, "rb") as file:
-            line = file.readline(256).decode("utf-8", "replace").strip()
-    except OSError as error:
-        raise ContractError(f"The script {path} cannot be read: {error.strerror}.") from None
-    interpreter = tuple(line[2:].split(None, 1)) if line.startswith("#!") else ()
-    return Script(name, interpreter, os.access(path, os.X_OK))
-
-
-def _is_package(code_dir: str) -> bool:
-    return any(os.path.isfile(os.path.join(code_dir, name)) for name in ("setup.py", "pyproject.toml"))
-
-
-def _names(code_dir: str) -> list[str]:
-    try:
-        return sorted(os.listdir(code_dir))
-    except OSError:
-        return []
-
-
-def _listing(code_dir: str, limit: int = 20) -> str:
-    if not os.path.isdir(code_dir):
-        return f"{code_dir} does not exist: mount or copy the code there."
-    names = _names(code_dir)
-    if not names:
-        return f"{code_dir} is empty: mount or copy the code there."
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"In {code_dir} there is: {', '.join(names[:limit])}{more}"

@@ -22,7 +22,7 @@ def as_dict(plan: LaunchPlan) -> dict[str, object]:
         "script": redact.arguments(plan.script),
         "command": redact.arguments(plan.command),
         "environment": redact.environment(plan.env),
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *plan.reasons],
     }
 
 
@@ -42,7 +42,7 @@ def as_text(plan: LaunchPlan) -> str:
         *(f"beside       {companion.name}: {shlex.join(companion.command)}" for companion in plan.companions),
         f"script       {shlex.join(redact.arguments(plan.script))}",
         f"command      {shlex.join(redact.arguments(plan.command)) or '(the first host starts the ranks here)'}",
-        *(f"why          {note}" for note in plan.notes),
+        *(f"why          {note}" for note in (*plan.notes, *plan.reasons)),
         "environment",
         *(f"  {name}={value}" for name, value in sorted(redact.environment(plan.env).items())),
     ]

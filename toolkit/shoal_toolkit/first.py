@@ -17,8 +17,7 @@ from shoal_toolkit.host import Host, Task, companion_failure
 from shoal_toolkit.launcher import SEVERAL_RANKS
 from shoal_toolkit.log import say
 from shoal_toolkit.plan import LaunchPlan
-from shoal_toolkit.ranks import STDERR
-from shoal_toolkit.streams import Lines, Tail
+from shoal_toolkit.ranks import STDERR, STDOUT
 from shoal_toolkit.verdict import Failure, Verdict
 
 if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a job of one host too much
@@ -41,8 +40,7 @@ class FirstHost(Host):
         self._requests: DaemonRequests | None = None
         self._channels: dict[str, Channel] = {}
         self._daemons: dict[str, Answer] = {}  # hosts on which mpirun's daemon runs
-        self._lines: dict[tuple[int, int], Lines] = {}
-        self._tails: dict[int, Tail] = {}
+        self._facts: dict[str, dict[str, int]] = {}  # of workers: see oom.py
         self._launcher: DaemonLog | None = None
         self._failed_rank: int | None = None  # as a worker's daemon says
         self._host_of: dict[int, str] = {}  # ranks that have started
@@ -143,7 +141,9 @@ class FirstHost(Host):
             from shoal_toolkit.daemons import DaemonRequests
 
             self._requests = DaemonRequests(self.loop, work.directory, self._daemon_asked)
-        work.start_launcher(plan.command, {})
+        from shoal_toolkit.mpi import session_variables
+
+        work.start_launcher(plan.command, session_variables(work.directory))
 
     def _tell_to_go(self) -> None:
         """The others that start their own command."""
@@ -176,21 +176,11 @@ class FirstHost(Host):
             self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
 
     def rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        plan = self.task.plan
-        if stream == STDERR:
-            self._tails.setdefault(rank, Tail()).add(data)
-        if not (isinstance(plan, LaunchPlan) and plan.has_ranks and plan.world_size > 1):
-            # One rank needs no mark: its bytes pass as they are. Plain processes write on their own hosts.
-            self.sinks[stream].write(data)
-            return
-        lines = self._lines.get((rank, stream))
-        if lines is None:
-            lines = self._lines[rank, stream] = Lines(f"[{rank},{self._host_of.get(rank, '?')}] ".encode())
-        self.sinks[stream].write(lines.feed(data))
+        self.output.rank(stream, rank, self._host_of.get(rank, "?"), data)
 
     def launcher_said(self, stream: int, data: bytes) -> None:
-        assert self._launcher is not None
-        self.sinks[stream].write(self._launcher.feed(stream, data))
+        words = self._launcher.feed(stream, data) if self._launcher is not None else data
+        self.output.launcher(stream, self.task.cluster.current_host, words)
 
     def _frame(self, host: str, kind: bytes, payload: bytes) -> None:
         from shoal_toolkit import wire
@@ -205,6 +195,7 @@ class FirstHost(Host):
         elif kind == wire.STARTED:
             self._rank_started(host, int(said["rank"]))
         elif kind == wire.RANK_ENDED:
+            self._facts[host] = dict(said["facts"])
             self.rank_ended(int(said["rank"]), int(said["code"]))
         elif kind == wire.ENDED:
             self._worker_ended(host, said)
@@ -227,6 +218,7 @@ class FirstHost(Host):
 
     def _worker_ended(self, host: str, said: dict[str, Any]) -> None:
         code = int(said["code"])
+        self._facts[host] = dict(said["facts"])
         answer = self._daemons.pop(host, None)
         if answer:
             if self._failed_rank is None and said["failed_rank"] is not None:
@@ -256,7 +248,7 @@ class FirstHost(Host):
                 self.decide(verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr)))
         else:
             rank = plan.rank_of(host)
-            self._tails.setdefault(rank, Tail()).add(stderr.encode())
+            self.output.remember(rank, stderr)
             self.rank_ended(rank, code)
         self._check_end()
 
@@ -305,25 +297,32 @@ class FirstHost(Host):
             return
         assert isinstance(plan, LaunchPlan)
         self._mpi_over = True
-        if code and not self.stopped_by:
-            self.decide(self._mpi_failure(plan, code))
+        rank = self._rank_that_failed()
+        if (code or rank is not None) and not self.stopped_by:
+            self.decide(self._mpi_failure(plan, rank, code or 1))  # MPI_Abort(256) ends mpirun with 0
         self._check_end()
 
-    def _mpi_failure(self, plan: LaunchPlan, code: int) -> Verdict:
+    def _rank_that_failed(self) -> int | None:
+        """Return the rank that failed first, as mpirun's state log has it."""
         assert self._launcher is not None
-        rank = self._failed_rank if self._launcher.failed_rank is None else self._launcher.failed_rank
+        return self._failed_rank if self._launcher.failed_rank is None else self._launcher.failed_rank
+
+    def _mpi_failure(self, plan: LaunchPlan, rank: int | None, code: int) -> Verdict:
+        assert self._launcher is not None
         if rank is None:
-            return verdict.of_failure(Failure(code, "mpirun", plan.command, self._launcher.text()))
+            said, reason = self._launcher.text(), self._launcher.reason()
+            return verdict.of_failure(Failure(code, "mpirun", plan.command, said, reason=reason))
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
         where = f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
         if rank >= plan.world_size:
             where = f"the script on {self._host_of[rank]}, outside the distribution,"
-        return verdict.of_failure(Failure(code, where, plan.script, self._text_of(rank)))
+        facts = self._facts_of(self._host_of.get(rank, ""))
+        return verdict.of_failure(Failure(code, where, plan.script, self.output.tail(rank), facts))
 
-    def _text_of(self, rank: int) -> str:
-        return self._tails[rank].text() if rank in self._tails else ""
+    def _facts_of(self, host: str) -> dict[str, int]:
+        return self.facts() if host == self.task.cluster.current_host else self._facts.get(host, {})
 
     # Stopping
 
@@ -367,11 +366,9 @@ class FirstHost(Host):
         if self.verdict is None:
             if self._first_start:
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
-            for (_, stream), lines in self._lines.items():
-                self.sinks[stream].write(lines.flush())
             if self._launcher is not None:
-                for stream, sink in self.sinks.items():
-                    sink.write(self._launcher.flush(stream))
+                for stream in (STDOUT, STDERR):
+                    self.output.launcher(stream, self.task.cluster.current_host, self._launcher.flush(stream))
         super().decide(decided)
 
     def tell(self, decided: Verdict) -> None:

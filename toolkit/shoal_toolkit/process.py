@@ -10,14 +10,23 @@ from typing import NoReturn
 from shoal_toolkit.errors import LaunchError
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int = 1, stderr: int = 2) -> int:
+def spawn(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    stdout: int = 1,
+    stderr: int = 2,
+    blocked: Sequence[int] = (),
+) -> int:
     """Start a command in a session of its own, with no stdin. Returns its pid; raises LaunchError if it cannot start.
 
-    A session of its own: a Ctrl-C at the terminal reaches `train` alone, which then ends the job in order.
+    A session of its own: a Ctrl-C at the terminal reaches `train` alone, which then ends the job in order. Signals that
+    are `blocked` wait until the command takes them.
     """
     read_end, write_end = os.pipe()  # closes on exec: what arrives is the reason of an exec that failed
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         _become(argv, env, cwd, (stdout, stderr), write_end)
     os.close(write_end)
     failure = b""
@@ -57,19 +66,30 @@ def start_time(pid: int) -> str:
     return "".join(_stat(pid)[19:20])
 
 
-def children(parent: int) -> list[int]:
-    """Return the processes that a process has started and that still run."""
-    return [pid for pid in _processes() if _stat(pid)[1:2] == [str(parent)]]
+def descendants(ancestor: int) -> list[int]:
+    """Return the processes that a process has started, and theirs, as long as their parents run."""
+    parents = {pid: "".join(_stat(pid)[1:2]) for pid in _processes()}
+    found, generation = [], {str(ancestor)}
+    while generation:
+        children = [pid for pid, parent in parents.items() if parent in generation]
+        found += children
+        generation = {str(pid) for pid in children}
+    return found
 
 
 def kill_session(leader: int) -> None:
     """Kill every process of the session that `spawn` made for a process, whatever its group."""
     for pid in _processes():
         if _stat(pid)[3:4] == [str(leader)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it ended by itself
+            signal_process(pid, signal.SIGKILL)
+
+
+def signal_process(pid: int, number: int) -> None:
+    """Signal a process, unless it has ended by itself."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
 
 
 def _processes() -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shoal_toolkit import rank_shell
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import Loop
-from shoal_toolkit.process import children, signal_group, start_time
+from shoal_toolkit.process import descendants, signal_group, signal_process, start_time
 from shoal_toolkit.streams import Flow, Source
 
 STDOUT, STDERR = 1, 2
@@ -36,13 +36,18 @@ def make_run_directory() -> str:
 
 
 def remove_run_directory(path: str) -> None:
-    """Remove the directory and the FIFOs and the socket in it. A script that cleaned up /tmp has done it already."""
+    """Remove the directory: FIFOs, a socket, Open MPI's files. A script that cleaned up /tmp has done it already."""
+    for directory, _, names in os.walk(path, topdown=False):
+        for name in names:
+            _remove(os.unlink, os.path.join(directory, name))
+        _remove(os.rmdir, directory)
+
+
+def _remove(remove: Callable[[str], None], path: str) -> None:
     try:
-        for name in os.listdir(path):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
-    except FileNotFoundError:
-        return
+        remove(path)
+    except OSError:
+        return  # it is gone, or a process that was left behind still writes there
 
 
 class LocalRanks:
@@ -78,10 +83,10 @@ class LocalRanks:
     def signal(self, number: int) -> None:
         """Signal every rank that still runs, with the processes in its group."""
         for pid, started in self._pids.items():
-            # mpirun makes each rank the leader of a group, torchrun does not: then its shell's children are the rank.
+            # mpirun makes each rank the leader of a group, torchrun does not: then the rank is all below its shell.
             if started and start_time(pid) == started and not signal_group(pid, number):
-                for process in (*children(pid), pid):
-                    _signal(process, number)
+                for process in (*descendants(pid), pid):
+                    signal_process(process, number)
 
     def stop(self, number: int) -> None:
         """Signal every rank, and let those that leave at once wait for the others."""
@@ -135,10 +140,3 @@ class LocalRanks:
         for output in self._outputs:
             output.poll()  # its last words came before
         self._on_end(rank, code)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended by itself

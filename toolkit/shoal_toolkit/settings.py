@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
-from shoal_toolkit.errors import ContractError
+from shoal_toolkit.errors import ContractError, did_you_mean
 
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600
+LOG_FORMATS = ("text", "json")
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
 
 
@@ -19,6 +20,7 @@ class Settings(NamedTuple):
     port: int
     hosts_timeout: int
     stop_grace: int
+    log_format: str  # one of LOG_FORMATS
 
 
 def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
@@ -40,8 +42,19 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
         hosts_timeout=number("SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
         stop_grace=number("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
+        log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
     )
+    if settings.log_format not in LOG_FORMATS:
+        problems.append(_no_format(settings.log_format))
+        settings = settings._replace(log_format=LOG_FORMATS[0])
     return settings, next(iter(problems), None)
+
+
+def _no_format(text: str) -> ContractError:
+    return ContractError(
+        f"The variable SHOAL_LOG_FORMAT is {text!r}; allowed are {' and '.join(LOG_FORMATS)}."
+        f"{did_you_mean(text, LOG_FORMATS)}"
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:

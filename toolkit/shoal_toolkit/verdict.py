@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +13,7 @@ from shoal_toolkit.contract import Paths
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.log import say
 
-FAILURE, SUCCESS, REPORT = "failure", "success", "job.json"
-_TRACEBACK = "Traceback (most recent call last):"
-_LONGEST_LINE = 300
-_LONGEST_COMMAND = 200
-_SHOWN = 1024  # SageMaker shows that much of the failure file
+FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
 
 
 class Verdict(NamedTuple):
@@ -35,6 +30,8 @@ class Failure(NamedTuple):
     where: str  # such as "rank 1 on algo-2"
     command: Sequence[str]
     stderr: str  # its end
+    facts: Mapping[str, int] = {}  # of its host: see oom.py
+    reason: str = ""  # where stderr is not searched for it: mpirun's (see daemonlog.py)
 
 
 def of_error(error: TrainError) -> Verdict:
@@ -43,16 +40,10 @@ def of_error(error: TrainError) -> Verdict:
 
 
 def of_failure(failure: Failure) -> Verdict:
-    """The verdict on a job whose script failed: the exception first, then who, then the end of the traceback.
+    """The verdict on a job whose script failed."""
+    from shoal_toolkit import diagnosis  # a job that succeeds does without it
 
-    SageMaker shows the first 1,024 characters: the essentials fit.
-    """
-    command = _clip(" ".join(redact.arguments(failure.command)), _LONGEST_COMMAND)
-    exception, end = _exception(failure.stderr)
-    ended = exit_description(failure.exit_code)
-    head = exception or f"The script {ended}, and wrote nothing to stderr."
-    message = f"{head}\n{failure.where} {ended}: {command}"
-    return Verdict(failure.exit_code, f"{message}\n\n{_last_lines(end, _SHOWN - len(message) - 2)}" if end else message)
+    return Verdict(failure.exit_code, diagnosis.message(failure))
 
 
 def of_stop(number: int) -> Verdict:
@@ -80,7 +71,7 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
     try:
         for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` brings none
             os.makedirs(directory, exist_ok=True)
-        for name in (FAILURE, SUCCESS):
+        for name in (FAILURE, SUCCESS, METRICS):
             _remove(paths, name)
         _write(paths, REPORT, _as_json(report))
     except OSError as error:
@@ -91,20 +82,41 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
 
 def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
     """Write the verdict, and return the exit code. A verdict that cannot be written is a failure in any case."""
-    code = verdict.exit_code
+    code = exit_status(verdict.exit_code)
+    message = redact.text(verdict.message)
     if code:
         # The script has written its traceback to the log already.
-        summary = verdict.message.partition("\n\n")[0]
+        summary = message.partition("\n\n")[0]
         say(f"the job failed with exit code {code}: {summary}")
+    full_report = _as_json({**report, "exit_code": code})
+    files = {FAILURE: message, REPORT: full_report} if code else {REPORT: full_report, SUCCESS: ""}
     try:
         os.makedirs(paths.output, exist_ok=True)
         _remove(paths, SUCCESS if code else FAILURE)  # of an earlier job that this one did not come to remove
-        _write(paths, REPORT, _as_json({**report, "exit_code": code}))
-        _write(paths, FAILURE if code else SUCCESS, verdict.message)
+        for name, text in files.items():
+            _write(paths, name, text)
     except OSError as error:
-        say(f"the verdict cannot be written: {error}. {paths.output} must be a writable directory.")
+        needs = f"{paths.output} must be a writable directory, with space in it."
+        message = message or f"The script ended well, and that cannot be recorded: {error}. {needs}"
+        say(f"the verdict cannot be written: {error}. {needs}\nIt is:\n{message}")
+        _write_failure_alone(paths, message)
         return code or 1
     return code
+
+
+def _write_failure_alone(paths: Paths, message: str) -> None:
+    """Where the disk is full, the report makes room for what counts."""
+    try:
+        _remove(paths, SUCCESS)
+        _remove(paths, REPORT)
+        _write(paths, FAILURE, message)
+    except OSError:
+        return  # that has been said
+
+
+def exit_status(code: int) -> int:
+    """Return a code as the kernel will hand it on: of 256, say, it would make 0."""
+    return code if 0 <= code <= 255 else 1
 
 
 def _as_json(report: Mapping[str, Any]) -> str:
@@ -114,9 +126,13 @@ def _as_json(report: Mapping[str, Any]) -> str:
 def _write(paths: Paths, name: str, text: str) -> None:
     """Write a file in one step: nobody reads half of it."""
     path = os.path.join(paths.output, name)
-    with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        _remove(paths, f"{name}.part")
+        raise
 
 
 def _remove(paths: Paths, name: str) -> None:
@@ -124,34 +140,3 @@ def _remove(paths: Paths, name: str) -> None:
         os.unlink(os.path.join(paths.output, name))
     except FileNotFoundError:
         return
-
-
-def _exception(stderr: str) -> tuple[str, str]:
-    """Return the line that names the error, and the end of what was written: the last traceback if there is one."""
-    start = stderr.rfind(_TRACEBACK)
-    if start < 0:
-        return _last_words(stderr), stderr.strip()
-    lines = stderr[start:].splitlines()
-    for index, line in enumerate(lines[1:], start=1):
-        # Frames are indented; the first line that is not names the exception.
-        if line.strip() and not line[0].isspace() and re.match(r"[\w.]+(:|$)", line):
-            return _clip(line, _LONGEST_LINE), "\n".join(lines[: index + 8])
-    return _last_words(stderr[start:]), "\n".join(lines)
-
-
-def _last_words(text: str) -> str:
-    """Return the last line that says something: mpirun and exception groups end with a rule of dashes."""
-    lines = [line.strip() for line in text.splitlines() if any(character.isalnum() for character in line)]
-    return _clip(lines[-1], _LONGEST_LINE) if lines else ""
-
-
-def _clip(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _last_lines(text: str, length: int) -> str:
-    """Return the last whole lines that fit, and at least the end of the last one."""
-    if len(text) <= length:
-        return text
-    kept = text[-length:]
-    return kept.partition("\n")[2] or kept

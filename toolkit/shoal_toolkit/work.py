@@ -10,9 +10,9 @@ from typing import NamedTuple
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.loop import Loop
 from shoal_toolkit.plan import LaunchPlan
-from shoal_toolkit.process import kill_session, signal_group, spawn
+from shoal_toolkit.process import descendants, kill_session, signal_group, signal_process, spawn
 from shoal_toolkit.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
-from shoal_toolkit.streams import Flow, Source, Tail
+from shoal_toolkit.streams import Flow, Lines, Source, Tail
 
 
 class Events(NamedTuple):
@@ -29,8 +29,17 @@ class Events(NamedTuple):
 class Work:
     """One process of this host at a time, what is below it and beside it."""
 
-    def __init__(self, loop: Loop, flow: Flow, plan: LaunchPlan, environ: Mapping[str, str], events: Events) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        flow: Flow,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        events: Events,
+        reads_all: bool = False,
+    ) -> None:
         self._loop = loop
+        self._reads_all = reads_all  # no process writes to our stdout and stderr itself
         self._flow = flow
         self._plan = plan
         self._environ = {**environ, **plan.env}
@@ -38,6 +47,7 @@ class Work:
         self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
         self._companions: dict[int, str] = {}  # pid → name
+        self._companion_sources: dict[int, list[Source]] = {}
         self._on_end: Callable[[int], None] = events.ended
         self._pid = 0
         self.directory = ""
@@ -92,11 +102,16 @@ class Work:
     def _start_script(self) -> None:
         """Run the script on its own. Its stdout is ours; its stderr passes through us, for the failure file."""
         rank = self._plan.rank_of(self._plan.current_host)
-        error_read, error_write = os.pipe()
-        self._sources = [
-            Source(self._loop, self._flow, error_read, lambda data: self._events.output(STDERR, rank, data))
-        ]
-        self._spawn(self._plan.command, self._environ, self._plan.cwd, (STDOUT, error_write), [error_write])
+
+        def reader(stream: int) -> Callable[[bytes], None]:
+            return lambda data: self._events.output(stream, rank, data)
+
+        if self._reads_all:
+            self._start(self._plan.command, {}, self._plan.cwd, reader)
+        else:
+            error_read, error_write = os.pipe()
+            self._sources = [Source(self._loop, self._flow, error_read, reader(STDERR))]
+            self._spawn(self._plan.command, self._environ, self._plan.cwd, (STDOUT, error_write), [error_write])
         self._start_companions()
         self._events.started(rank)
 
@@ -128,24 +143,39 @@ class Work:
         cwd: str,
         reader: Callable[[int], Callable[[bytes], None]],
     ) -> None:
+        self._sources, writes = self._pipes(reader)
+        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
+
+    def _pipes(self, reader: Callable[[int], Callable[[bytes], None]]) -> tuple[list[Source], list[int]]:
+        """Make a pipe each for stdout and stderr of a process; returns who reads them, and what it writes to."""
         outputs = [os.pipe(), os.pipe()]
-        self._sources = [
+        sources = [
             Source(self._loop, self._flow, read, reader(stream)) for stream, (read, _) in zip((STDOUT, STDERR), outputs)
         ]
-        writes = [write for _, write in outputs]
-        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
+        return sources, [write for _, write in outputs]
 
     # Companions
 
     def _start_companions(self) -> None:
         for companion in self._plan.companions:
-            pid = spawn(companion.command, {**self._environ, **companion.env}, self._plan.cwd)
+            sources, writes = self._pipes(self._line_sayer) if self._reads_all else ([], [STDOUT, STDERR])
+            environ = {**self._environ, **companion.env}
+            # One that drains waits for the signal itself; it could come before its Python is up.
+            blocked = (signal.SIGTERM,) if companion.drains else ()
+            try:
+                pid = spawn(companion.command, environ, self._plan.cwd, writes[0], writes[1], blocked)
+            finally:
+                for fd in writes if sources else ():
+                    os.close(fd)
             self._companions[pid] = companion.name
+            self._companion_sources[pid] = sources
             self._loop.on_child(pid, lambda code, pid=pid: self._companion_ended(pid, code))  # type: ignore[misc]
 
     def _companion_ended(self, pid: int, code: int) -> None:
         name = self._companions.pop(pid)
         signal_group(pid, signal.SIGKILL)
+        for source in self._companion_sources.pop(pid):
+            source.finish()
         if self.running:
             self._events.companion_ended(name, code)
 
@@ -171,8 +201,10 @@ class Work:
 
     def kill(self) -> None:
         """End everything now, but for companions that drain."""
-        if self._ranks is not None:
+        if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
+            for pid in descendants(self._pid):  # ranks that have not said that they start
+                signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
     def close(self) -> None:
@@ -188,6 +220,11 @@ class Work:
 
     def _sayer(self, stream: int) -> Callable[[bytes], None]:
         return lambda data: self._events.said(stream, data)
+
+    def _line_sayer(self, stream: int) -> Callable[[bytes], None]:
+        """Whole lines: several speak at once."""
+        lines = Lines(b"")
+        return lambda data: self._events.said(stream, lines.feed(data))
 
     def _spawn(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], ours: list[int]

@@ -12,10 +12,8 @@ from shoal_toolkit.daemons import daemon_command
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.host import Host, Task, companion_failure
 from shoal_toolkit.log import say
-from shoal_toolkit.machine import find_program
 from shoal_toolkit.plan import LaunchPlan
 from shoal_toolkit.ranks import STDERR
-from shoal_toolkit.streams import Tail
 from shoal_toolkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ class Worker(Host):
         super().__init__(task)
         self._agent: Agent | None = None
         self._channel: Channel | None = None
-        self._tail = Tail()
         self._daemon = DaemonLog()
         self._first_host = task.hosts[0]
         self._has_ranks = isinstance(task.plan, LaunchPlan) and task.plan.has_ranks
@@ -107,8 +104,8 @@ class Worker(Host):
             if command is None:
                 self.work.start()
             else:
-                argv, variables = daemon_command(command, find_program("orted", self.task.environ))
                 self.work.prepare_ranks()
+                argv, variables = daemon_command(command, self.task.environ, self.work.directory)
                 self.work.start_launcher(argv, variables)
         except TrainError as error:
             self._failed(error)
@@ -131,7 +128,7 @@ class Worker(Host):
         self._send(wire.STARTED, rank=rank)
 
     def rank_ended(self, rank: int, code: int) -> None:
-        self._send(wire.RANK_ENDED, rank=rank, code=code)
+        self._send(wire.RANK_ENDED, rank=rank, code=code, facts=self.facts() if code else {})
 
     def companion_ended(self, name: str, code: int) -> None:
         message = companion_failure(name, self.task.cluster.current_host, code)
@@ -143,15 +140,17 @@ class Worker(Host):
             if self._channel is not None:
                 self._channel.send_output(stream, rank, data)
             return
-        self._tail.add(data)
-        self.sinks[stream].write(data)
+        self.output.rank(stream, rank, self.task.cluster.current_host, data)
 
     def launcher_said(self, stream: int, data: bytes) -> None:
-        self.sinks[STDERR].write(self._daemon.feed(stream, data))
+        self.output.launcher(STDERR, self.task.cluster.current_host, self._daemon.feed(stream, data))
 
     def work_ended(self, code: int) -> None:
-        stderr = self._daemon.text() if self._has_ranks else self._tail.text()
-        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=self._daemon.failed_rank)
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
+        failed, facts = self._daemon.failed_rank, self.facts() if code else {}
+        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts)
 
     def _send(self, kind: bytes, **fields: Any) -> None:
         if self._channel is not None:

@@ -1,0 +1,356 @@
+"""The text of the failure file: what failed first, who, why, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_toolkit import diagnosis, oom
+from shoal_toolkit.verdict import Failure
+
+from .conftest import TRAIN, Run, Tree, clean_environment
+from .loopback import started, two_trees
+
+TRACEBACK = """some output
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'first'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+    raise ValueError("boom")
+ValueError: boom
+and a second line
+"""
+# As Python 3.11 and later frame it.
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in <module>
+  |     raise ExceptionGroup("two", [ValueError("boom"), TypeError("bang")])
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: boom
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "a.py", line 2, in f
+    | TypeError: bang
+    +------------------------------------
+"""
+SYNTAX = """  File "/opt/ml/code/train.py", line 1
+    def f(:
+          ^
+SyntaxError: invalid syntax
+"""
+CPP = """[W] a warning
+terminate called after throwing an instance of 'c10::Error'
+  what():  CUDA error: an illegal memory access was encountered
+Exception raised from c10_cuda_check_implementation (most recent call first):
+frame #0: c10::Error::Error() + 0x57 (0x7f in /usr/lib/libc10.so)
+frame #1: <unknown function> + 0x1
+"""
+TORCHRUN = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "a.py", line 3, in <module>
+[rank1]: ValueError: boom
+E0101 00:00:00.000 1 torch/distributed/elastic] failed (exitcode: 1) local_rank: 1 (pid: 9)
+Traceback (most recent call last):
+  File "/usr/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+a.py FAILED
+"""
+AT_EXIT = """Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+ValueError: boom
+Exception ignored in: <function Pool.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "pool.py", line 268, in __del__
+ResourceWarning: unclosed running multiprocessing pool
+"""
+SPAWNED = """Traceback (most recent call last):
+  File "a.py", line 9, in <module>
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "a.py", line 5, in work
+ValueError: boom
+"""
+
+
+def message(
+    stderr: str, code: int = 1, command: tuple[str, ...] = ("python", "a.py"), facts: dict[str, int] | None = None
+) -> str:
+    return diagnosis.message(Failure(code, "rank 1 on algo-2", command, stderr, facts or {}))
+
+
+def head(stderr: str, code: int = 1, **facts: int) -> str:
+    return message(stderr, code, facts=facts).splitlines()[0]
+
+
+def test_the_exception_then_who_then_the_traceback() -> None:
+    lines = message(TRACEBACK, command=("python", "a.py", "--api_key", "hunter2")).splitlines()
+    assert lines[0] == "ValueError: boom"
+    assert lines[1] == "rank 1 on algo-2 exited with code 1: python a.py --api_key ******"
+    assert lines[-2:] == ["ValueError: boom", "and a second line"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "expected"),
+    [
+        (TRACEBACK, "ValueError: boom"),
+        (TRACEBACK + "\n".join(f"[W] warning {n}" for n in range(50)), "ValueError: boom"),
+        (GROUP, "ExceptionGroup: two (2 sub-exceptions): ValueError: boom; TypeError: bang"),
+        (SYNTAX, "SyntaxError: invalid syntax"),
+        (SYNTAX + "[W] a warning afterwards\n", "SyntaxError: invalid syntax"),
+        (TORCHRUN, "ValueError: boom"),
+        (AT_EXIT, "ValueError: boom"),
+        (SPAWNED, "ValueError: boom"),
+        ("100%|####| 9/9\r10%\rTraceback (most recent call last):\n  File\nE: x\n", "E: x"),
+        (
+            "\x1b[31mTraceback (most recent call last):\x1b[0m\n  File\n\x1b[1;35mValueError\x1b[0m: boom\n",
+            "ValueError: boom",
+        ),
+        ("Traceback (most recent call last):\n  File\nRuntimeError:\n\tMissing key\n", "RuntimeError: Missing key"),
+        ("one\n\nerror: no such file\n\n", "error: no such file"),
+        (
+            "+ cp a b\ncp: cannot stat 'a': No such file or directory\n",
+            "cp: cannot stat 'a': No such file or directory",
+        ),
+        (f"{'-' * 70}\né\n{'-' * 70}\n", "é"),
+        ("", "The script exited with code 1, and wrote nothing to stderr."),
+    ],
+)
+def test_what_names_the_failure(stderr: str, expected: str) -> None:
+    assert head(stderr) == expected
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "expected"),
+    [
+        (CPP, 134, "CUDA error: an illegal memory access was encountered"),
+        (TRACEBACK + CPP, 134, "CUDA error: an illegal memory access was encountered"),
+        (TRACEBACK + CPP, 1, "ValueError: boom"),
+        (
+            "Fatal Python error: Segmentation fault\n\nCurrent thread\n  File\n",
+            139,
+            "Fatal Python error: Segmentation fault",
+        ),
+        ("[W] a warning\n", 139, "The script was killed by signal 11 (SIGSEGV)."),
+        ("", 137, "The script was killed by signal 9 (SIGKILL), and wrote nothing to stderr."),
+    ],
+)
+def test_what_names_a_failure_by_signal(stderr: str, code: int, expected: str) -> None:
+    assert head(stderr, code) == expected
+
+
+LINKER = "a: error while loading shared libraries: libX.so.1: cannot open shared object file: No such file"
+IMPORT = "Traceback (most recent call last):\n  File\nImportError: libGL.so.1: cannot open shared object file: x"
+MODULE = "Traceback (most recent call last):\n  File\nModuleNotFoundError: No module named 'yaml.x'"
+BUS = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."
+LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "facts", "says"),
+    [
+        ("", 137, LIMITED, "Out of memory: the kernel killed the script at its container's limit of 512 MiB."),
+        ("", 137, {"oom_kills": 0, "machine_oom_kills": 1}, "Out of memory: the machine had none left"),
+        (TRACEBACK, 1, LIMITED, "the kernel killed 2 of its processes at the limit of 512 MiB"),
+        ("", 135, {"shm": 1 << 26}, "/dev/shm has 64 MiB here, and shared memory did not fit: docker run --shm-size"),
+        (BUS, 1, {"shm": 1 << 26}, "--shm-size"),
+        (LINKER, 127, {}, "The library libX.so.1 is not in this image"),
+        (IMPORT, 1, {}, "The library libGL.so.1 is not in this image"),
+        (MODULE, 1, {}, "Name the package that holds yaml in requirements.txt"),
+        ("./go.sh: line 2: foo: command not found", 127, {}, "Exit code 127: a program"),
+        ("./go.sh: line 2: ./foo: Permission denied", 126, {}, "Exit code 126: a program was found"),
+        ("OSError: [Errno 28] No space left on device", 1, {}, "A file system is full"),
+    ],
+)
+def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dict[str, int], says: str) -> None:
+    assert says in message(stderr, code, facts=facts).partition("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "facts", "unsaid"),
+    [
+        ("", 137, {"oom_kills": 0, "machine_oom_kills": 0}, "memory"),
+        ("", 135, {"shm": 1 << 30}, "/dev/shm"),
+        ("W: libcudart.so.11: cannot open shared object file\n" + TRACEBACK, 1, {}, "library"),
+        ("W: libcudart.so.11: cannot open shared object file\nno data\n", 3, {}, "library"),
+    ],
+)
+def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int], unsaid: str) -> None:
+    assert unsaid not in message(stderr, code, facts=facts)
+
+
+def test_every_text_of_the_table_can_be_said() -> None:
+    """With no fact known: a gap in the table must not cost the verdict."""
+    for entry in diagnosis.table()["advice"]:
+        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Named(what="x"))
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "𝔵"])
+def test_what_sagemaker_shows_holds_it_all(letter: str) -> None:
+    """1,024 characters or bytes: nobody says which. The file has at most as many bytes."""
+    exception = f"ImportError: libX.so: cannot open shared object file {letter * 5000}"
+    long = f"Traceback (most recent call last):\n{'  File in f' * 500}\n{exception}"
+    shown = diagnosis.message(Failure(1, f"rank 1 on {letter * 200}", ["python", letter * 900], long, {}))
+    assert len(shown.encode()) <= 1024
+    lines = shown.splitlines()
+    assert lines[0].startswith("ImportError: libX.so: cannot open")
+    assert lines[1].startswith("rank 1 on ")
+    assert "The library libX.so is not in this image" in lines[2]
+    assert "�" not in shown
+
+
+def test_the_end_of_a_long_traceback_is_kept() -> None:
+    frames = "".join(f'  File "x.py", line {n}, in f\n' for n in range(500))
+    shown = message(f"Traceback (most recent call last):\n{frames}RuntimeError: deep\n")
+    assert len(shown.encode()) <= 1024
+    assert shown.endswith('  File "x.py", line 499, in f\nRuntimeError: deep')
+    assert shown.partition("\n\n")[2].startswith('  File "x.py", line 4'), "whole lines"
+
+
+def test_a_secret_that_a_clipped_line_would_cut_is_masked_first() -> None:
+    shown = message(f"ValueError: {'x' * 270} MY_TOKEN={'s3cret' * 20}")
+    assert "s3cret" not in shown
+
+
+# Real failures
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "code", "says"),
+    [
+        ("go.sh", "set -e\ncat /no/such/file\necho never\n", 1, "cat: /no/such/file: No such file or directory\n"),
+        ("go.sh", "no-such-program\n", 127, "Exit code 127"),
+        ("train.py", "def f(:\n", 1, "SyntaxError: "),
+        ("train.py", "import no_such_module\n", 1, "Name the package that holds no_such_module in requirements.txt"),
+        (
+            "train.py",
+            "import ctypes; ctypes.CDLL('libnone.so.3')\n",
+            1,
+            "The library libnone.so.3 is not in this image",
+        ),
+        ("train.py", "import os; os.abort()\n", 134, "was killed by signal 6 (SIGABRT)"),
+        ("train.py", "import sys; sys.exit(255)\n", 255, "exited with code 255"),
+        ("train.py", "import sys; sys.exit('no data')\n", 1, "no data\nrank 0 on"),
+        ("train.py", "raise SystemExit(257)\n", 1, "exited with code 1"),
+    ],
+)
+def test_real_failures_are_named(tree: Tree, run: Run, name: str, script: str, code: int, says: str) -> None:
+    tree.script(script, name)
+    assert run(SAGEMAKER_PROGRAM=name).code == code
+    assert says in tree.failure
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("call", "code"), [("Abort(3)", 3), ("Abort(255)", 255), ("Abort(256)", 1)])
+def test_an_abort_never_becomes_a_success(tree: Tree, run: Run, call: str, code: int) -> None:
+    """The kernel keeps one byte of an exit code: mpirun ends with 0 after MPI_Abort(256)."""
+    tree.script(f"from mpi4py import MPI\nworld = MPI.COMM_WORLD\nworld.{call} if world.rank else world.Barrier()")
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == code
+    assert tree.outcome() == {"failure"}
+    assert f"rank 1 on {os.uname().nodename} exited with code {code}" in tree.failure
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_a_real_exception_group(tree: Tree, run: Run) -> None:
+    tree.script("raise ExceptionGroup('two', [ValueError('boom'), TypeError('bang')])")
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 1
+    assert tree.failure.splitlines()[0] == ("ExceptionGroup: two (2 sub-exceptions): ValueError: boom; TypeError: bang")
+
+
+# Memory
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+OWN = {"v1": "4:memory:/docker/abc\n3:cpu:/docker/abc\n", "v2": "0::/\n", "v2-nested": "0::/job\n"}
+GROUP_FILES = {
+    "v1": ("sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\noom_kill {}\n"),
+    "v2": ("sys/fs/cgroup/memory.events", "low 0\noom 7\noom_kill {}\noom_group_kill 9\n"),
+    "v2-nested": ("sys/fs/cgroup/job/memory.events", "oom 7\noom_kill {}\n"),
+}
+LIMITS = {
+    "v1": ("sys/fs/cgroup/memory/memory.limit_in_bytes", "536870912\n"),
+    "v2": ("sys/fs/cgroup/memory.max", "536870912\n"),
+    "v2-nested": ("sys/fs/cgroup/job/memory.max", "536870912\n"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
+    counter, form = GROUP_FILES[kind]
+    write(tmp_path, {"proc/self/cgroup": OWN[kind], counter: form.format(3), "proc/vmstat": "pgpgin 1\noom_kill 5\n"})
+    before = oom.kills(str(tmp_path))
+    assert before == (3, 5)
+    write(tmp_path, {counter: form.format(4), "proc/vmstat": "oom_kill 7\n", **dict([LIMITS[kind]])})
+    assert oom.facts(before, str(tmp_path)) == {
+        "oom_kills": 1,
+        "machine_oom_kills": 2,
+        "memory_limit": 1 << 29,
+        "shm": 0,
+    }
+
+
+@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
+def test_no_limit(tmp_path: Path, text: str) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text})
+    facts = oom.facts(oom.kills(str(tmp_path)), str(tmp_path))
+    assert (facts["memory_limit"], facts["oom_kills"]) == (0, 0)
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+KILLED = "Out of memory: the kernel killed the script at its container's limit of 96 MiB.\n"
+CAN_LIMIT = os.geteuid() == 0 and os.access(GROUPS / "memory.limit_in_bytes", os.W_OK)
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A memory group that holds 96 MiB."""
+    group = GROUPS / f"shoal-test-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(96 << 20))
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.skipif(not CAN_LIMIT, reason="needs root, and version 1 of memory control groups")
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.mpi)])
+def test_a_script_that_the_kernel_kills_for_lack_of_memory(tree: Tree, limited: Path, ranks: int) -> None:
+    """Defect 13: the stock toolkit's hint never comes."""
+    tree.script("import os, time\nif os.environ['RANK'] == '0': kept = bytearray(256 << 20)\ntime.sleep(60)")
+    if ranks:
+        tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)
+    tree.hosts("algo-1", "algo-1")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    enter = ["/bin/sh", "-c", f'echo $$ >{limited}/cgroup.procs; exec "$@"', "sh", *TRAIN]
+    assert shutil.which("mpirun", path=str(Path(sys.executable).parent)) or not ranks
+    done = subprocess.run(enter, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 137, done.stderr
+    assert tree.failure.startswith(KILLED)
+    assert "rank 0 on algo-1 was killed by signal 9 (SIGKILL)" in tree.failure
+
+
+@pytest.mark.skipif(not CAN_LIMIT, reason="needs root, and version 1 of memory control groups")
+def test_a_worker_tells_the_first_host_of_its_lack_of_memory(tmp_path: Path, limited: Path) -> None:
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script("import os, time\nif os.environ['RANK'] == '1': kept = bytearray(256 << 20)\ntime.sleep(60)")
+    with started(trees, (":", f"echo $$ >{limited}/cgroup.procs")) as trains:
+        assert [train.wait(60) for train in trains] == [137, 137]
+    assert all(tree.failure.startswith(f"{KILLED}rank 1 on 127.0.0.2 was killed") for tree in trees)

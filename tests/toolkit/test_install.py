@@ -1,0 +1,263 @@
+"""What pip installs before the launch: in a virtual environment of the test, without a network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal_toolkit
+from shoal_toolkit import contract, install
+
+from .conftest import Finished, Tree, clean_environment
+from .test_plan import MACHINE
+from .test_s3 import CREDENTIALS
+
+PIP = (MACHINE.python, "-m", "pip", "install")
+OURS = (MACHINE.python, "-m", "shoal_toolkit.install")
+REQUIREMENTS = ("-r", "requirements.txt")
+# A build backend in the tree needs none from an index.
+BACKEND = """
+import zipfile
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    open("left-by-the-build", "w").close()
+    name = "pkg-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{directory}/{name}", "w") as wheel:
+        wheel.writestr("installed/__init__.py", "")
+        wheel.writestr("installed/__main__.py", "import sys; print('installed', sys.argv[1:])")
+        wheel.writestr("pkg-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: pkg\\nVersion: 1.0\\n")
+        wheel.writestr("pkg-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("pkg-1.0.dist-info/RECORD", "")
+    return name
+"""
+PYPROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+
+
+def wheel(directory: Path, name: str) -> Path:
+    """A package of one module, which says its name."""
+    path = directory / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr(f"{name}.py", f"NAME = {name!r}")
+        packed.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        packed.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return path
+
+
+class Environment:
+    """A virtual environment that sees this one's pip and boto3, and installs into itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+        toolkit = Path(shoal_toolkit.__file__).parent.parent
+        self.packages = next(directory.glob("lib/python*/site-packages"))
+        (self.packages / "these.pth").write_text(f"{sysconfig.get_path('purelib')}\n{toolkit}\n")
+
+    def train(self, tree: Tree, *arguments: str, **variables: str) -> Finished:
+        environment = clean_environment(
+            SAGEMAKER_BASE_DIR=str(tree.base), PIP_DISABLE_PIP_VERSION_CHECK="1", **variables
+        )
+        command = [str(self.directory / "bin/python"), "-m", "shoal_toolkit", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    def installed(self) -> set[str]:
+        return {path.name.partition("-")[0] for path in self.packages.glob("*.dist-info")}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "venv")
+
+
+# What is run
+
+
+@pytest.mark.parametrize(
+    ("files", "program", "expected"),
+    [
+        ({}, "train.py", ()),
+        ({"requirements.txt": "x"}, "train.py", (*PIP, *REQUIREMENTS)),
+        ({"requirements.txt": "x"}, "go.sh", (*PIP, *REQUIREMENTS)),
+        ({"requirements.txt": "x"}, "-m pkg", (*PIP, *REQUIREMENTS)),
+        ({"requirements.txt": " \n# nothing\n\n"}, "train.py", ()),
+        ({"setup.py": ""}, "pkg", (*OURS, ".")),
+        ({"setup.py": ""}, "-m pkg", (*OURS, ".")),
+        ({"setup.py": ""}, "train.py", (*OURS, ".")),
+        ({"setup.py": ""}, "go.sh", ()),
+        ({"setup.py": "", "requirements.txt": "x"}, "pkg", (*OURS, ".", *REQUIREMENTS)),
+        ({"setup.py": "", "requirements.txt": "x"}, "go.sh", (*PIP, *REQUIREMENTS)),
+        ({"pyproject.toml": PYPROJECT}, "pkg", (*OURS, ".")),
+        ({"pyproject.toml": "[project]\nname='pkg'"}, "-m pkg", (*OURS, ".")),
+        ({"pyproject.toml": PYPROJECT}, "train.py", ()),
+        ({"pyproject.toml": "[tool.black]"}, "-m pkg", ()),
+    ],
+)
+@pytest.mark.parametrize("arn", ["", "arn:aws:codeartifact:eu-west-1:123456789012:repository/domain/repo"])
+def test_what_is_installed(
+    tree: Tree, files: dict[str, str], program: str, expected: tuple[str, ...], arn: str
+) -> None:
+    for name, text in {"train.py": "", "go.sh": "", **files}.items():
+        tree.script(text, name)
+    paths = contract.Paths(str(tree.base))
+    environ = {"SAGEMAKER_PROGRAM": program, "CA_REPOSITORY_ARN": arn}
+    job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
+    if arn and expected[:4] == PIP:
+        expected = (*OURS, *expected[4:])
+    assert install.commands(job, MACHINE) == ((expected,) if expected else ())
+
+
+# It is installed
+
+
+@pytest.mark.parametrize("program", ["train.py", "go.sh"])
+def test_requirements_are_there_when_the_script_starts(tree: Tree, environment: Environment, program: str) -> None:
+    """The stock toolkit forgets them for shell scripts."""
+    wheel(tree.code, "needed")
+    tree.script("# of this job\n./needed-1.0-py3-none-any.whl\n", "requirements.txt")
+    tree.script("import needed; print(needed.NAME)")
+    tree.script(f'exec {environment.directory}/bin/python train.py "$@"', "go.sh")
+    done = environment.train(tree, SAGEMAKER_PROGRAM=program, PIP_NO_INDEX="1")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "needed"), done.err
+    assert "Successfully installed needed-1.0" in done.out + done.err
+    assert environment.installed() == {"needed"}
+
+
+@pytest.mark.parametrize("metadata", ["setup.py", "pyproject.toml"])
+def test_a_package_is_installed_and_run(tree: Tree, environment: Environment, metadata: str) -> None:
+    tree.script(PYPROJECT, "pyproject.toml")
+    tree.script("raise SystemExit('not by this')", metadata) if metadata == "setup.py" else None
+    tree.script(BACKEND, "backend.py")
+    tree.hyperparameters(lr=0.1, sagemaker_program="installed")
+    before = sorted(path.name for path in tree.code.iterdir())
+    done = environment.train(tree, PIP_NO_INDEX="1")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "installed ['--lr', '0.1']"), done.err
+    assert environment.installed() == {"pkg"}
+    assert sorted(path.name for path in tree.code.iterdir()) == before, "the build leaves nothing in the user's tree"
+
+
+def test_a_failed_install_fails_the_job_with_pips_words(tree: Tree, environment: Environment) -> None:
+    tree.script("no-such-package-anywhere\n", "requirements.txt")
+    tree.script("print('started')")
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py", PIP_NO_INDEX="1")
+    assert done.code == 1
+    assert "started" not in done.out
+    assert tree.failure.startswith("ERROR: Could not find a version that satisfies the requirement no-such-package")
+    assert tree.outcome() == {"failure"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_packages_that_cannot_be_written_fail_the_job(tree: Tree, environment: Environment) -> None:
+    wheel(tree.code, "needed")
+    tree.script("./needed-1.0-py3-none-any.whl", "requirements.txt")
+    tree.script("print('started')")
+    variables = clean_environment(
+        SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", PIP_NO_INDEX="1", HOME=str(tree.base)
+    )
+    read_only = f"mount --bind -o ro {environment.directory} {environment.directory}"
+    train = f"{environment.directory}/bin/python -m shoal_toolkit"
+    command = ["unshare", "--mount", "sh", "-c", f"{read_only} && exec {train}"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "Read-only file system" in tree.failure
+    assert "started" not in done.stdout
+
+
+# AWS CodeArtifact
+
+
+class Index(ThreadingHTTPServer):
+    """CodeArtifact's two calls, and the index that they lead to: the token is asked for."""
+
+    def __init__(self, directory: Path, refuses: bool = False) -> None:
+        super().__init__(("127.0.0.1", 0), _Page)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.wheel = wheel(directory, "private")
+        self.refuses = refuses
+        self.asked: list[str] = []
+
+
+class _Page(BaseHTTPRequestHandler):
+    server: Index
+
+    def do_POST(self) -> None:
+        self.server.asked.append(self.path)
+        self._answer(403 if self.server.refuses else 200, json.dumps({"authorizationToken": "t0ken"}).encode())
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        basic = base64.b64encode(b"aws:t0ken").decode()
+        if self.path.startswith("/v1/repository/endpoint?"):
+            self._answer(200, json.dumps({"repositoryEndpoint": f"{self.server.url}/pypi/repo/"}).encode())
+        elif self.headers.get("Authorization") != f"Basic {basic}":
+            self._answer(401, b"")
+        elif self.path == "/pypi/repo/simple/private/":
+            self._answer(200, f'<a href="/{self.server.wheel.name}">it</a>'.encode(), "text/html")
+        else:
+            self._answer(200, self.server.wheel.read_bytes())
+
+    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", kind)
+        self.send_header("WWW-Authenticate", "Basic")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    server = Index(tmp_path)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+ARN = "arn:aws:codeartifact:eu-west-1:123456789012:repository/domain/repo"
+
+
+def test_requirements_come_from_code_artifact(tree: Tree, environment: Environment, index: Index) -> None:
+    tree.script("private==1.0", "requirements.txt")
+    tree.script("import private; print(private.NAME)")
+    variables = {**CREDENTIALS, "CA_REPOSITORY_ARN": ARN, "AWS_ENDPOINT_URL_CODEARTIFACT": index.url}
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py", PIP_NO_CACHE_DIR="1", **variables)
+    assert (done.code, done.out.splitlines()[-1]) == (0, "private"), done.err + done.out
+    assert index.asked[:2] == [
+        "/v1/authorization-token?domain=domain&domain-owner=123456789012",
+        "/v1/repository/endpoint?domain=domain&domain-owner=123456789012&repository=repo&format=pypi",
+    ]
+    assert "t0ken" not in done.out + done.err
+
+
+def test_code_artifact_refuses(tree: Tree, environment: Environment, index: Index) -> None:
+    index.refuses = True
+    tree.script("private==1.0", "requirements.txt")
+    tree.script("")
+    variables = {**CREDENTIALS, "CA_REPOSITORY_ARN": ARN, "AWS_ENDPOINT_URL_CODEARTIFACT": index.url}
+    assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", **variables).code == 1
+    assert tree.failure.startswith(f"ERROR: CodeArtifact gives no access to {ARN}: ")
+
+
+def test_an_arn_that_is_none(tree: Tree, environment: Environment) -> None:
+    tree.script("private==1.0", "requirements.txt")
+    tree.script("")
+    assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", CA_REPOSITORY_ARN="arn:aws:s3:::b").code == 1
+    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must be of the form arn:aws:code")

@@ -1,0 +1,282 @@
+"""What becomes of the output of ranks on its way through `train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal_toolkit import log
+from shoal_toolkit.loop import Loop
+from shoal_toolkit.output import Output
+from shoal_toolkit.streams import Flow
+
+from .conftest import TRAIN, Run, Tree, clean_environment
+from .loopback import NAMES, started, two_trees
+from .netns import UNAVAILABLE, running, two_hosts
+
+# Indentation, UTF-8, a progress bar, colours, what is no UTF-8, and no newline at the end.
+ODD = "  two\n\ttab\né\n 10%|█ |\r 20%|██|\r\n\x1b[1;31mred\x1b[0m\n".encode() + b"\xff\x00\n\nlast"
+LAUNCHERS = ["process", pytest.param("mpi", marks=pytest.mark.mpi)]
+JSON = {"SHOAL_LOG_FORMAT": "json", "SAGEMAKER_PROGRAM": "train.py"}
+
+
+def launch_by(tree: Tree, launcher: str, ranks: int = 1) -> None:
+    tree.hosts("algo-1", "algo-1")
+    if launcher == "mpi":
+        tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)
+
+
+def output(tree: Tree, **variables: str) -> tuple[bytes, bytes]:
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", **variables)
+    done = subprocess.run(TRAIN, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("piece", [1, 7, 4096])
+def test_the_bytes_of_one_rank_stay_as_they_are(tree: Tree, launcher: str, piece: int) -> None:
+    """Defect 11: the stock toolkit's capture strips indentation and splits UTF-8."""
+    launch_by(tree, launcher)
+    pieces = [ODD[start : start + piece] for start in range(0, len(ODD), piece)]
+    tree.script(f"import os\nfor fd in (1, 2):\n    for piece in {pieces!r}: os.write(fd, piece)")
+    out, err = output(tree)
+    assert out == ODD
+    assert err.endswith(b"\n" + ODD)
+
+
+@pytest.mark.mpi
+def test_the_lines_of_several_ranks_are_marked_and_else_stay_as_they_are(tree: Tree) -> None:
+    launch_by(tree, "mpi", 2)
+    tree.script(f"import os; os.write(1, {ODD!r})")
+    out, _ = output(tree)
+    for rank in (0, 1):
+        mark = b"[%d,algo-1] " % rank
+        mine = b"".join(line.partition(mark)[2] for line in out.splitlines(keepends=True) if line.startswith(mark))
+        assert mine.replace(b"\r" + mark, b"\r") == ODD + b"\n"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_line_with_an_error_in_it_costs_no_more_than_another(tree: Tree, launcher: str) -> None:
+    """Defect 10: the stock toolkit takes 51 s for these 80,000 lines, as it is quadratic in them."""
+    launch_by(tree, launcher)
+    tree.script("import sys\nfor n in range(80_000): sys.stderr.write(f'ValueError: {n}\\n')")
+    began = time.monotonic()
+    _, err = output(tree)
+    assert err.count(b"\nValueError: ") == 80_000
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.mpi
+def test_lines_stay_whole_where_both_streams_are_one_pipe(tree: Tree) -> None:
+    """`train 2>&1 | ...`, with a reader that is late: a write then ends within a line."""
+    launch_by(tree, "mpi", 2)
+    tree.script(
+        "import sys\nfor n in range(20_000):\n"
+        "    for out, name in ((sys.stdout, 'out'), (sys.stderr, 'err')): out.write(f'{name} {n} {\"x\" * 50}\\n')"
+    )
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    with subprocess.Popen(TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as train:
+        assert train.stdout
+        seen = b""
+        while data := os.read(train.stdout.fileno(), 5000):
+            seen += data
+    marked = [line for line in seen.decode().splitlines() if not line.startswith("train: ")]
+    assert all(re.fullmatch(r"\[[01],algo-1\] (?:out|err) \d+ x{50}", line) for line in marked)
+    assert len(marked) == 80_000
+
+
+def test_a_plain_job_that_succeeds_loads_nothing_for_those_that_do_not(tree: Tree) -> None:
+    tree.script("")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    code = "import sys; from shoal_toolkit.cli import main; assert main([]) == 0; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    loaded = {name.partition(".")[2] for name in done.stdout.split() if name.startswith("shoal_toolkit.")}
+    assert "output" in loaded
+    assert not loaded & {"diagnosis", "jsonlines", "metrics"}
+
+
+# Who speaks when
+
+
+@pytest.fixture
+def speak(capfdbinary: pytest.CaptureFixture[bytes]) -> Iterator[Callable[..., tuple[bytes, bytes]]]:
+    """Let ranks and `train` speak: speak((stream, rank, data) or a text ..., marked=True)."""
+    loop = Loop()
+
+    def together(*words: tuple[int, int, bytes] | str, marked: bool) -> tuple[bytes, bytes]:
+        out = Output(loop, Flow(), marked, as_json=False, metrics=None)
+        for word in words:
+            if isinstance(word, str):
+                log.say(word)
+            else:
+                stream, rank, data = word
+                out.rank(stream, rank, "h", data)
+        out.flush()
+        out.close()
+        captured = capfdbinary.readouterr()
+        return captured.out, captured.err
+
+    yield together
+    loop.close()
+
+
+Speak = Callable[..., tuple[bytes, bytes]]
+
+
+def test_lines_of_ranks_do_not_mix(speak: Speak) -> None:
+    words = [(1, 0, b"a"), (1, 1, b"b\nc"), (1, 0, b"a\n"), (1, 1, b"c")]
+    assert speak(*words, marked=True) == (b"[1,h] b\n[0,h] aa\n[1,h] cc\n", b"")
+
+
+def test_progress_bars_of_ranks_do_not_overwrite_each_other(speak: Speak) -> None:
+    words = [(1, 0, b"10%\r"), (1, 0, b"20%\r"), (1, 1, b"5%\r"), (1, 0, b"done\n")]
+    assert speak(*words, marked=True)[0] == b"[0,h] 10%\r[0,h] 20%\r\n[1,h] 5%\r\n[0,h] done\n"
+
+
+def test_train_does_not_speak_into_a_line(speak: Speak) -> None:
+    words = [(2, 0, b"half a "), "told to stop", (2, 0, b"line\n"), "and", "over"]
+    assert speak(*words, marked=False)[1] == b"half a \ntrain: told to stop\nline\ntrain: and\ntrain: over\n"
+
+
+def test_a_last_line_without_an_end_is_kept(speak: Speak) -> None:
+    assert speak((1, 0, b"a\nb"), marked=False)[0] == b"a\nb"
+    assert speak((1, 0, b"a\nb"), marked=True)[0] == b"[0,h] a\n[0,h] b\n"
+
+
+def test_after_the_end_train_still_speaks(speak: Speak, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    speak(marked=False)
+    log.say("over")
+    assert capfdbinary.readouterr().err == b"train: over\n"
+
+
+# JSON
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The log's objects; every line is one."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_line_is_one_object(tree: Tree, run: Run, launcher: str, ranks: int) -> None:
+    if launcher == "process":
+        ranks = 1
+    launch_by(tree, launcher, ranks)
+    tree.script(
+        "import os, sys\nprint('  é \"x\"')\nos.write(1, b'\\xff\\n10%\\r20%\\r\\n\\nlast')\n"
+        "print('err', file=sys.stderr)"
+    )
+    before = datetime.now(timezone.utc)
+    done = run(**JSON)
+    assert done.code == 0, done.err
+    for rank in range(ranks):
+        mine = [line for line in objects(done.out) if line["rank"] == rank]
+        assert [line["message"] for line in mine] == ['  é "x"', "\\xff", "10%", "20%", "", "last"]
+        assert {(line["host"], line["stream"]) for line in mine} == {("algo-1", "stdout")}
+        moment = datetime.strptime(mine[0]["time"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
+        assert -0.01 < (moment - before).total_seconds() < 60
+        assert list(mine[0]) == ["time", "host", "rank", "stream", "message"]
+    said = objects(done.err)
+    assert [line["message"] for line in said if line["rank"] is not None] == ["err"] * ranks
+    assert all(line["stream"] == "stderr" for line in said)
+    assert f"train: launcher {launcher}" in next(line["message"] for line in said if "launcher" in line["message"])
+
+
+def test_a_failure_is_told_in_json_too(tree: Tree, run: Run) -> None:
+    tree.script("raise ValueError('boom')")
+    done = run(**JSON)
+    assert done.code == 1
+    assert tree.failure.startswith("ValueError: boom\n")
+    messages = [line["message"] for line in objects(done.err)]
+    assert "ValueError: boom" in messages
+    assert "train: the job failed with exit code 1: ValueError: boom" in messages
+
+
+def test_json_comes_as_it_is_written(tree: Tree) -> None:
+    tree.script("import os, time\nprint('now')\nwhile not os.path.exists('go'): time.sleep(.01)")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), **JSON)
+    with subprocess.Popen(TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as train:
+        assert train.stdout
+        assert json.loads(train.stdout.readline())["message"] == "now"
+        (tree.code / "go").touch()
+        assert train.wait(20) == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+def test_objects_and_metrics_of_other_hosts_name_them(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as hosts:
+        for host in hosts:
+            host.tree.script("print('loss: 1')")
+            loss = {"Name": "loss", "Regex": "loss: (.)"}
+            host.tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_metric_definitions=[loss])
+        processes = [host.start(SHOAL_LOG_FORMAT="json") for host in hosts]
+        with running(*processes):
+            first, worker = (host.finished(process) for host, process in zip(hosts, processes))
+        assert (first.code, worker.code, worker.out) == (0, 0, "")
+        said = {(line["host"], line["rank"], line["message"]) for line in objects(first.out)}
+        assert said == {("algo-1", 0, "loss: 1"), ("algo-2", 1, "loss: 1")}
+        assert {line["host"] for line in objects(worker.err)} == {"algo-2"}
+        records = objects((hosts[0].tree.output / "metrics.jsonl").read_text())
+        assert {(record["host"], record["rank"], record["value"]) for record in records} == {
+            ("algo-1", 0, 1.0),
+            ("algo-2", 1, 1.0),
+        }
+
+
+# Enough of TensorFlow for a parameter server, which says something and serves until it is ended.
+TENSORFLOW = """
+import os, time
+from types import SimpleNamespace
+
+class Server:
+    def __init__(self, *_, **__):
+        os.write(1, b"serv")
+        os.write(1, b"ing\\n")
+        open("serving", "w").close()
+
+    def join(self):
+        time.sleep(60)
+
+distribute = SimpleNamespace(Server=Server)
+train = SimpleNamespace(ClusterSpec=dict)
+compat = SimpleNamespace(v1=SimpleNamespace(ConfigProto=dict))
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_runs_beside_the_script_speaks_in_the_same_form(tmp_path: Path, form: str) -> None:
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script(TENSORFLOW, "tensorflow.py")
+        tree.script("import os, time\nwhile not os.path.exists('serving'): time.sleep(.01)\nprint('trained')")
+        tree.hyperparameters(sagemaker_parameter_server_enabled=True)
+    with started(trees, SHOAL_LOG_FORMAT=form) as trains:
+        done = [(*train.communicate(timeout=60), train.returncode) for train in trains]
+    for rank, (out, err, code) in enumerate(done):
+        assert code == 0, err
+        said = out + err if form == "text" else "".join(f"{line['message']}\n" for line in objects(out + err))
+        assert "serving\n" in said
+        assert "trained\n" in said
+        if form == "json":
+            assert {line["host"] for line in objects(out + err)} == {NAMES[rank]}
+            assert {line["message"]: line["rank"] for line in objects(out)}["trained"] == rank
+
+
+def test_a_form_that_there_is_not(tree: Tree, run: Run) -> None:
+    tree.script("print('trained')")
+    done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_LOG_FORMAT="jsn")
+    assert (done.code, done.out) == (2, "")
+    assert "SHOAL_LOG_FORMAT is 'jsn'; allowed are text and json. Did you mean 'json'?" in tree.failure

@@ -16,7 +16,7 @@ $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration check render lock bench-launch bench-images clean
+.PHONY: help setup engine known-image image images train test test-fast test-integration faults check render lock bench-launch bench-logs bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ test-fast: setup ## the tests that need no Docker
 test-integration: images ## the tests with real containers
 	@$(BIN)/pytest tests/integration
 
+faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
+faults: image ## what goes wrong in real containers, and how long it takes to end (docs/reliability.md)
+	@$(BIN)/python benchmarks/faults.py
+
 render: setup ## render the Dockerfiles from the templates
 	@$(SHOAL) render
 
@@ -70,6 +74,9 @@ lock: setup ## resolve all images' requirements to locked files with hashes
 
 bench-launch: image ## how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py $(IMAGE)
+
+bench-logs: setup ## what the log costs: 1,000,000 lines through `train` against `cat`
+	@$(BIN)/python benchmarks/logs.py
 
 bench-images: image ## image size against its wheels, rebuild time after a change in toolkit/
 	@$(BIN)/python benchmarks/images.py $(IMAGE)

@@ -1,40 +1,100 @@
-"""How fast `train` launches in containers of an image: `make bench-launch`, or `launch.py IMAGE [ROUNDS]`.
+"""How fast `train` launches, against the stock toolkit in an image of its own: `make bench-launch`.
 
-Per round, one after the other, with a script that does nothing:
+    launch.py IMAGE [ROUNDS]
 
-- `bare-mpirun`: `mpirun -np 2` of the same script in one container, without `train`: the floor;
-- `launch-1host-2ranks` and `launch-2hosts-1rank`: jobs through `train`, as SageMaker starts them.
+With scripts that do nothing, medians of ROUNDS (10) unless it says otherwise:
 
-Time is from the start of the last container until all have ended (State.StartedAt and FinishedAt), so that the engine's
-work on containers and networks does not count. The engine notes a start a little late: where `train` itself says in
-output/job.json that it began earlier, that is taken. `with-engine` is the upper bound: from the request to start the
-first container. `until-first-rank` is `launch_seconds` of job.json: from the start of the first host's `train`.
+- `train-noop`: the command `train` from its start to its end, in a container that runs already;
+- `launch-1host-2ranks`, `launch-2hosts-1rank`: MPI jobs, as SageMaker starts them. Time is from the start of the last
+  container until all have ended (State.StartedAt and FinishedAt), so that the engine's work on containers and networks
+  does not count; `with-engine` is the upper bound, from the request to start the first container; `against-floor`
+  compares with `mpirun` alone in one container; `until-first-rank` is `launch_seconds` of our output/job.json;
+- `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
+- `launcher-memory`: the most resident memory (VmHWM) of the `train` of an MPI job, when its ranks run;
+- `installed-size`: the files of our toolkit, and of the stock one with all that it requires, Python and the framework
+  aside. What the images carry for code on S3 (boto3) is a row of its own.
+
+The stock toolkit runs without a framework toolkit, which would import its framework first. It sleeps for half a minute
+after each MPI job: those jobs run three times, beside each other while nothing else is measured. Its workers miss a job
+that is shorter than a second, so on two hosts its script takes two, which are subtracted. Its rank failure is measured
+once.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import docker
-from docker.models.containers import Container
+from jobs import CODE, WITHOUT_FRAMEWORK, Job, Ran, create, moment, run, wait, write_tree
 from report import Figure, finish, print_machine
 
 from shoal import project
 from shoal.spec import load
 
 ROUNDS = 10
-SECONDS_AT_MOST = 120
-CODE = "/opt/ml/code"
+STOCK_ROUNDS = 3
+ORACLE = Path(__file__).resolve().parents[1] / "tests" / "conformance" / "oracle.py"
+MB = 1e6
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe -np 2 python -m mpi4py"
+NOTHING = ""
+STOCK_SECONDS = 2.0
+TWO_SECONDS = f"import time; time.sleep({STOCK_SECONDS})"
+FAILURE = """\
+import os, pathlib, sys, time
+rank, there = os.environ["OMPI_COMM_WORLD_RANK"], pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"])
+time.sleep(3)  # the other rank runs, and the stock toolkit's worker has seen it
+if rank == "1":
+    (there / "failed").write_text(repr(time.time()))
+    sys.exit(3)
+time.sleep(600)
+"""
+MEMORY = """\
+import os, pathlib, re
+pid, most = os.getpid(), 0
+while pid:
+    process = pathlib.Path("/proc", str(pid))
+    status = (process / "status").read_text()
+    if (process / "cmdline").read_bytes().split(b"\\0")[1].endswith(b"/train"):
+        most = max(most, int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]))
+    pid = int(re.search(r"PPid:\\s+(\\d+)", status)[1])
+pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], "kib").write_text(str(most))
+"""
+# Runs in a container: `train`, so many times.
+TIMES = """\
+import subprocess, sys, time
+for _ in range(int(sys.argv[1]) + 1):
+    start = time.perf_counter()
+    subprocess.run(["train"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(time.perf_counter() - start)
+"""
+# Runs in a container: the bytes of distributions with all that they require; names with a minus are left out.
+SIZES = """\
+import importlib.metadata as metadata, json, pathlib, re, sys
+def needs(name, found):
+    try:
+        dist = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return found
+    if dist.name.lower() not in found:
+        found[dist.name.lower()] = dist
+        for line in dist.requires or ():
+            if "extra ==" not in line:
+                needs(re.match(r"[\\w.-]+", line)[0], found)
+    return found
+def size(dist):
+    paths = {pathlib.Path(file.locate()).resolve() for file in dist.files or ()}
+    return sum(path.stat().st_size for path in paths if path.is_file())
+print(json.dumps(sum(size(dist) for dist in needs(sys.argv[1], {}).values())))
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,26 +103,33 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python benchmarks/launch.py IMAGE [ROUNDS]", file=sys.stderr)
         return 2
     client = docker.from_env()
-    image, rounds = resolve(arguments[0]), int(arguments[1]) if len(arguments) == 2 else ROUNDS
+    ours, rounds = resolve(arguments[0]), int(arguments[1]) if len(arguments) == 2 else ROUNDS
+    stock = oracle(ours)
     print_machine()
-    print(f"engine: {client.version()['Version']}, image: {image}, rounds: {rounds} (medians)")
-    figures: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for name, seconds in one_round(client, image).items():
-            figures.setdefault(name, []).append(seconds)
-    median = {name: statistics.median(values) for name, values in figures.items()}
-    for name, values in figures.items():
-        print(f"{name}: {min(values):.3f} .. {max(values):.3f} s")
-    return finish(
-        [
-            Figure("launch-1host-2ranks", median["1host"], "s", 0.5, median["bare-mpirun"], "bare-mpirun"),
-            Figure("launch-2hosts-1rank", median["2hosts"], "s", 2),
-            Figure("launch-1host-2ranks-with-engine", median["1host-with-engine"], "s"),
-            Figure("launch-2hosts-1rank-with-engine", median["2hosts-with-engine"], "s"),
-            Figure("until-first-rank-1host", median["1host-until-rank"], "s"),
-            Figure("until-first-rank-2hosts", median["2hosts-until-rank"], "s"),
-        ]
-    )
+    print(f"engine: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds} (medians)")
+    with ThreadPoolExecutor(4) as pool:
+        theirs = measure_stock(client, stock, pool, rounds)
+    return finish(figures(theirs, measure_ours(client, ours, rounds)))
+
+
+def figures(stock: dict[str, float], ours: dict[str, float]) -> Iterable[Figure]:
+    """Return a figure for each row, with its goal."""
+
+    def against_stock(name: str, unit: str, goal: float, ceiling: float | None = None) -> Figure:
+        return Figure(name, ours[name], unit, goal, stock[name], "stock", ceiling)
+
+    yield against_stock("train-noop", "s", 0.060, ceiling=1 / 7)
+    yield against_stock("launch-1host-2ranks", "s", 0.4)
+    yield against_stock("launch-2hosts-1rank", "s", 1.5)
+    yield against_stock("rank-failure-2hosts", "s", 3)
+    yield against_stock("launcher-memory", "MB", 20)
+    yield against_stock("installed-size", "MB", 1)
+    floor = ours["bare-mpirun"]
+    yield Figure("launch-1host-2ranks-against-floor", ours["launch-1host-2ranks"], "s", None, floor, "bare-mpirun")
+    for name in ("launch-1host-2ranks", "launch-2hosts-1rank"):
+        yield Figure(f"{name}-with-engine", ours[f"{name}-with-engine"], "s")
+        yield Figure(f"{name}-until-first-rank", ours[f"{name}-until-first-rank"], "s")
+    yield Figure("installed-size-of-boto3", ours["boto3"], "MB")
 
 
 def resolve(name: str) -> str:
@@ -70,121 +137,103 @@ def resolve(name: str) -> str:
     return name if ":" in name else load(project.find(Path.cwd()).buildspec).select(name).tag
 
 
-def one_round(client: Any, image: str) -> dict[str, float]:
-    """Measure each job once."""
-    return {
-        "bare-mpirun": bare(client, image),
-        **job(client, image, "1host", hosts=1, ranks=2),
-        **job(client, image, "2hosts", hosts=2, ranks=1),
+def oracle(image: str) -> str:
+    """Return the tag of the stock toolkit's image on top of ours, built where it is not there."""
+    command = [sys.executable, str(ORACLE), image]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> dict[str, float]:
+    """Measure the stock toolkit: what needs the machine for itself first."""
+    figures = {
+        "train-noop": commands(client, image, rounds),
+        "installed-size": installed(client, image, "sagemaker-training"),
     }
+    failing = pool.submit(failure, image)
+    memory = pool.submit(peak, image)
+    spans: dict[str, list[float]] = {}
+    for _ in range(STOCK_ROUNDS):
+        one = pool.submit(job, Job(image, NOTHING, ranks=2))
+        two = pool.submit(job, Job(image, TWO_SECONDS, hosts=2, ranks=1))
+        for name, future in (("launch-1host-2ranks", one), ("launch-2hosts-1rank", two)):
+            spans.setdefault(name, []).append(future.result().span)
+    figures |= {name: median(name, "stock", values) for name, values in spans.items()}
+    figures["launch-2hosts-1rank"] -= STOCK_SECONDS
+    return figures | {"rank-failure-2hosts": failing.result(), "launcher-memory": memory.result()}
+
+
+def measure_ours(client: Any, image: str, rounds: int) -> dict[str, float]:
+    """Measure our toolkit, one job after the other."""
+    figures = {
+        "train-noop": commands(client, image, rounds),
+        "installed-size": installed(client, image, "shoal-toolkit"),
+        "boto3": installed(client, image, "boto3"),
+        "launcher-memory": peak(image),
+    }
+    values: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        values.setdefault("bare-mpirun", []).append(bare(client, image))
+        values.setdefault("rank-failure-2hosts", []).append(failure(image))
+        for name, hosts, ranks in (("launch-1host-2ranks", 1, 2), ("launch-2hosts-1rank", 2, 1)):
+            ran = job(Job(image, NOTHING, hosts, ranks))
+            values.setdefault(name, []).append(ran.span)
+            values.setdefault(f"{name}-with-engine", []).append(max(ran.finished) - ran.asked)
+            first_rank = float(ran.reports[0]["launch_seconds"])
+            values.setdefault(f"{name}-until-first-rank", []).append(first_rank)
+    return figures | {name: median(name, "ours", measured) for name, measured in values.items()}
+
+
+def median(name: str, whose: str, values: Sequence[float]) -> float:
+    """Print the spread and return the median."""
+    print(f"{name} ({whose}): {min(values):.3f} .. {max(values):.3f} s, {len(values)} rounds", flush=True)
+    return statistics.median(values)
+
+
+def job(described: Job) -> Ran:
+    """Run a job with an engine's client of its own: one a thread."""
+    return run(docker.from_env(timeout=600), described)
+
+
+def commands(client: Any, image: str, rounds: int) -> float:
+    """Time `train` in a container; the first time is for the disk."""
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
+        tree = write_tree(Path(directory) / "ml", Job(image, NOTHING), "algo-1")
+        command = ["python", "-c", TIMES, str(rounds)]
+        container = create(client, image, tree, undo, None, "algo-1", WITHOUT_FRAMEWORK, entrypoint="", command=command)
+        container.start()
+        wait([container])
+        seconds = [float(line) for line in container.logs(stderr=False).split()][1:]
+    return median("train-noop", "stock" if "oracle" in image else "ours", seconds)
 
 
 def bare(client: Any, image: str) -> float:
     """Time mpirun alone."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
-        tree = write_tree(Path(directory), ["algo-1"], "algo-1", ranks=2)
-        command = ["sh", "-c", f"{MPIRUN} {CODE}/noop.py"]
-        container = create(client, image, tree, undo, entrypoint="", command=command)
+        tree = write_tree(Path(directory) / "ml", Job(image, NOTHING), "algo-1")
+        command = ["sh", "-c", f"{MPIRUN} {CODE}/script.py"]
+        container = create(client, image, tree, undo, None, "algo-1", {}, entrypoint="", command=command)
         container.start()
-        return span([container], [float("inf")])
+        wait([container])
+        return moment(container, "FinishedAt") - moment(container, "StartedAt")
 
 
-def job(client: Any, image: str, label: str, hosts: int, ranks: int) -> dict[str, float]:
-    """Time a job through `train`."""
-    names = [f"algo-{number + 1}" for number in range(hosts)]
-    secret = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory() as directory, network(client) as net, ExitStack() as undo:
-        trees = [write_tree(Path(directory) / name, names, name, ranks) for name in names]
-        containers = []
-        for name, tree in zip(names, trees, strict=True):
-            joined = client.api.create_networking_config({net.name: client.api.create_endpoint_config(aliases=[name])})
-            containers.append(create(client, image, tree, undo, networking=joined, network=net.name, secret=secret))
-        asked = datetime.now(timezone.utc)
-        for container in reversed(containers):
-            container.start()
-        wait(containers)
-        reports = [json.loads((tree / "output" / "job.json").read_text()) for tree in trees]
-        return {
-            label: span(containers, [report["began"] for report in reports]),
-            f"{label}-with-engine": max(moment(container, "FinishedAt") for container in containers)
-            - asked.timestamp(),
-            f"{label}-until-rank": float(reports[0]["launch_seconds"]),
-        }
+def failure(image: str) -> float:
+    """Time the end of a job in which a rank fails, from that moment on."""
+    ran = job(Job(image, FAILURE, hosts=2, ranks=1, exit_code=None))
+    failed = next(float(output["data/failed"]) for output in ran.outputs if "data/failed" in output)
+    verdicts = [sorted({"success", "failure"} & set(output)) for output in ran.outputs]
+    print(f"a rank failed: {max(ran.finished) - failed:.1f} s until both hosts ended, with {verdicts} ({image})")
+    return max(ran.finished) - failed
 
 
-def write_tree(base: Path, hosts: list[str], current: str, ranks: int) -> Path:
-    """Write a job's /opt/ml."""
-    for directory in ("input/config", "code", "model", "output/data"):
-        (base / directory).mkdir(parents=True)
-    (base / "code" / "noop.py").write_text("")
-    configuration: Mapping[str, object] = {
-        "hyperparameters": {
-            "sagemaker_program": '"noop.py"',
-            "sagemaker_mpi_enabled": "true",
-            "sagemaker_mpi_num_of_processes_per_host": str(ranks),
-        },
-        "resourceconfig": {"current_host": current, "hosts": hosts, "network_interface_name": "eth0"},
-        "inputdataconfig": {},
-    }
-    for name, value in configuration.items():
-        (base / "input" / "config" / f"{name}.json").write_text(json.dumps(value))
-    return base
+def peak(image: str) -> float:
+    """Return the most resident memory of `train` on the first host of an MPI job, in MB."""
+    return int(job(Job(image, MEMORY, ranks=1)).outputs[0]["data/kib"]) * 1024 / MB
 
 
-@contextmanager
-def network(client: Any) -> Iterator[Any]:
-    """A network of its own, gone afterwards."""
-    made = client.networks.create(f"shoal-bench-{uuid.uuid4().hex[:12]}")
-    try:
-        yield made
-    finally:
-        made.remove()
-
-
-def create(
-    client: Any,
-    image: str,
-    tree: Path,
-    undo: ExitStack,
-    networking: Any = None,
-    network: str | None = None,
-    secret: str = "",
-    **options: Any,
-) -> Container:
-    """Create a container of `train`, unless options say else, which is removed afterwards whatever happens."""
-    host_config = client.api.create_host_config(binds=[f"{tree}:/opt/ml"], network_mode=network, init=False)
-    made = client.api.create_container(
-        image,
-        **{"command": ["train"], **options},
-        environment={"SHOAL_JOB_SECRET": secret} if secret else {},
-        host_config=host_config,
-        networking_config=networking,
-    )
-    container: Container = client.containers.get(made["Id"])
-    undo.callback(container.remove, force=True)
-    return container
-
-
-def wait(containers: Sequence[Container]) -> None:
-    """Wait for containers to end well."""
-    for container in containers:
-        code = container.wait(timeout=SECONDS_AT_MOST)["StatusCode"]
-        if code:
-            raise SystemExit(f"{container.name} ended with exit code {code}:\n{container.logs().decode()}")
-        container.reload()
-
-
-def span(containers: Sequence[Container], began: Sequence[float]) -> float:
-    """Return the seconds from the start of the last container (or its `train`, if earlier) to the end of all."""
-    wait(containers)
-    starts = [min(moment(container, "StartedAt"), own) for container, own in zip(containers, began, strict=True)]
-    return max(moment(container, "FinishedAt") for container in containers) - max(starts)
-
-
-def moment(container: Container, event: str) -> float:
-    """Return the engine's time stamp of an event: it has nanoseconds, of which Python takes the micros."""
-    text = container.attrs["State"][event]
-    return datetime.fromisoformat(text[:26].rstrip("Z")).replace(tzinfo=timezone.utc).timestamp()
+def installed(client: Any, image: str, name: str) -> float:
+    """Return the size of a distribution and all that it requires, in MB."""
+    return float(json.loads(client.containers.run(image, ["python", "-c", SIZES, name], remove=True))) / MB
 
 
 if __name__ == "__main__":

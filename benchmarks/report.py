@@ -49,11 +49,16 @@ class Figure:
 
 
 def print_machine() -> None:
-    """Print the machine: processor, cores, memory, kernel."""
+    """Print the machine that the figures are of."""
+    print(machine())
+
+
+def machine() -> str:
+    """Say what this machine is: processor, cores, memory, kernel."""
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     model = cpu.partition(": ")[2] or platform.machine()
-    print(f"machine: {model}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}")
+    return f"machine: {model}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}"
 
 
 def finish(figures: Iterable[Figure]) -> int:

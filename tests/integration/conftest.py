@@ -1,138 +1,21 @@
-"""Real containers of the built images, through testcontainers. `make test-integration` builds the images first."""
+"""What the tests with the built images share. `make test-integration` builds the images first."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import docker
-import docker.errors
 import pytest
-from testcontainers.core.config import testcontainers_config
-from testcontainers.core.container import DockerContainer
-from testcontainers.core.network import Network
 
-from shoal import engine
 from shoal.spec import BuildSpec
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..containers import ROOT, Ended, Host, StartHost, client, network, start_host, without_reaper, write_tree
+
+__all__ = ["ROOT", "Ended", "Host", "StartHost", "client", "network", "start_host", "write_tree"]
 
 
 def pytest_configure() -> None:
-    """Turn testcontainers' reaper off where its image cannot be pulled; the fixtures remove what they start."""
-    client = engine.connect()
-    image = testcontainers_config.ryuk_image
-    try:
-        client.images.get(image)
-    except docker.errors.ImageNotFound:
-        try:
-            client.images.pull(image)
-        except docker.errors.APIError:
-            testcontainers_config.ryuk_disabled = True
-
-
-@pytest.fixture(scope="session")
-def client() -> docker.DockerClient:
-    return engine.connect()
+    without_reaper()
 
 
 @pytest.fixture(scope="session")
 def pytorch(matrix: BuildSpec) -> str:
     """The CUDA 11 PyTorch image."""
     return matrix.select("pytorch").tag
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A container's end: exit code and everything it printed."""
-
-    code: int
-    output: str
-
-
-class Host:
-    """One training container; its /opt/ml is the directory `tree` where one is given."""
-
-    def __init__(self, container: DockerContainer, tree: Path | None) -> None:
-        self.container, self.tree = container, tree
-
-    def wait(self, timeout: int = 120) -> Ended:
-        wrapped = self.container.get_wrapped_container()
-        code = wrapped.wait(timeout=timeout)["StatusCode"]
-        return Ended(int(code), wrapped.logs().decode(errors="replace"))
-
-    def path(self, name: str) -> Path:
-        assert self.tree is not None
-        return self.tree / name
-
-
-StartHost = Callable[..., Host]
-
-
-@pytest.fixture
-def start_host() -> Iterator[StartHost]:
-    """Start training containers; they are removed at the end."""
-    started: list[DockerContainer] = []
-
-    def start(
-        image: str,
-        command: str | list[str] | None = "train",
-        *,
-        tree: Path | None = None,
-        volumes: dict[Path, str] | None = None,
-        env: dict[str, str] | None = None,
-        network: Network | None = None,
-        alias: str = "",
-        **options: Any,
-    ) -> Host:
-        container = DockerContainer(image, **options)
-        if command is not None:
-            container.with_command(command)
-        for host_path, target in {**(volumes or {}), **({tree: "/opt/ml"} if tree else {})}.items():
-            container.with_volume_mapping(str(host_path), target, "rw")
-        for name, value in (env or {}).items():
-            container.with_env(name, value)
-        if network is not None:
-            container.with_network(network).with_network_aliases(alias)
-        started.append(container)
-        container.start()
-        return Host(container, tree)
-
-    yield start
-    for container in started:
-        container.stop()
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with Network() as made:
-        yield made
-
-
-def write_tree(
-    root: Path,
-    script: str,
-    hyperparameters: dict[str, Any] | None = None,
-    hosts: tuple[str, ...] = ("algo-1",),
-    current_host: str = "algo-1",
-) -> Path:
-    """Lay out /opt/ml by hand (not by shoal's own writer): the script as train.py, SDK-encoded hyperparameters."""
-    (root / "code").mkdir(parents=True)
-    (root / "code" / "train.py").write_text(script)
-    config = root / "input" / "config"
-    config.mkdir(parents=True)
-    for directory in ("model", "output/data"):
-        (root / directory).mkdir(parents=True)
-    values = {
-        "sagemaker_program": "train.py",
-        "sagemaker_submit_directory": "/opt/ml/code",
-        **(hyperparameters or {}),
-    }
-    encoded = {key: json.dumps(value) for key, value in values.items()}
-    (config / "hyperparameters.json").write_text(json.dumps(encoded))
-    resources = {"current_host": current_host, "hosts": list(hosts), "network_interface_name": "eth0"}
-    (config / "resourceconfig.json").write_text(json.dumps(resources))
-    return root

@@ -166,7 +166,11 @@ def test_custom_options_reach_the_ranks(tree: Tree, run: Run) -> None:
 
 
 def test_a_secret_among_the_options_is_not_shown(tree: Tree, run: Run) -> None:
-    tree.script("import os; print(len(os.environ['WANDB_API_KEY']), len(os.environ['MY_TOKEN'])); raise SystemExit(3)")
+    tree.script(
+        "import os\nfrom mpi4py import MPI\n"
+        "print(len(os.environ['WANDB_API_KEY']), len(os.environ['MY_TOKEN']))\n"
+        "MPI.COMM_WORLD.barrier()\nraise SystemExit(3)\n"  # the first that fails ends the other
+    )
     options = "-x WANDB_API_KEY=hunter2 -x 'MY_TOKEN=swordfish and more'"
     ranks(tree, sagemaker_mpi_custom_mpi_options=options)
     shown = [run(*words, SAGEMAKER_PROGRAM="train.py") for words in (["--explain"], ["--explain", "--json"], [])]

@@ -1,0 +1,139 @@
+"""The runs of all jobs that the selected tests look at, several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shoal import engine
+from shoal.spec import BuildSpec
+
+from . import lab, oracle
+from .compare import SAME, Pair, compare
+from .divergences import DIVERGENCES, Divergence
+from .lab import Run
+from .layout import NONE, PYTORCH, TENSORFLOW, Tree
+from .trees import TREES
+
+# The stock toolkit sleeps for half a minute after each MPI job; the others keep the processors busy.
+SLEEPING, BUSY = 14, 3
+SMALL_PYTORCH = "pytorch-training:2.13.0-cpu-py311-debian12"
+_SUMMARY = pytest.StashKey[list[str]]()
+
+
+class Images(NamedTuple):
+    """The images of the two toolkits, by framework toolkit."""
+
+    stock: Mapping[str, str]
+    ours: Mapping[str, str]
+
+
+@pytest.fixture(scope="session")
+def images(matrix: BuildSpec) -> Images:
+    """Our images, which exist (`make conformance` builds them), and the oracles on top of them, made here."""
+    names = (SMALL_PYTORCH, TENSORFLOW)
+    pytorch, tensorflow = (matrix.select(name).tag for name in names)
+    stock_pytorch, stock_tensorflow = oracle.ensure(engine.connect(), matrix, *names)
+    return Images(
+        stock={NONE: stock_pytorch, PYTORCH: stock_pytorch, TENSORFLOW: stock_tensorflow},
+        ours={NONE: pytorch, PYTORCH: pytorch, TENSORFLOW: tensorflow},
+    )
+
+
+class Compared(NamedTuple):
+    """A job's two runs, how many things of them were compared, and the differences, each with what intends it."""
+
+    tree: Tree
+    stock: Run
+    ours: Run
+    things: int
+    differences: list[tuple[Pair, Divergence | None]]
+
+
+class Laboratory:
+    """Runs jobs through both toolkits, ahead of the tests that ask for them."""
+
+    def __init__(self, images: Images, make_directory: Callable[[str], Path]) -> None:
+        self._images, self._make_directory = images, make_directory
+        self._sleeping, self._busy = ThreadPoolExecutor(SLEEPING), ThreadPoolExecutor(BUSY)
+        self._runs: dict[str, tuple[Future[Run], Future[Run]]] = {}
+
+    def start(self, tree: Tree) -> None:
+        """Begin a job with both toolkits, unless that has been done."""
+        if tree.name not in self._runs:
+            directory = self._make_directory(tree.name)
+            pool = self._sleeping if tree.uses_mpi else self._busy
+            stock = pool.submit(lab.run, self._images.stock[tree.framework], tree, directory / "stock")
+            ours = self._busy.submit(lab.run, self._images.ours[tree.framework], tree, directory / "ours")
+            self._runs[tree.name] = (stock, ours)
+
+    def compare(self, tree: Tree) -> Compared:
+        """Wait for a job's runs, and lay them side by side."""
+        self.start(tree)
+        stock, ours = (future.result() for future in self._runs[tree.name])
+        pairs = compare(stock, ours)
+        differences = [(pair, _intended(tree, pair)) for pair in pairs if pair.kind != SAME]
+        return Compared(tree, stock, ours, len(pairs), differences)
+
+    def close(self) -> None:
+        """Run what has begun to its end, and nothing more."""
+        for pool in (self._sleeping, self._busy):
+            pool.shutdown(cancel_futures=True)
+
+
+def _intended(tree: Tree, difference: Pair) -> Divergence | None:
+    return next((entry for entry in DIVERGENCES if entry.covers(tree.name, difference)), None)
+
+
+@pytest.fixture(scope="session")
+def laboratory(
+    request: pytest.FixtureRequest, images: Images, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Laboratory]:
+    """The laboratory, at work on all jobs that the selected tests ask for."""
+    made = Laboratory(images, tmp_path_factory.mktemp)
+    for tree in _wanted(request.session.items):
+        made.start(tree)
+    yield made
+    made.close()
+
+
+def _wanted(items: list[pytest.Item]) -> list[Tree]:
+    selected = [item for item in items if isinstance(item, pytest.Function)]
+    calls = [item.callspec.params for item in selected if hasattr(item, "callspec")]
+    named = [tree for call in calls if isinstance(tree := call.get("tree"), Tree)]
+    return [*named, *TREES] if any("every_job" in item.fixturenames for item in selected) else named
+
+
+@pytest.fixture
+def compared(laboratory: Laboratory, tree: Tree) -> Compared:
+    """The test's job, compared."""
+    return laboratory.compare(tree)
+
+
+@pytest.fixture
+def every_job(request: pytest.FixtureRequest, laboratory: Laboratory) -> list[Compared]:
+    """All jobs of the table, compared."""
+    jobs = [laboratory.compare(tree) for tree in TREES]
+    request.config.stash[_SUMMARY] = summary(jobs)
+    return jobs
+
+
+def summary(jobs: list[Compared]) -> list[str]:
+    """Return what was compared, in words."""
+    found = [entry for job in jobs for entry in job.differences]
+    intended = [divergence for _, divergence in found if divergence]
+    return [
+        f"{len(jobs)} jobs ran through the stock toolkit and through ours; {sum(job.things for job in jobs):,} things "
+        "of them were compared.",
+        f"{len(found):,} differ: {len(intended):,} on purpose, by {len(set(intended))} of the {len(DIVERGENCES)} "
+        f"entries in divergences.py, and {len(found) - len(intended):,} that are not listed.",
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(_SUMMARY, []):
+        terminalreporter.write_line(f"conformance: {line}")

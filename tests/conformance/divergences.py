@@ -1,0 +1,371 @@
+"""Where our toolkit does something else on purpose, each with its reason. Anything else that differs is a fault."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from .compare import ADDITIONAL, DIFFERENT, MISSING, Pair
+
+
+class Divergence(NamedTuple):
+    """A difference that is meant, with the values that it may have, as regular expressions.
+
+    `item` is a pattern of fnmatch, `trees` several of them.
+    """
+
+    item: str
+    kind: str
+    reason: str
+    trees: str = "*"
+    stock: str = ".*"
+    ours: str = ".*"
+
+    def covers(self, tree: str, pair: Pair) -> bool:
+        return (
+            self.kind == pair.kind
+            and fnmatchcase(pair.item, self.item)
+            and any(fnmatchcase(tree, pattern) for pattern in self.trees.split())
+            and re.fullmatch(self.stock, pair.stock or "", re.DOTALL) is not None
+            and re.fullmatch(self.ours, pair.ours or "", re.DOTALL) is not None
+        )
+
+
+def each(
+    kind: str, reason: str, *items: str, trees: str = "*", stock: str = ".*", ours: str = ".*"
+) -> list[Divergence]:
+    """Entries for several items with one reason."""
+    return [Divergence(item, kind, reason, trees, stock, ours) for item in items]
+
+
+_LISTS = "A list arrives as JSON, which every language reads, and not as Python prints it."
+ARGUMENTS = (
+    Divergence(
+        "argv script",
+        DIFFERENT,
+        "A package is installed, and its script is still run by its name.",
+        "package-setup-script",
+        stock="/opt/ml/code/train.py",
+        ours="train.py",
+    ),
+    Divergence("argv --*", DIFFERENT, _LISTS, "*sdk* hp-lists", stock=r"\[.*\[.*", ours=r"\[.*\[.*"),
+    Divergence("env SM_USER_ARGS", DIFFERENT, _LISTS, "*sdk* hp-lists", ours=r".*\[.*\[.*"),
+    Divergence("mpirun program", DIFFERENT, _LISTS, "mpi-sdk", ours=r".*\[1, \"x\"\].*"),
+    Divergence(
+        "mpirun program",
+        DIFFERENT,
+        "A shell script is run by its interpreter, whatever its mode, and its arguments are no program of a shell.",
+        "mpi-shell",
+        stock="/bin/sh -c .*",
+        ours="/bin/sh ./train.sh .*",
+    ),
+    *each(
+        ADDITIONAL,
+        "A shell drops variables with such names: they are there with an underscore as well.",
+        *("env SM_HP_BATCH_SIZE", "env SM_HP_A_B", "env SM_HP__", "env SM_CHANNEL_MY_CHANNEL"),
+        trees="hp-names channels",
+    ),
+)
+
+_FRAMEWORK = "The stock toolkit is told its framework toolkit; ours needs none."
+_TORCH = "What torch and NCCL look for is there without a framework toolkit as well."
+VARIABLES = (
+    *each(
+        ADDITIONAL,
+        "What the newest SDK exports.",
+        *("env SM_HOST_COUNT", "env SM_CURRENT_HOST_RANK", "env SM_MASTER_ADDR", "env SM_MASTER_PORT"),
+    ),
+    *each(
+        ADDITIONAL,
+        "torch's names for a process: init_process_group() works under every launcher.",
+        *("env RANK", "env WORLD_SIZE", "env LOCAL_RANK", "env LOCAL_WORLD_SIZE"),
+    ),
+    *each(
+        ADDITIONAL, _TORCH, "env MASTER_ADDR", "env MASTER_PORT", "env NCCL_SOCKET_IFNAME", "env SM_DLC_TORCH_VERSION"
+    ),
+    *each(ADDITIONAL, _TORCH, "env NCCL_DEBUG", "env NCCL_IB_DISABLE"),
+    Divergence("env GLOO_SOCKET_IFNAME", ADDITIONAL, "gloo meets where NCCL does.", ours="eth0"),
+    Divergence(
+        "env MASTER_ADDR",
+        DIFFERENT,
+        "On one host the loopback address works without a name and without a network.",
+        stock="algo-1|instance-1",
+        ours=r"127\.0\.0\.1",
+    ),
+    Divergence(
+        "env PYTHONPATH",
+        DIFFERENT,
+        "The code directory and the user's own path; the launcher's standard library breaks every other Python.",
+        stock=r"/opt/ml/.*/usr/lib/python3\.11.*",
+        ours=r"/opt/ml/(elsewhere/)?(code|sources|other)(:/opt/ml/(mine|code))?",
+    ),
+    Divergence("env SM_FRAMEWORK_MODULE", DIFFERENT, _FRAMEWORK, ours=""),
+    Divergence("env SM_TRAINING_ENV.framework_module", DIFFERENT, _FRAMEWORK, ours="null"),
+    Divergence("env SAGEMAKER_TRAINING_MODULE", MISSING, _FRAMEWORK),
+    *each(
+        DIFFERENT,
+        "What the user has set stays.",
+        *("env NCCL_DEBUG", "env NCCL_IB_DISABLE"),
+        trees="users-own-variables",
+        ours="VERSION|0",
+    ),
+    Divergence(
+        "env SM_TRAINING_ENV.job_name",
+        DIFFERENT,
+        "The SDK sends the name as a hyperparameter; the stock toolkit looks for a variable only.",
+        stock="null",
+        ours='"j.*"',
+    ),
+    Divergence(
+        "env SM_TRAINING_ENV.is_modelparallel_enabled",
+        DIFFERENT,
+        "True or false; the stock toolkit looks into a variable that it has not exported yet.",
+        stock="null",
+        ours="true|false",
+    ),
+    *each(
+        DIFFERENT,
+        "The variable counts where no hyperparameter is.",
+        *("env SAGEMAKER_JOB_NAME", "env SAGEMAKER_REGION"),
+        trees="job-by-variables region-by-variable",
+        stock="",
+        ours="job-1|eu-.*",
+    ),
+    *each(
+        DIFFERENT,
+        "SAGEMAKER_CONTAINER_LOG_LEVEL is documented; the stock toolkit reads it and forgets it.",
+        *("env SM_LOG_LEVEL", "env SM_TRAINING_ENV.log_level"),
+        trees="log-level-by-variable",
+        ours="30",
+    ),
+    *each(
+        DIFFERENT,
+        "The interface is one that is there; the SDK's local mode names one of SageMaker's.",
+        *("env SM_NETWORK_INTERFACE_NAME", "env SM_TRAINING_ENV.network_interface_name"),
+        trees="interface-that-is-not-there",
+        ours='"?eth0"?',
+    ),
+    Divergence("env PWD", MISSING, "Left by the shell that the stock toolkit puts before executables.", "executable"),
+    *each(
+        MISSING,
+        "Left by the TensorFlow that the stock toolkit imports into itself.",
+        *("env TF2_BEHAVIOR", "env TPU_ML_PLATFORM"),
+        trees="tensorflow-*",
+    ),
+    *each(
+        MISSING,
+        "For the S3 reader that TensorFlow had until 2.6, and only where AWS_REGION, which SageMaker sets, is not.",
+        *("env S3_REGION", "env S3_USE_HTTPS"),
+        trees="tensorflow-*",
+    ),
+)
+
+_EACH_ITS_OWN = (
+    "Each host's daemon hands on its own host's variables: the stock toolkit's are the first host's everywhere."
+)
+_NO_EFA = (
+    "There is no EFA device here; set from a table of instance types, it makes a job hang on a machine without one."
+)
+_REMOTE = "A remote rank sees its own host; with the stock toolkit, the first one."
+_SSH = "Left by ssh, which ours does without."
+_SHELL = "The rank's own shell enters the code directory of its host, and names the rank."
+MPIRUN = (
+    *each(
+        MISSING,
+        "`train` marks the ranks' lines itself, and --explain prints the plan.",
+        "mpirun -display-map",
+        "mpirun -tag-output",
+    ),
+    Divergence(
+        "mpirun -host",
+        DIFFERENT,
+        "The ranks of each host are always said; one host needs no name.",
+        ours=r"localhost:\d|(algo-\d(-ce2ec)?:\d,?)+",
+    ),
+    Divergence(
+        "mpirun -mca btl",
+        DIFFERENT,
+        "Shared memory alone on one host; libfabric only where a user asks.",
+        ours=r"\^openib,ofi(,tcp)?",
+    ),
+    *each(
+        MISSING,
+        "One host does without the network.",
+        "mpirun -mca btl_tcp_if_include",
+        "mpirun -mca plm_rsh_no_tree_spawn",
+    ),
+    Divergence("mpirun -mca oob_tcp_if_include", DIFFERENT, "One host does without the network.", ours="lo"),
+    *each(
+        ADDITIONAL,
+        "Our agents start mpirun's daemons, without sshd, and see how they end.",
+        *("mpirun -mca plm_rsh_agent", "mpirun -leave-session-attached"),
+    ),
+    *each(
+        ADDITIONAL,
+        "A failed rank ends the job at once, and it is known which one failed.",
+        *("mpirun -mca odls_base_sigkill_timeout", "mpirun -mca state_base_verbose"),
+    ),
+    Divergence("mpirun -mca plm_rsh_num_concurrent", MISSING, "One host has no daemon to start.", stock="1"),
+    Divergence("mpirun -mca plm_rsh_num_concurrent", ADDITIONAL, "All daemons start at once.", ours="[23]"),
+    *each(
+        ADDITIONAL,
+        "No pinning, as with the MPI launcher.",
+        "mpirun -bind-to",
+        "mpirun -map-by",
+        trees="*dataparallel* pytorchddp",
+    ),
+    *each(
+        MISSING, _EACH_ITS_OWN, "mpirun -x SM_*", "mpirun -x PYTHONPATH", "mpirun -x PATH", "mpirun -x LD_LIBRARY_PATH"
+    ),
+    *each(MISSING, _EACH_ITS_OWN, "mpirun -x NCCL_SOCKET_IFNAME", "mpirun -x AWS_*", "mpirun -x SMDATAPARALLEL_*"),
+    Divergence("mpirun -x SAGEMAKER_INSTANCE_TYPE", MISSING, _EACH_ITS_OWN),
+    Divergence("mpirun -x NCCL_DEBUG", MISSING, _EACH_ITS_OWN, stock="INFO"),
+    Divergence("mpirun -x NCCL_DEBUG", DIFFERENT, "Said once: the user's.", stock="INFO VERSION", ours="VERSION"),
+    *each(
+        MISSING,
+        "The stock toolkit's shim for gethostname(): host names are found by DNS.",
+        *("mpirun -x LD_PRELOAD", "env LD_PRELOAD"),
+        stock=".*gethostname.*",
+    ),
+    Divergence("mpirun -x NCCL_MIN_NRINGS", MISSING, _EACH_ITS_OWN, stock="4"),
+    *each(MISSING, _NO_EFA, "mpirun -x FI_*", "mpirun -x RDMAV_FORK_SAFE", "mpirun -x NCCL_PROTO"),
+    *each(MISSING, _NO_EFA, "env FI_*", "env RDMAV_FORK_SAFE", "env NCCL_PROTO"),
+    *each(MISSING, "For a hang of NCCL with AWS's closed library.", "mpirun -x NCCL_ALGO", "env NCCL_ALGO"),
+    Divergence("mpirun wrapper", DIFFERENT, _SHELL, ours="sh"),
+    Divergence("env OLDPWD", ADDITIONAL, _SHELL, ours="/|/opt/ml/code"),
+    Divergence(
+        "env LD_LIBRARY_PATH",
+        ADDITIONAL,
+        "mpirun is called by its path: its own libraries come first.",
+        ours="(/opt/venv/lib:?)+",
+    ),
+    Divergence(
+        "env OPAL_PREFIX", ADDITIONAL, "mpirun is called by its path: its own libraries come first.", ours="/opt/venv"
+    ),
+    Divergence("env SM_CURRENT_HOST", DIFFERENT, _REMOTE, stock="algo-1.*", ours="algo-[23].*"),
+    *each(
+        DIFFERENT,
+        _REMOTE,
+        "env SM_RESOURCE_CONFIG",
+        "env SM_TRAINING_ENV.*",
+        stock=".*algo-1.*|true",
+        ours=".*algo-[23].*|false",
+    ),
+    *each(
+        MISSING,
+        _SSH,
+        "env SSH_*",
+        "env LOGNAME",
+        "env MOTD_SHOWN",
+        "env SHELL",
+        "env SHLVL",
+        "env USER",
+        "env _",
+    ),
+)
+
+TORCHRUN = (
+    *each(
+        ADDITIONAL,
+        "The same rendezvous on one host and on several.",
+        *("torchrun --master_addr", "torchrun --master_port", "torchrun --node_rank"),
+        ours=r"127\.0\.0\.1|7777|0",
+    ),
+    Divergence("env MASTER_PORT", DIFFERENT, "The same rendezvous on one host and on several.", ours="7777"),
+    Divergence("torchrun --monitor_interval", ADDITIONAL, "A failure is seen at once."),
+    Divergence("torchrun --no_python", ADDITIONAL, _SHELL),
+    Divergence("torchrun wrapper", DIFFERENT, _SHELL, ours="sh"),
+    Divergence("torchrun program", DIFFERENT, _SHELL, ours="/opt/venv/bin/python3 .*"),
+    Divergence("env PWD", ADDITIONAL, _SHELL, "torch-*", ours="/opt/ml/code"),
+)
+
+_OWN_PROCESS = (
+    "A training module runs in a process of its own, with all that a script has; the stock one's is `train` itself."
+)
+MODULE = (
+    *each(ADDITIONAL, _OWN_PROCESS, "env SM_*", trees="training-module"),
+    Divergence("argv script", DIFFERENT, _OWN_PROCESS, "training-module", stock=".*/train", ours="-c"),
+    Divergence("cwd", DIFFERENT, _OWN_PROCESS, "training-module", stock="/", ours="/opt/ml/code"),
+    Divergence("env PYTHONPATH", DIFFERENT, _OWN_PROCESS, "training-module", ours="/opt/ml/code:/opt/ml/code"),
+)
+
+_IN_PLACE = "A directory of code runs where it is."
+_NOT_HERE = "Built beside the code and not in it: the directory may be read-only, and may be shared by the hosts."
+_FOR_ALL = (
+    "A requirements.txt is installed for every kind of entry point; the stock toolkit forgets it for shell scripts."
+)
+FILES = (
+    *each(MISSING, _NOT_HERE, "file code/build/*", "file code/train*.egg-info/*"),
+    Divergence("file code/vendored/*", ADDITIONAL, _FOR_ALL, "requirements-of-shell"),
+    *each(
+        ADDITIONAL, "What was launched, and when, for tools.", "file output/job.json", "file elsewhere/output/job.json"
+    ),
+    *each(
+        DIFFERENT,
+        "SM_MODULE_DIR is where the code is; the stock toolkit says where it came from.",
+        *("env SM_MODULE_DIR", "env SM_TRAINING_ENV.module_dir"),
+        trees="code-archive code-one-file",
+        ours='"?/opt/ml/code"?',
+    ),
+    Divergence("file code/train.py", MISSING, _IN_PLACE, "code-directory"),
+    Divergence("cwd", DIFFERENT, _IN_PLACE, "code-directory", ours="/opt/ml/sources"),
+)
+
+_OWN_CODE = "The script's own exit code is the job's; the stock toolkit makes 1 of it."
+_SIGNAL = "A signal is named as a shell does it."
+_CONFIGURATION = "2 says that the configuration is at fault."
+_DEFAULTS = "What is not configured has a default: `docker run` with a script is enough."
+_LEVEL = "A level's name is a level."
+_STALE = "An earlier job's verdict is removed."
+_ONE_VERDICT = "One verdict on every host; the stock toolkit's others report a success."
+_FALSE = "The string false is false."
+_REPEATED = "A user's MCA parameter replaces the default; mpirun refuses a second mention."
+_SUBMIT = "The documented meaning; the stock toolkit ignores the setting when there is code in /opt/ml/code."
+_SHELL_UNDER_TORCHRUN = "torchrun starts any program."
+_MISSING_FILES = "hyperparameters-missing resourceconfig-missing inputdataconfig-missing"
+_PYPROJECT = "A pyproject.toml makes a package as well."
+_PACKAGE_UNDER_TORCHRUN = "torchrun starts a package as well."
+ENDS = (
+    Divergence("exit code", DIFFERENT, _PYPROJECT, "package-pyproject-only", stock="1", ours="0"),
+    *each(ADDITIONAL, _PYPROJECT, "file output/success", "script alone", trees="package-pyproject-only"),
+    Divergence("file output/failure", MISSING, _PYPROJECT, "package-pyproject-only"),
+    Divergence("exit code", DIFFERENT, _PACKAGE_UNDER_TORCHRUN, "torch-distributed-package", stock="1", ours="0"),
+    *each(
+        ADDITIONAL, _PACKAGE_UNDER_TORCHRUN, "file output/success", "script rank 0", trees="torch-distributed-package"
+    ),
+    Divergence("file output/failure", MISSING, _PACKAGE_UNDER_TORCHRUN, "torch-distributed-package"),
+    Divergence("exit code", DIFFERENT, _OWN_CODE, "fails-with-42", stock="1", ours="42"),
+    Divergence("exit code", DIFFERENT, _OWN_CODE, "shell-fails-with-3", stock="1", ours="3"),
+    Divergence("exit code", DIFFERENT, _OWN_CODE, "mpi-fails torch-distributed-fails", stock="1", ours="7"),
+    Divergence("exit code", DIFFERENT, _SIGNAL, "fails-by-sigkill", stock="1", ours="137"),
+    Divergence("exit code", DIFFERENT, _SIGNAL, "fails-by-sigsegv", stock="1", ours="139"),
+    Divergence("exit code", DIFFERENT, _CONFIGURATION, "script-* hyperparameters-not-json", stock="1", ours="2"),
+    Divergence("exit code", DIFFERENT, _DEFAULTS, _MISSING_FILES, stock="2", ours="0"),
+    *each(ADDITIONAL, _DEFAULTS, "file output/success", "script alone", trees=_MISSING_FILES),
+    Divergence("file output/failure", MISSING, _DEFAULTS, _MISSING_FILES),
+    Divergence("exit code", DIFFERENT, _LEVEL, "log-level-by-name", stock="1", ours="0"),
+    *each(ADDITIONAL, _LEVEL, "file output/success", "script alone", trees="log-level-by-name"),
+    Divergence("file output/failure", MISSING, _LEVEL, "log-level-by-name"),
+    Divergence("file output/failure", MISSING, _STALE, "stale-failure"),
+    Divergence("file output/success", MISSING, _STALE, "stale-success"),
+    Divergence("exit code", DIFFERENT, _ONE_VERDICT, "two-hosts-one-fails", stock="0", ours="1"),
+    Divergence("file output/success", MISSING, _ONE_VERDICT, "two-hosts-one-fails"),
+    Divergence("file output/failure", ADDITIONAL, _ONE_VERDICT, "two-hosts-one-fails"),
+    Divergence("script alone", ADDITIONAL, _FALSE, "mpi-quoted-false"),
+    Divergence("script rank 0", MISSING, _FALSE, "mpi-quoted-false"),
+    Divergence("exit code", DIFFERENT, _REPEATED, "modelparallel-sdk", stock="1", ours="0"),
+    *each(ADDITIONAL, _REPEATED, "file output/success", "script rank *", trees="modelparallel-sdk"),
+    Divergence("file output/failure", MISSING, _REPEATED, "modelparallel-sdk"),
+    Divergence("exit code", DIFFERENT, _SUBMIT, "submit-directory-by-variable", stock="1", ours="0"),
+    *each(ADDITIONAL, _SUBMIT, "file output/success", "script alone", trees="submit-directory-by-variable"),
+    Divergence("file output/failure", MISSING, _SUBMIT, "submit-directory-by-variable"),
+    Divergence("exit code", DIFFERENT, _SUBMIT, "code-outside", stock="0", ours="9"),
+    *each(MISSING, _SUBMIT, "file output/success", "script alone", trees="code-outside"),
+    Divergence("file output/failure", ADDITIONAL, _SUBMIT, "code-outside"),
+    Divergence("exit code", DIFFERENT, _SHELL_UNDER_TORCHRUN, "torch-distributed-shell", stock="1", ours="0"),
+    *each(ADDITIONAL, _SHELL_UNDER_TORCHRUN, "file output/success", "script rank 0", trees="torch-distributed-shell"),
+    Divergence("file output/failure", MISSING, _SHELL_UNDER_TORCHRUN, "torch-distributed-shell"),
+)
+
+DIVERGENCES: tuple[Divergence, ...] = (*ARGUMENTS, *VARIABLES, *MPIRUN, *TORCHRUN, *MODULE, *FILES, *ENDS)

@@ -1,0 +1,143 @@
+"""Real training containers, through testcontainers: started, waited for, removed; their /opt/ml laid out by hand.
+
+For the tests with real containers; a conftest imports the fixtures that its folder needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import pytest
+from docker.models.containers import Container
+from testcontainers.core.config import testcontainers_config
+from testcontainers.core.container import DockerContainer
+from testcontainers.core.network import Network
+
+from shoal import engine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def without_reaper() -> None:
+    """Turn testcontainers' reaper off where its image cannot be pulled; the fixtures remove what they start."""
+    client = engine.connect()
+    image = testcontainers_config.ryuk_image
+    try:
+        client.images.get(image)
+    except docker.errors.ImageNotFound:
+        try:
+            client.images.pull(image)
+        except docker.errors.APIError:
+            testcontainers_config.ryuk_disabled = True
+
+
+@pytest.fixture(scope="session")
+def client() -> docker.DockerClient:
+    return engine.connect()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A container's end: exit code and everything it printed."""
+
+    code: int
+    output: str
+
+
+class Host:
+    """One training container; its /opt/ml is the directory `tree` where one is given."""
+
+    def __init__(self, container: DockerContainer, tree: Path | None) -> None:
+        self.container, self.tree = container, tree
+
+    @property
+    def engines(self) -> Container:
+        """The container as the engine's own client knows it."""
+        container: Container = self.container.get_wrapped_container()
+        return container
+
+    def wait(self, timeout: int = 120) -> Ended:
+        code = self.engines.wait(timeout=timeout)["StatusCode"]
+        return Ended(int(code), self.engines.logs().decode(errors="replace"))
+
+    def path(self, name: str) -> Path:
+        assert self.tree is not None
+        return self.tree / name
+
+
+StartHost = Callable[..., Host]
+
+
+@pytest.fixture
+def start_host() -> Iterator[StartHost]:
+    """Start training containers; they are removed at the end."""
+    started: list[DockerContainer] = []
+
+    def start(
+        image: str,
+        command: str | list[str] | None = "train",
+        *,
+        tree: Path | None = None,
+        mode: str = "rw",
+        volumes: Mapping[Path | str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        network: Network | None = None,
+        alias: str = "",
+        **options: Any,
+    ) -> Host:
+        container = DockerContainer(image, **options)
+        if command is not None:
+            container.with_command(command)
+        if tree is not None:
+            container.with_volume_mapping(str(tree), "/opt/ml", mode)
+        for host_path, target in (volumes or {}).items():
+            container.with_volume_mapping(str(host_path), target, "rw")
+        for name, value in (env or {}).items():
+            container.with_env(name, value)
+        if network is not None:
+            container.with_network(network).with_network_aliases(alias)
+        started.append(container)
+        container.start()
+        return Host(container, tree)
+
+    yield start
+    for container in started:
+        container.stop()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network() as made:
+        yield made
+
+
+def write_tree(
+    root: Path,
+    script: str,
+    hyperparameters: dict[str, Any] | None = None,
+    hosts: tuple[str, ...] = ("algo-1",),
+    current_host: str = "algo-1",
+) -> Path:
+    """Lay out /opt/ml by hand (not by shoal's own writer): the script as train.py, SDK-encoded hyperparameters."""
+    (root / "code").mkdir(parents=True)
+    (root / "code" / "train.py").write_text(script)
+    config = root / "input" / "config"
+    config.mkdir(parents=True)
+    for directory in ("model", "output/data"):
+        (root / directory).mkdir(parents=True)
+    values = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": "/opt/ml/code",
+        **(hyperparameters or {}),
+    }
+    encoded = {key: json.dumps(value) for key, value in values.items()}
+    (config / "hyperparameters.json").write_text(json.dumps(encoded))
+    resources = {"current_host": current_host, "hosts": list(hosts), "network_interface_name": "eth0"}
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    return root

@@ -1,0 +1,14 @@
+"""What the tests run over: launchers, and the two hosts of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from .job import Launcher
+
+WHICH = {"algo-1": "the first host", "algo-2": "a worker"}
+EITHER_HOST = pytest.mark.parametrize("host", list(WHICH))
+
+
+def launchers(*chosen: Launcher) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("launcher", chosen, ids=str)

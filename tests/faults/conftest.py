@@ -1,0 +1,64 @@
+"""Faults in real containers of the small CPU image. `make faults` builds the images first.
+
+SHOAL_TEST_TOOLKIT=<directory of the package shoal_toolkit> runs the faults with that toolkit in place of the image's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from testcontainers.core.network import Network
+
+from shoal.spec import BuildSpec
+
+from ..containers import ROOT, StartHost, client, network, start_host, without_reaper
+from .start import StartJob
+from .table import Table
+
+__all__ = ["client", "network", "start_host"]
+
+_PASSED = pytest.StashKey[bool]()
+_INSTALLED = "/opt/venv/lib/python3.11/site-packages/shoal_toolkit"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: is measured while nothing else runs")
+    without_reaper()
+
+
+@pytest.fixture(scope="session")
+def image(matrix: BuildSpec) -> str:
+    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+
+
+@pytest.fixture
+def start(client: docker.DockerClient, image: str, network: Network, start_host: StartHost, tmp_path: Path) -> StartJob:
+    """Start a job: start(script, launcher, ...)."""
+    toolkit = os.environ.get("SHOAL_TEST_TOOLKIT")
+    volumes: dict[Path | str, str] = {Path(toolkit).resolve(): _INSTALLED} if toolkit else {}
+    return StartJob(client, start_host, image, network, tmp_path, volumes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, Any]:
+    report = yield
+    if call.when == "call":
+        item.stash[_PASSED] = report.passed
+    return report
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The table of results, in the order of the tests."""
+    number = request.session.items.index(request.node)
+    name = "".join(character if character.isalnum() else "-" for character in request.node.nodeid.split("::")[-1])
+    made = Table(ROOT / ".cache" / "faults" / f"{request.node.path.stem}-{number:03}-{name}.json")
+    yield made
+    made.write(request.node.stash.get(_PASSED, False))

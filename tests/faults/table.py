@@ -1,0 +1,82 @@
+"""What every fault must end in, and one row of each for the table of what was measured.
+
+benchmarks/faults.py prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .job import End, Job
+
+NOTICED = 5.0  # seconds until all hosts have ended, from the moment at which the fault can be noticed
+LOST = 15.0  # the same where a host just falls silent
+
+
+class Table:
+    """Checks how a job ended, and notes it as a row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+
+    def failed(
+        self,
+        fault: str,
+        job: Job,
+        since: float,
+        *,
+        says: str | Sequence[str],
+        codes: int | Mapping[str, int],
+        bar: float = NOTICED,
+        silent: Sequence[str] = (),
+    ) -> None:
+        """These containers (all, where `codes` is one code) have failed in time, and say why: one of `says`.
+
+        `silent` ones cannot: they were killed, or cannot write.
+        """
+        expected = codes if isinstance(codes, Mapping) else dict.fromkeys(job.hosts, codes)
+        ends = job.ends(list(expected))
+        speaking = [end for name, end in ends.items() if name not in silent]
+        self._ended(fault, job, ends, since, bar, speaking[0].failure.partition("\n")[0])
+        assert {name: end.code for name, end in ends.items()} == expected, job.logs()
+        assert 0 not in expected.values()
+        assert not any(end.success for end in ends.values())
+        for end in speaking:
+            reasons = [says] if isinstance(says, str) else says
+            assert any(reason in end.failure for reason in reasons), f"{end.failure}\n{job.logs()}"
+        assert _seconds(ends, since) <= bar
+
+    def survived(self, fault: str, job: Job, since: float, bar: float = NOTICED) -> None:
+        """The job has ended well on every host, in time after the moment from which nothing holds it up."""
+        ends = job.ends()
+        self._ended(fault, job, ends, since, bar, "")
+        assert {end.code for end in ends.values()} == {0}, job.logs()
+        assert all(end.success and not end.failure for end in ends.values())
+        assert _seconds(ends, since) <= bar
+
+    def _ended(self, fault: str, job: Job, ends: Mapping[str, End], since: float, bar: float, says: str) -> None:
+        codes = {name: end.code for name, end in ends.items()}
+        self.note(fault, job.launcher.name, codes, _seconds(ends, since), bar, says)
+
+    def note(self, fault: str, launcher: str, codes: Mapping[str, int], seconds: float, bar: float, says: str) -> None:
+        """Add a row, whatever the checks will say of it."""
+        self._rows.append(
+            {"fault": fault, "launcher": launcher, "codes": codes, "seconds": seconds, "bar": bar, "says": says}
+        )
+
+    def remark(self, text: str) -> None:
+        """Say something of the last row."""
+        self._rows[-1]["remark"] = text
+
+    def write(self, met: bool) -> None:
+        """Write the rows. `met`: every check has passed."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps([{**row, "met": met} for row in self._rows]))
+
+
+def _seconds(ends: Mapping[str, End], since: float) -> float:
+    return max(end.at for end in ends.values()) - since

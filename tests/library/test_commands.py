@@ -1,0 +1,53 @@
+"""The commands that SageMaker's toolkit puts before a rank's: a rank does not notice them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TELL = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:], os.environ['MARK']])); sys.exit(7)"
+MODEL_PARALLEL = ["-i", "ml.p4d.24xlarge", "--allow-bypass"]
+
+
+def start(name: str, *words: str) -> subprocess.Popen[str]:
+    program = Path(sys.executable).with_name(name)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([program, *words], env={**os.environ, "MARK": "x"}, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("smddprun", []), ("smddpmprun", []), ("smddpmprun", MODEL_PARALLEL)], ids=str
+)
+def test_the_command_takes_their_place(name: str, options: list[str]) -> None:
+    process = start(name, *options, sys.executable, "-c", TELL, "-i", "a b", "--allow-bypass", "")
+    output, _ = process.communicate(timeout=60)
+    assert json.loads(output) == [process.pid, ["-i", "a b", "--allow-bypass", ""], "x"]
+    assert process.returncode == 7
+
+
+def test_a_command_is_looked_for_on_path() -> None:
+    assert start("smddprun", "true").wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "code", "said"),
+    [
+        ("smddprun", [], 2, "no command is given"),
+        ("smddpmprun", MODEL_PARALLEL, 2, "no command is given"),
+        ("smddpmprun", ["-i"], 2, "expected one argument"),
+        ("smddprun", ["-i", "ml.p4d.24xlarge", "true"], 2, "unrecognized arguments: -i"),
+        ("smddprun", ["no-such-program"], 127, "no-such-program cannot be started: No such file"),
+        ("smddprun", ["/"], 126, "/ cannot be started: Permission denied"),
+    ],
+)
+def test_what_cannot_be_run_is_said(name: str, words: list[str], code: int, said: str) -> None:
+    process = start(name, *words)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error.startswith((f"usage: {name}", f"{name}: "))
+    assert said in error

@@ -16,7 +16,7 @@ $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration faults check render lock bench-launch bench-logs bench-images clean
+.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check render lock bench-launch bench-logs bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ endif
 	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point train.py \
 	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
 
-test: check test-fast test-integration ## everything: checks, tests without Docker, tests with real containers
+test: check test-fast test-integration conformance ## everything: checks, tests without Docker, tests with real containers
 
 check: setup ## ruff, mypy strict, rendered Dockerfiles fresh
 	@$(BIN)/ruff check .
@@ -61,6 +61,10 @@ test-fast: setup ## the tests that need no Docker
 
 test-integration: images ## the tests with real containers
 	@$(BIN)/pytest tests/integration
+
+conformance: setup engine ## the same jobs through the stock toolkit and through ours, and what differs
+	@$(SHOAL) build pytorch-training:2.13.0-cpu-py311-debian12 tensorflow
+	@$(BIN)/pytest tests/conformance
 
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 faults: image ## what goes wrong in real containers, and how long it takes to end (docs/reliability.md)

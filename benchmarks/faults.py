@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the faults, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
-    parser.add_argument("--workers", default="3", help="faults at a time; those that load the machine come alone")
+    parser.add_argument("--workers", default="4", help="faults at a time; those that load the machine come alone")
     options = parser.parse_args(arguments)
     shutil.rmtree(ROWS, ignore_errors=True)
     failed = any([run("-m", "not alone", "-n", options.workers), run("-m", "alone")])

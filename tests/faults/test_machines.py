@@ -88,7 +88,7 @@ def test_a_read_only_directory_fails_the_job(start: StartJob, table: Table, laun
     assert says in job.ends()[host].output
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI)
 def test_a_read_only_root_is_survived(start: StartJob, table: Table, launcher: Launcher) -> None:
     job = start(TRAIN_A_LITTLE, launcher, options={name: {"read_only": True} for name in WHICH})
     table.survived("everything but /opt/ml is read-only", job, job.up() + 2)

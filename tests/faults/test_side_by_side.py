@@ -134,7 +134,7 @@ def test_what_a_script_leaves_behind_is_ended(machine: Machine, table: Table, la
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI)
 def test_a_stop_leaves_nothing_running(
     machine: Machine, table: Table, launcher: Launcher, number: signal.Signals
 ) -> None:

@@ -89,7 +89,7 @@ def test_what_a_script_leaves_behind_keeps_nobody(start: StartJob, table: Table,
     table.survived("the script leaves a daemon behind", job, max(job.marks("done", 2).values()))
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI)
 def test_orphans_are_reaped(start: StartJob, table: Table, launcher: Launcher) -> None:
     orphans = (
         "for _ in range(50):\n"

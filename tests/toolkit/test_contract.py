@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit import contract, environment
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.job import contract
+from shoal_toolkit.plan import environment
 
 from .conftest import Run, Tree
 from .test_plan import MACHINE, planned

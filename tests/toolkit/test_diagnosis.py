@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit import diagnosis, oom
-from shoal_toolkit.verdict import Failure
+from shoal_toolkit.outcome import diagnosis, oom
+from shoal_toolkit.outcome.verdict import Failure
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_toolkit import contract, entry
-from shoal_toolkit.arguments import LONGEST, for_mpirun, script_arguments
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.job import contract, entry
+from shoal_toolkit.plan.arguments import LONGEST, for_mpirun, script_arguments
 
 from .conftest import Run, Tree
 from .netns import UNAVAILABLE, running, two_hosts

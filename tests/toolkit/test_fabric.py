@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from shoal_toolkit import contract, fabric
-from shoal_toolkit.fabric import Fabric
-from shoal_toolkit.launcher import DATAPARALLEL, MPI, PROCESS, TORCH_DISTRIBUTED
-from shoal_toolkit.machine import Machine, Nic
+from shoal_toolkit.job import contract
+from shoal_toolkit.job.machine import Machine, Nic
+from shoal_toolkit.plan import fabric
+from shoal_toolkit.plan.fabric import Fabric
+from shoal_toolkit.plan.launcher import DATAPARALLEL, MPI, PROCESS, TORCH_DISTRIBUTED
+from shoal_toolkit.tables import read_table
 
 from .conftest import Run, Tree
 
@@ -150,8 +151,7 @@ def test_the_type_may_come_with_the_hyperparameters(tree: Tree) -> None:
 
 
 def test_the_table_of_instance_types() -> None:
-    path = Path(fabric.__file__).parent / "data" / "instances.json"
-    table = json.loads(path.read_text())["instances"]
+    table = read_table("instances")["instances"]
     assert {name for name, known in table.items() if known.get("rdma") and not known.get("efa")} == set()
     facts = {"ml.p3.2xlarge": 1, "ml.p3.8xlarge": 4, "ml.p3.16xlarge": 8, P3DN: 8, P4D: 8, "ml.p4de.24xlarge": 8, P5: 8}
     assert {name: table[name]["gpus"] for name in facts} == facts

@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 
 import shoal_toolkit
-from shoal_toolkit import contract, install
+from shoal_toolkit.beside import install
+from shoal_toolkit.job import contract
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
 from .test_s3 import CREDENTIALS
 
 PIP = (MACHINE.python, "-m", "pip", "install")
-OURS = (MACHINE.python, "-m", "shoal_toolkit.install")
+OURS = (MACHINE.python, "-m", "shoal_toolkit.beside.install")
 REQUIREMENTS = ("-r", "requirements.txt")
 # A build backend in the tree needs none from an index.
 BACKEND = """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.plan import LaunchPlan
+from shoal_toolkit.plan.plan import LaunchPlan
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .netns import UNAVAILABLE, Host, running, two_hosts

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit import machine
-from shoal_toolkit.machine import Nic
+from shoal_toolkit.job import machine
+from shoal_toolkit.job.machine import Nic
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth0\t00000000\t010011AC\t0003\t0\t0\t0\t00000000\t0\t0\t0

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit import mpi
-from shoal_toolkit.daemons import daemon_command
 from shoal_toolkit.errors import ContractError, LaunchError
-from shoal_toolkit.machine import Machine
-from shoal_toolkit.mpi_options import RELEASE, parse, read_table, renamed
+from shoal_toolkit.hosts.daemons import daemon_command
+from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.plan import mpi
+from shoal_toolkit.plan.mpi_options import RELEASE, parse, renamed
+from shoal_toolkit.tables import read_table
 
 from .openmpi import open_mpi_5
 
@@ -26,7 +27,7 @@ KEY = "sagemaker_mpi_custom_mpi_options"
 MACHINE = Machine(
     cpus=4, gpus=0, interface="eth0", interface_note="", python="/usr/bin/python3", mpirun="/usr/bin/mpirun"
 )
-TABLE = read_table()
+TABLE = read_table("mpirun")
 NOTHING: Mapping[str, str] = {}
 ONE, TWO = {"algo-1": 2}, {"algo-1": 2, "algo-2": 2}
 BOTH = pytest.mark.parametrize("series", [4, 5])

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit import contract, environment, plan
-from shoal_toolkit.arguments import script_arguments
 from shoal_toolkit.errors import ContractError, LaunchError
-from shoal_toolkit.machine import Machine
-from shoal_toolkit.plan import LaunchPlan
+from shoal_toolkit.job import contract
+from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.plan import environment, plan
+from shoal_toolkit.plan.arguments import script_arguments
+from shoal_toolkit.plan.plan import LaunchPlan
 
 from .conftest import Run, Tree
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from shoal_toolkit import resolve
-from shoal_toolkit.loop import Loop
-from shoal_toolkit.resolve import Address, Resolver
+from shoal_toolkit.hosts import resolve
+from shoal_toolkit.hosts.resolve import Address, Resolver
+from shoal_toolkit.run.loop import Loop
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit.loop import Loop
-from shoal_toolkit.streams import Flow, Lines, Sink, Source, Tail, TextLines
+from shoal_toolkit.logs.streams import Flow, Lines, Sink, Source, Tail, TextLines
+from shoal_toolkit.run.loop import Loop
 
 PIECES = st.lists(st.text("ab \né\t").map(str.encode))
 PIECES_WITH_RETURNS = st.lists(st.text("ab\r\n").map(str.encode))

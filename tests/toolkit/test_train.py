@@ -233,7 +233,7 @@ def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> Non
         "threading",
     }
     assert not heavy & set(done.stdout.split())
-    assert "shoal_toolkit.first" in done.stdout
+    assert "shoal_toolkit.run.first" in done.stdout
 
 
 def started(tree: Tree, **variables: str) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.wire import HEARTBEAT_SECONDS, LOST_SECONDS
+from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
 
 from .conftest import Finished
 from .netns import UNAVAILABLE, Host, cut, init_of, running, send, stranger, two_hosts

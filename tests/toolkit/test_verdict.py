@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit import verdict
-from shoal_toolkit.contract import Paths
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.verdict import Verdict
+from shoal_toolkit.job.contract import Paths
+from shoal_toolkit.outcome import verdict
+from shoal_toolkit.outcome.verdict import Verdict
 
 from .conftest import TRAIN, Tree, clean_environment
 

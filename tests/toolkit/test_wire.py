@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal_toolkit import wire
-from shoal_toolkit.agent import Agent
-from shoal_toolkit.connect import Search
-from shoal_toolkit.loop import Loop
-from shoal_toolkit.wire import Channel
+from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts.agent import Agent
+from shoal_toolkit.hosts.connect import Search
+from shoal_toolkit.hosts.wire import Channel
+from shoal_toolkit.run.loop import Loop
 
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
 

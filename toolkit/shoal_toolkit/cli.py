@@ -15,15 +15,18 @@ import sys
 import time
 from collections.abc import Sequence
 
-from shoal_toolkit import __version__, contract, log, redact, verdict
-from shoal_toolkit.contract import Cluster, Paths
+from shoal_toolkit import __version__
 from shoal_toolkit.errors import StoppedError, TrainError
-from shoal_toolkit.host import STOP_SIGNALS, Host, Task, first_report
-from shoal_toolkit.launcher import members
-from shoal_toolkit.log import say
-from shoal_toolkit.machine import read_machine
-from shoal_toolkit.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
-from shoal_toolkit.settings import take
+from shoal_toolkit.job import contract
+from shoal_toolkit.job.contract import Cluster, Paths
+from shoal_toolkit.job.machine import read_machine
+from shoal_toolkit.job.settings import take
+from shoal_toolkit.logs import log, redact
+from shoal_toolkit.logs.log import say
+from shoal_toolkit.outcome import verdict
+from shoal_toolkit.plan.launcher import members
+from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
+from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = words[1:] if words[:1] == ["--"] else words
     _open_standard_descriptors()
     if os.getpid() == 1:
-        from shoal_toolkit import init
+        from shoal_toolkit.run import init
 
         # A container's PID 1 is older than its command: here the count begins with the first line of ours.
         began = time.monotonic()
@@ -62,7 +65,7 @@ def explain(words: Sequence[str]) -> int:
     except TrainError as error:
         say(str(error))
         return error.exit_code
-    from shoal_toolkit.explain import as_dict, as_text
+    from shoal_toolkit.plan.explain import as_dict, as_text
 
     if as_json:
         import json
@@ -206,10 +209,10 @@ def _listens(table: str, port: int) -> bool:
 
 def _role(task: Task) -> Host:
     if task.cluster.current_host == task.hosts[0]:
-        from shoal_toolkit.first import FirstHost
+        from shoal_toolkit.run.first import FirstHost
 
         return FirstHost(task)
-    from shoal_toolkit.worker import Worker
+    from shoal_toolkit.run.worker import Worker
 
     return Worker(task)
 

@@ -1,0 +1,195 @@
+"""The first host's search for the others: connects to each worker's agent, for as long as the time limit allows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts.resolve import Address, Resolver
+from shoal_toolkit.hosts.wire import Channel, ProtocolError
+from shoal_toolkit.logs.log import say
+from shoal_toolkit.run.loop import WRITE, Loop, Timer
+
+_RETRY_SECONDS = 0.05
+_SLOWEST_RETRY_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
+_SAY_EVERY_SECONDS = 15.0
+
+
+class Search:
+    """Connects to all workers. Calls `on_found(host, channel)` for each, and `on_failed(reason)` at most once."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        hosts: Sequence[str],
+        port: int,
+        secret: str,
+        on_found: Callable[[str, Channel], None],
+        on_failed: Callable[[str], None],
+        seconds: float,
+    ) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._on_found = on_found
+        self._on_failed = on_failed
+        self._began = monotonic()
+        self.resolver = Resolver(loop)
+        self._timers = [loop.call_later(seconds, self._too_late), loop.call_later(_SAY_EVERY_SECONDS, self._progress)]
+        self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in hosts[1:]}
+
+    def close(self) -> None:
+        """Give up on those who are missing."""
+        self.resolver.close()
+        for timer in self._timers:
+            timer.cancel()
+        for attempt in self.missing.values():
+            attempt.close()
+        self.missing = {}
+
+    def found(self, host: str, channel: Channel) -> None:
+        del self.missing[host]
+        if not self.missing:
+            self.close()
+        self._on_found(host, channel)
+
+    def failed(self, reason: str) -> None:
+        self.close()
+        self._on_failed(reason)
+
+    def _who(self) -> str:
+        listed = [f"{host} ({attempt.problem})" for host, attempt in list(self.missing.items())[:10]]
+        more = f" and {len(self.missing) - 10} more" if len(self.missing) > 10 else ""
+        return ", ".join(listed) + more
+
+    def _progress(self) -> None:
+        say(f"waiting for {self._who()} since {monotonic() - self._began:.0f} s, at most {self._seconds:.0f} s")
+        self._timers.append(self._loop.call_later(_SAY_EVERY_SECONDS, self._progress))
+
+    def _too_late(self) -> None:
+        self.failed(
+            f"After {self._seconds:.0f} s these hosts are missing: {self._who()}. Every host of resourceconfig.json "
+            "must run `train`; check their logs, and that their port SHOAL_AGENT_PORT can be reached. The variable "
+            "SHOAL_HOSTS_TIMEOUT sets the limit."
+        )
+
+
+class _Attempt:
+    """Tries one worker again and again."""
+
+    def __init__(self, search: Search, loop: Loop, hosts: Sequence[str], host: str, port: int, secret: str) -> None:
+        self.problem = "not tried yet"
+        self._search = search
+        self._loop = loop
+        self._hosts = hosts
+        self._host = host
+        self._port = port
+        self._secret = secret
+        self._tries = 0
+        self._sock: socket.socket | None = None
+        self._channel: Channel | None = None
+        self._transcript: dict[str, str] = {}
+        self._timer: Timer = loop.call_later(0, self._try)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._sock is not None:
+            self._loop.unwatch(self._sock.fileno(), WRITE)
+            self._sock.close()
+            self._sock = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._transcript = {}
+
+    def _again(self, problem: str) -> None:
+        self.close()
+        self.problem = problem
+        pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), _SLOWEST_RETRY_SECONDS)
+        self._timer = self._loop.call_later(pause, self._try)
+
+    def _try(self) -> None:
+        self._tries += 1
+        self.problem = "its name is being looked up"
+        self._search.resolver.ask(self._host, self._port, self._resolved)
+
+    def _resolved(self, found: list[Address] | OSError) -> None:
+        if isinstance(found, OSError):
+            self._again(f"its name is not known: {found.strerror or found}")
+        else:
+            self._connect(*found[(self._tries - 1) % len(found)])
+
+    def _connect(self, family: int, address: tuple[Any, ...]) -> None:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        self._sock = sock
+        result = sock.connect_ex(address)
+        if result not in (0, errno.EINPROGRESS):
+            self._again(os.strerror(result))
+            return
+        self._timer = self._loop.call_later(_CONNECT_SECONDS, lambda: self._again("no answer"))
+        self._loop.watch(sock.fileno(), WRITE, self._connected)
+
+    def _connected(self) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            self._again(os.strerror(problem))
+            return
+        self._loop.unwatch(sock.fileno(), WRITE)
+        self._timer.cancel()
+        self._sock = None
+        self._channel = Channel(self._loop, sock, self._frame, self._lost)
+        self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS, lambda: self._again("its agent does not answer"))
+
+    def _lost(self, reason: str) -> None:
+        self._channel = None
+        self._again(f"in the handshake {reason}")
+
+    def _frame(self, kind: bytes, payload: bytes) -> None:
+        said = wire.fields(payload)
+        if kind == wire.HELLO and not self._transcript:
+            self._hello(said)
+        elif kind == wire.WELCOME and self._transcript:
+            self._welcome(said)
+        elif kind == wire.REFUSED:
+            self._search.failed(f"{self._host} refused this first host: {said.get('reason')}.")
+        else:
+            raise ProtocolError("not the frame that is due")
+
+    def _hello(self, said: dict[str, Any]) -> None:
+        """Answer the worker's nonce with our proof, and give it ours."""
+        if said["version"] != wire.VERSION or said["host"] != self._host:
+            raise ProtocolError(f"it says that it is {said['host']!r}, protocol {said['version']}")
+        self._transcript = {
+            "first": self._hosts[0],
+            "worker": self._host,
+            "hosts": wire.fingerprint(self._hosts),
+            "first_nonce": wire.nonce(),
+            "worker_nonce": str(said["nonce"]),
+        }
+        self._send(
+            nonce=self._transcript["first_nonce"],
+            hosts=self._transcript["hosts"],
+            proof=wire.proof(self._secret, "first", self._transcript),
+        )
+
+    def _send(self, **fields: str) -> None:
+        if self._channel is not None:
+            self._channel.send_json(wire.PROVE, **fields)
+
+    def _welcome(self, said: dict[str, Any]) -> None:
+        if not wire.same(wire.proof(self._secret, "worker", self._transcript), said.get("proof")):
+            raise ProtocolError("it does not have this job's SHOAL_JOB_SECRET")
+        channel, self._channel = self._channel, None
+        self._timer.cancel()
+        if channel is not None:
+            channel.start_heartbeats()
+            self._search.found(self._host, channel)

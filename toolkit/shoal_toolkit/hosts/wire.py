@@ -1,0 +1,227 @@
+"""The connection between two hosts: frames over TCP, heartbeats, a handshake in which both prove the job's secret.
+
+A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: JSON, or bytes for output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
+
+VERSION = 2
+MAX_FRAME = 1 << 20
+MAX_HANDSHAKE_FRAME = 4096
+HANDSHAKE_SECONDS = 10.0
+HEARTBEAT_SECONDS = 2.0
+LOST_SECONDS = 12.0  # longer than a network that stumbles, shorter than a user's patience
+
+# Handshake
+HELLO, PROVE, WELCOME, REFUSED = b"H", b"P", b"W", b"R"
+# First host → worker
+START, GO, SIGNAL, VERDICT = b"S", b"G", b"K", b"V"
+# Worker → first host
+READY, STARTED, OUTPUT, RANK_ENDED, ENDED, FAILED, STOPPING = b"r", b"s", b"o", b"n", b"e", b"f", b"t"
+# Both
+PING = b"."
+
+_HEAD = struct.Struct("!Ic")
+_OUTPUT = struct.Struct("!BI")
+
+
+class ProtocolError(Exception):
+    """The other side sent what no peer of ours sends."""
+
+
+class Channel:
+    """A connected, non-blocking socket. Calls `on_frame(kind, payload)`, and `on_lost(reason)` once when it ends."""
+
+    def __init__(
+        self, loop: Loop, sock: socket.socket, on_frame: Callable[[bytes, bytes], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self.on_frame = on_frame
+        self.on_lost = on_lost
+        self.on_held: Callable[[int], None] = lambda _: None  # told how many bytes wait to be sent
+        self.limit = MAX_HANDSHAKE_FRAME
+        self._loop = loop
+        self._sock: socket.socket | None = sock
+        self._in = bytearray()
+        self._out: deque[memoryview] = deque()
+        self._held = 0
+        self._last_heard = monotonic()
+        self._beat: Timer | None = None
+        self._paused = False
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        loop.watch(sock.fileno(), READ, self._readable)
+
+    @property
+    def open(self) -> bool:
+        return self._sock is not None
+
+    def start_heartbeats(self) -> None:
+        """From now on both sides speak at least every few seconds, or the connection is taken as lost."""
+        self.limit = MAX_FRAME
+        self._last_heard = monotonic()
+        self._heartbeat()
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        """Queue a frame; what the socket takes is sent at once."""
+        if self._sock is None:
+            return
+        self._out.append(memoryview(_HEAD.pack(len(payload) + 1, kind) + payload))
+        self._held += _HEAD.size + len(payload)
+        self._flush()
+
+    def send_json(self, kind: bytes, **fields: Any) -> None:
+        self.send(kind, json.dumps(fields).encode())
+
+    def send_output(self, stream: int, rank: int, data: bytes) -> None:
+        self.send(OUTPUT, _OUTPUT.pack(stream, rank) + data)
+
+    def close(self) -> None:
+        """Close without a word to on_lost."""
+        if self._sock is None:
+            return
+        if self._beat:
+            self._beat.cancel()
+        self._loop.unwatch(self._sock.fileno(), READ)
+        self._loop.unwatch(self._sock.fileno(), WRITE)
+        self._sock.close()
+        self._sock = None
+
+    def pause(self) -> None:
+        """Do not read for now. Silence is no sign of a loss then."""
+        if self._sock is not None:
+            self._loop.unwatch(self._sock.fileno(), READ)
+            self._paused = True
+
+    def resume(self) -> None:
+        if self._sock is not None:
+            self._loop.watch(self._sock.fileno(), READ, self._readable)
+            self._paused = False
+            self._last_heard = monotonic()
+
+    def _lose(self, reason: str) -> None:
+        if self._sock is not None:
+            self.close()
+            self.on_lost(reason)
+
+    def _heartbeat(self) -> None:
+        silent = monotonic() - self._last_heard
+        if silent > LOST_SECONDS and not self._paused:
+            self._lose(f"nothing was heard from it for {silent:.0f} s")
+            return
+        if not self._out:
+            self.send(PING)
+        self._beat = self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+
+    def _flush(self) -> None:
+        sock = self._sock
+        try:
+            while sock is not None and self._out:
+                first = self._out[0]
+                sent = sock.send(first)
+                self._held -= sent
+                self._out[0] = first[sent:]
+                if sent == len(first):
+                    self._out.popleft()
+        except BlockingIOError:
+            self._loop.watch(sock.fileno(), WRITE, self._flush)  # type: ignore[union-attr]
+        except OSError as error:
+            # Told from the loop: whoever called send is in the middle of something.
+            self._out.clear()
+            self._held = 0
+            reason = str(error)
+            self._loop.call_later(0, lambda: self._lose(reason))
+        else:
+            if sock is not None:
+                self._loop.unwatch(sock.fileno(), WRITE)
+        self.on_held(self._held)
+
+    def _readable(self) -> None:
+        if self._sock is None:
+            return
+        try:
+            data = self._sock.recv(262144)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(str(error))
+            return
+        if not data:
+            self._lose("it closed the connection")
+            return
+        self._last_heard = monotonic()
+        self._in += data
+        try:
+            self._frames()
+        except (ProtocolError, ValueError, KeyError, TypeError, struct.error) as error:
+            self._lose(f"it sent what is no frame of this protocol ({error})")
+
+    def _frames(self) -> None:
+        """Hand on the frames that are complete. What was read goes in one piece: it is linear in small frames too."""
+        start = 0
+        try:
+            while self._sock is not None and len(self._in) - start >= _HEAD.size:
+                size, kind = _HEAD.unpack_from(self._in, start)
+                if not 1 <= size <= self.limit:
+                    raise ProtocolError(f"a frame of {size} bytes")
+                end = start + _HEAD.size + size - 1
+                if len(self._in) < end:
+                    return
+                payload = bytes(self._in[start + _HEAD.size : end])
+                start = end
+                if kind != PING:
+                    self.on_frame(kind, payload)
+        finally:
+            del self._in[:start]
+
+
+def fields(payload: bytes) -> dict[str, Any]:
+    """Return the JSON object of a frame. Raises ProtocolError for anything else."""
+    value = json.loads(payload)
+    if not isinstance(value, dict):
+        raise ProtocolError("a payload that is no object")
+    return value
+
+
+def output(payload: bytes) -> tuple[int, int, bytes]:
+    """Return (stream, rank, data) of an OUTPUT frame."""
+    stream, rank = _OUTPUT.unpack_from(payload)
+    return stream, rank, payload[_OUTPUT.size :]
+
+
+def nonce() -> str:
+    return os.urandom(16).hex()
+
+
+def fingerprint(hosts: Sequence[str]) -> str:
+    """Two jobs with different hosts do not take each other for their own."""
+    return hashlib.sha256("\n".join(hosts).encode()).hexdigest()
+
+
+def proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
+    """Return what only somebody with the job's secret can say of this handshake; `role`: no echo passes for it."""
+    text = json.dumps([VERSION, role, sorted(transcript.items())])
+    return hmac.new(secret.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()
+
+
+def same(left: str, right: object) -> bool:
+    """Compare proofs in constant time."""
+    return isinstance(right, str) and hmac.compare_digest(left.encode(), right.encode())
+
+
+def addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return (family, address) of a host; raises OSError where the name is not known (yet)."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]

@@ -1,0 +1,1 @@
+"""How it ended: the verdict, and why."""

@@ -1,0 +1,142 @@
+"""The job's outcome: the one place that writes output/failure, success and job.json and says the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.job.contract import Paths
+from shoal_toolkit.logs import redact
+from shoal_toolkit.logs.log import say
+
+FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
+
+
+class Verdict(NamedTuple):
+    """How the job ended. `message` is the text of the failure file; empty for a success."""
+
+    exit_code: int
+    message: str = ""
+
+
+class Failure(NamedTuple):
+    """What is known of a rank, or a launcher, that failed."""
+
+    exit_code: int
+    where: str  # such as "rank 1 on algo-2"
+    command: Sequence[str]
+    stderr: str  # its end
+    facts: Mapping[str, int] = {}  # of its host: see oom.py
+    reason: str = ""  # where stderr is not searched for it: mpirun's (see daemonlog.py)
+
+
+def of_error(error: TrainError) -> Verdict:
+    """The verdict on a job that was not started, or was lost."""
+    return Verdict(error.exit_code, str(error))
+
+
+def of_failure(failure: Failure) -> Verdict:
+    """The verdict on a job whose script failed."""
+    from shoal_toolkit.outcome import diagnosis  # a job that succeeds does without it
+
+    return Verdict(failure.exit_code, diagnosis.message(failure))
+
+
+def of_stop(number: int) -> Verdict:
+    """The verdict on a job that was told to stop."""
+    name = signal.Signals(number).name
+    return Verdict(
+        128 + number, f"The job was stopped: `train` received {name} (spot interruption, StopTrainingJob, ...)."
+    )
+
+
+def exit_description(code: int) -> str:
+    """Say an exit code in words.
+
+    >>> exit_description(137)
+    'was killed by signal 9 (SIGKILL)'
+    """
+    number = code - 128
+    if number in signal.Signals.__members__.values():
+        return f"was killed by signal {number} ({signal.Signals(number).name})"
+    return f"exited with code {code}"
+
+
+def begin(paths: Paths, report: Mapping[str, Any]) -> None:
+    """Remove an earlier job's verdict, and check that this one's can be written: better now than after the training."""
+    try:
+        for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` brings none
+            os.makedirs(directory, exist_ok=True)
+        for name in (FAILURE, SUCCESS, METRICS):
+            _remove(paths, name)
+        _write(paths, REPORT, _as_json(report))
+    except OSError as error:
+        raise LaunchError(
+            f"The output directory cannot be written: {error}. Mount a writable directory at {paths.output}."
+        ) from None
+
+
+def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
+    """Write the verdict, and return the exit code. A verdict that cannot be written is a failure in any case."""
+    code = exit_status(verdict.exit_code)
+    message = redact.text(verdict.message)
+    if code:
+        # The script has written its traceback to the log already.
+        summary = message.partition("\n\n")[0]
+        say(f"the job failed with exit code {code}: {summary}")
+    full_report = _as_json({**report, "exit_code": code})
+    files = {FAILURE: message, REPORT: full_report} if code else {REPORT: full_report, SUCCESS: ""}
+    try:
+        os.makedirs(paths.output, exist_ok=True)
+        _remove(paths, SUCCESS if code else FAILURE)  # of an earlier job that this one did not come to remove
+        for name, text in files.items():
+            _write(paths, name, text)
+    except OSError as error:
+        needs = f"{paths.output} must be a writable directory, with space in it."
+        message = message or f"The script ended well, and that cannot be recorded: {error}. {needs}"
+        say(f"the verdict cannot be written: {error}. {needs}\nIt is:\n{message}")
+        _write_failure_alone(paths, message)
+        return code or 1
+    return code
+
+
+def _write_failure_alone(paths: Paths, message: str) -> None:
+    """Where the disk is full, the report makes room for what counts."""
+    try:
+        _remove(paths, SUCCESS)
+        _remove(paths, REPORT)
+        _write(paths, FAILURE, message)
+    except OSError:
+        return  # that has been said
+
+
+def exit_status(code: int) -> int:
+    """Return a code as the kernel will hand it on: of 256, say, it would make 0."""
+    return code if 0 <= code <= 255 else 1
+
+
+def _as_json(report: Mapping[str, Any]) -> str:
+    return json.dumps(report, indent=1) + "\n"
+
+
+def _write(paths: Paths, name: str, text: str) -> None:
+    """Write a file in one step: nobody reads half of it."""
+    path = os.path.join(paths.output, name)
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        _remove(paths, f"{name}.part")
+        raise
+
+
+def _remove(paths: Paths, name: str) -> None:
+    try:
+        os.unlink(os.path.join(paths.output, name))
+    except FileNotFoundError:
+        return

@@ -1,0 +1,1 @@
+"""What is launched: pure functions from a `Job` to a `LaunchPlan`, which `train --explain` prints."""

@@ -1,0 +1,1 @@
+"""What runs: the loop, processes, ranks, and the two roles of a host."""

@@ -1,0 +1,181 @@
+"""Every host but the first: lets the first host in, runs what it asks for, and ends with its verdict."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts.agent import Agent
+from shoal_toolkit.hosts.daemons import daemon_command
+from shoal_toolkit.logs.daemonlog import DaemonLog
+from shoal_toolkit.logs.log import say
+from shoal_toolkit.outcome import verdict
+from shoal_toolkit.outcome.verdict import Verdict
+from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.run.host import Host, Task, companion_failure
+from shoal_toolkit.run.ranks import STDERR
+
+if TYPE_CHECKING:
+    from shoal_toolkit.hosts.wire import Channel
+
+
+class Worker(Host):
+    """Follows the first host."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._agent: Agent | None = None
+        self._channel: Channel | None = None
+        self._daemon = DaemonLog()
+        self._first_host = task.hosts[0]
+        self._has_ranks = isinstance(task.plan, LaunchPlan) and task.plan.has_ranks
+        self._is_set_up = False
+        self._problem: TrainError | None = None  # why this host cannot take part
+
+    def begin(self) -> None:
+        task = self.task
+        current = task.cluster.current_host
+        self._agent = Agent(
+            self.loop, task.settings.port, task.settings.secret, task.hosts, current, self._first_host_came
+        )
+        self.loop.call_later(task.settings.hosts_timeout, self._too_late)
+        if isinstance(task.plan, TrainError):
+            self._set_up(task.plan)
+        elif self.work is not None:
+            self.work.set_up(self._set_up)
+
+    def _set_up(self, error: TrainError | None) -> None:
+        """This host is ready, or will never be."""
+        self._is_set_up, self._problem = error is None, error
+        if error is not None and self._channel is None:
+            say(f"{error}\nTelling the first host {self._first_host}.")
+        self._report()
+
+    def _report(self) -> None:
+        """Tell the first host whether this one is ready, once both are known."""
+        if self._problem is not None:
+            self._failed(self._problem)
+        elif self._is_set_up:
+            self._send(wire.READY)
+
+    def _too_late(self) -> None:
+        if self._channel is None:
+            seconds = self.task.settings.hosts_timeout
+            late = LaunchError(
+                f"The first host {self._first_host} has not connected within {seconds} s. Every host of "
+                "resourceconfig.json must run `train`; check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
+            )
+            self.decide(verdict.of_error(self._problem or late))
+
+    def _first_host_came(self, channel: Channel) -> None:
+        self._channel = channel
+        channel.on_frame = self._frame
+        channel.on_lost = self._lost
+        channel.on_held = lambda held: self.flow.report(channel, held)
+        self._report()
+
+    def _lost(self, reason: str) -> None:
+        self.decide(
+            Verdict(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
+        )
+
+    # What the first host says
+
+    def _frame(self, kind: bytes, payload: bytes) -> None:
+        if kind == wire.GO:
+            self._attempt(None)
+            return
+        said = wire.fields(payload)
+        if kind == wire.START:
+            self._attempt(str(said["command"]))
+        elif kind == wire.SIGNAL:
+            self._pass_on(int(said["number"]))
+        elif kind == wire.VERDICT:
+            self._decided(said)
+        else:
+            raise wire.ProtocolError(f"the kind {kind!r}")
+
+    def _attempt(self, command: str | None) -> None:
+        """Start what is asked for: the script, or with a command mpirun's daemon."""
+        if self.work is None or self._problem is not None:
+            return  # this host cannot, and has said so: the first host had not heard it yet
+        try:
+            if command is None:
+                self.work.start()
+            else:
+                self.work.prepare_ranks()
+                argv, variables = daemon_command(command, self.task.environ, self.work.directory)
+                self.work.start_launcher(argv, variables)
+        except TrainError as error:
+            self._failed(error)
+
+    def _failed(self, error: TrainError) -> None:
+        self._send(wire.FAILED, code=error.exit_code, message=str(error))
+
+    def _pass_on(self, number: int) -> None:
+        self.stopped_by = self.stopped_by or number
+        if self.work is not None:
+            self.work.stop(number)
+
+    def _decided(self, said: dict[str, Any]) -> None:
+        self.report.update(said["report"])
+        self.decide(Verdict(int(said["code"]), str(said["message"])))
+
+    # What this host's work says
+
+    def rank_started(self, rank: int) -> None:
+        self._send(wire.STARTED, rank=rank)
+
+    def rank_ended(self, rank: int, code: int) -> None:
+        self._send(wire.RANK_ENDED, rank=rank, code=code, facts=self.facts() if code else {})
+
+    def companion_ended(self, name: str, code: int) -> None:
+        message = companion_failure(name, self.task.cluster.current_host, code)
+        self._send(wire.FAILED, code=code or 1, message=message)
+
+    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        """Output of ranks goes to the first host; that of a plain process stays here, as on SageMaker."""
+        if self._has_ranks:
+            if self._channel is not None:
+                self._channel.send_output(stream, rank, data)
+            return
+        self.output.rank(stream, rank, self.task.cluster.current_host, data)
+
+    def launcher_said(self, stream: int, data: bytes) -> None:
+        self.output.launcher(STDERR, self.task.cluster.current_host, self._daemon.feed(stream, data))
+
+    def work_ended(self, code: int) -> None:
+        plan = self.task.plan
+        assert isinstance(plan, LaunchPlan)
+        stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
+        failed, facts = self._daemon.failed_rank, self.facts() if code else {}
+        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts)
+
+    def _send(self, kind: bytes, **fields: Any) -> None:
+        if self._channel is not None:
+            self._channel.send_json(kind, **fields)
+
+    # Stopping
+
+    def stop(self, number: int) -> None:
+        """The first host decides for all; without one there is nothing to stop."""
+        if self._channel is None:
+            self.decide(verdict.of_stop(number))
+        else:
+            self._send(wire.STOPPING, signal=number)
+
+    def stop_again(self) -> None:
+        self._send(wire.STOPPING, signal=self.stopped_by or signal.SIGTERM)
+
+    def tell(self, decided: Verdict) -> None:
+        """Closing the connection says that the verdict has been written here."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def close(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+        if self._channel is not None:
+            self._channel.close()

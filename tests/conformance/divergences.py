@@ -1,9 +1,13 @@
-"""Where our toolkit does something else on purpose, each with its reason. Anything else that differs is a fault."""
+"""Where our toolkit does something else on purpose, each with its reason. Anything else that differs is a fault.
+
+python -m tests.conformance.divergences     write the table into docs/conformance.md
+"""
 
 from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NamedTuple
 
 from .compare import ADDITIONAL, DIFFERENT, MISSING, Pair
@@ -167,6 +171,7 @@ _EACH_ITS_OWN = (
 _NO_EFA = (
     "There is no EFA device here; set from a table of instance types, it makes a job hang on a machine without one."
 )
+_MPI_JOBS = "mpi-* dataparallel-* library-*"
 _REMOTE = "A remote rank sees its own host; with the stock toolkit, the first one."
 _SSH = "Left by ssh, which ours does without."
 _SHELL = "The rank's own shell enters the code directory of its host, and names the rank."
@@ -231,7 +236,7 @@ MPIRUN = (
     Divergence("mpirun -x NCCL_MIN_NRINGS", MISSING, _EACH_ITS_OWN, stock="4"),
     *each(MISSING, _NO_EFA, "mpirun -x FI_*", "mpirun -x RDMAV_FORK_SAFE", "mpirun -x NCCL_PROTO"),
     *each(MISSING, _NO_EFA, "env FI_*", "env RDMAV_FORK_SAFE", "env NCCL_PROTO"),
-    *each(MISSING, "For a hang of NCCL with AWS's closed library.", "mpirun -x NCCL_ALGO", "env NCCL_ALGO"),
+    *each(MISSING, "For a hang of torch 2 with AWS's closed library.", "mpirun -x NCCL_ALGO", "env NCCL_ALGO"),
     Divergence("mpirun wrapper", DIFFERENT, _SHELL, ours="sh"),
     Divergence("env OLDPWD", ADDITIONAL, _SHELL, ours="/|/opt/ml/code"),
     Divergence(
@@ -243,12 +248,13 @@ MPIRUN = (
     Divergence(
         "env OPAL_PREFIX", ADDITIONAL, "mpirun is called by its path: its own libraries come first.", ours="/opt/venv"
     ),
-    Divergence("env SM_CURRENT_HOST", DIFFERENT, _REMOTE, stock="algo-1.*", ours="algo-[23].*"),
+    Divergence("env SM_CURRENT_HOST", DIFFERENT, _REMOTE, _MPI_JOBS, stock="algo-1.*", ours="algo-[23].*"),
     *each(
         DIFFERENT,
         _REMOTE,
         "env SM_RESOURCE_CONFIG",
         "env SM_TRAINING_ENV.*",
+        trees=_MPI_JOBS,
         stock=".*algo-1.*|true",
         ours=".*algo-[23].*|false",
     ),
@@ -369,3 +375,24 @@ ENDS = (
 )
 
 DIVERGENCES: tuple[Divergence, ...] = (*ARGUMENTS, *VARIABLES, *MPIRUN, *TORCHRUN, *MODULE, *FILES, *ENDS)
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+_PLACE = re.compile(r"(?<=<!-- divergences -->\n).*(?=<!-- /divergences -->)", re.DOTALL)
+
+
+def with_table(document: str) -> str:
+    """Return the document with the table as it is now: a line for each reason."""
+    by_reason: dict[str, list[Divergence]] = {}
+    for entry in DIVERGENCES:
+        by_reason.setdefault(entry.reason, []).append(entry)
+    lines = ["| on purpose | what | in the jobs |", "|---|---|---|"]
+    for reason, entries in by_reason.items():
+        items = ", ".join(dict.fromkeys(f"`{entry.item}` {entry.kind}" for entry in entries))
+        trees = dict.fromkeys(name for entry in entries for name in entry.trees.split())
+        where = "all" if "*" in trees else ", ".join(trees).replace("*", "…")
+        lines.append(f"| {reason} | {items} | {where} |")
+    return _PLACE.sub(lambda _: "\n" + "\n".join(lines) + "\n\n", document)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))

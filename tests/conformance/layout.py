@@ -33,7 +33,7 @@ class Tree(NamedTuple):
     cpus: float = 0  # 0: all
     memory_mib: int = 0  # 0: all
     devices: tuple[str, ...] = ()  # under /dev
-    limit_s: float = 150
+    limit_s: float = 300
 
     @property
     def variables(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from .commands import launch_command
 from .compare import ADDITIONAL, DIFFERENT, MISSING, SAME, Pair, compare
-from .divergences import DIVERGENCES, Divergence
+from .divergences import DIVERGENCES, DOCUMENT, Divergence, with_table
 from .lab import HostRun, Process
 
 ENVIRON = {"SM_HP_LR": "0.1", "SM_TRAINING_ENV": json.dumps({"hosts": ["algo-1"], "num_cpus": 2}), "PATH": "/a:/b:/a"}
@@ -126,3 +126,10 @@ def test_every_entry_gives_a_reason_and_no_entry_covers_everything() -> None:
     for entry in DIVERGENCES:
         assert entry.reason.endswith("."), entry
         assert entry.item.split()[0] not in ("*", "env*"), entry
+
+
+def test_the_document_holds_the_table() -> None:
+    """Written by `python -m tests.conformance.divergences`."""
+    document = DOCUMENT.read_text()
+    assert with_table(document) == document
+    assert DIVERGENCES[0].reason in document

@@ -318,3 +318,35 @@ def test_a_script_starts_nowhere_when_one_host_cannot_start_it(hosts: list[Host]
 
 def test_this_file_runs_torch() -> None:
     assert subprocess.run([sys.executable, "-c", "import torch.distributed.run"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("launcher", [{}, {MPI: True, "sagemaker_mpi_num_of_processes_per_host": 2}])
+def test_what_a_shell_script_has_started_may_save(tree: Tree, tmp_path: Path, launcher: dict[str, object]) -> None:
+    """The shell dies of the signal at once, the Python below it does not."""
+    tree.script("python3 save.py\necho unreachable\n", "go.sh")
+    tree.script(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(1.5)\n"
+        "    open(os.environ['SM_MODEL_DIR'] + '/' + os.environ['RANK'], 'w').close()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)\n",
+        "save.py",
+    )
+    tree.hyperparameters(sagemaker_program="go.sh", **launcher)
+    ranks = 2 if launcher else 1
+    assert_stopped(tree, tmp_path / "log", ups=ranks)
+    assert sorted(path.name for path in (tree.base / "model").iterdir()) == ["0", "1"][:ranks]
+
+
+def test_a_stop_ends_although_nobody_reads_the_log(tree: Tree) -> None:
+    tree.script("import sys\nwhile True: print('x' * 9999, file=sys.stderr)\n")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    with subprocess.Popen(TRAIN, env=environment, stderr=subprocess.PIPE) as job:
+        assert job.stderr is not None
+        job.stderr.read(100_000)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 143
+    assert "was stopped" in tree.failure

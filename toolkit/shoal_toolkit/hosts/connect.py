@@ -125,7 +125,11 @@ class _Attempt:
             self._connect(*found[(self._tries - 1) % len(found)])
 
     def _connect(self, family: int, address: tuple[Any, ...]) -> None:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # an address of a family that the kernel does not have
+            self._again(error.strerror or str(error))
+            return
         sock.setblocking(False)
         self._sock = sock
         result = sock.connect_ex(address)

@@ -55,7 +55,7 @@ class DaemonRequests:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except BlockingIOError:
+        except OSError:  # gone again, or too many are open: it is asked for once more
             return
         sock.setblocking(False)
         self._open.add(sock)

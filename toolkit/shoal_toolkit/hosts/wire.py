@@ -22,8 +22,8 @@ VERSION = 2
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096
 HANDSHAKE_SECONDS = 10.0
-HEARTBEAT_SECONDS = 2.0
-LOST_SECONDS = 12.0  # longer than a network that stumbles, shorter than a user's patience
+HEARTBEAT_SECONDS = 1.0
+LOST_SECONDS = 10.0  # longer than a network that stumbles, shorter than a user's patience
 
 # Handshake
 HELLO, PROVE, WELCOME, REFUSED = b"H", b"P", b"W", b"R"

@@ -26,6 +26,7 @@ from shoal_toolkit.logs.output import METRICS, METRICS_KEY
 from shoal_toolkit.logs.streams import TextLines
 
 OUTPUT = "metrics.jsonl"
+_LONGEST = 4096  # characters of a line: an expression may take the square of it, and nothing else happens meanwhile
 _FORM = '[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}]'
 
 
@@ -85,7 +86,7 @@ class Meter:
     def _read(self, lines: Sequence[str]) -> None:
         found = [
             (definition.name, value)
-            for line in lines
+            for line in (whole[:_LONGEST] for whole in lines)
             for definition in self._metrics.definitions
             for match in definition.pattern.finditer(line)
             if (value := _number(match[1])) is not None

@@ -93,6 +93,11 @@ class Output:
             if voice.form is not None:
                 self._put(stream, rank, voice.form.flush())
 
+    def drop(self) -> None:
+        """Give up what nobody reads."""
+        for sink in self._sinks.values():
+            sink.drop()
+
     def close(self) -> None:
         """Say from now on directly what is to say."""
         log.speak_through(None)

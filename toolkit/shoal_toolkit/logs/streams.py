@@ -184,6 +184,11 @@ class Sink:
         """Whether everything has been written."""
         return not self._waiting
 
+    def drop(self) -> None:
+        """Give up what waits, and whatever comes."""
+        self._clear()
+        self._broken = True
+
     def close(self) -> None:
         """Write what waits, for as long as it takes, and give up the description."""
         for data in self._waiting:

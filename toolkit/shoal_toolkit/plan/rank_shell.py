@@ -25,11 +25,11 @@ _OPEN_MPI = (
     "export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n"
 )
 _RUN = (
+    "trap : TERM INT HUP\n"
     'run="$SHOAL_RUN_DIR"; unset SHOAL_RUN_DIR\n'
     f'echo "{STARTED} $RANK $LOCAL_RANK $$" 1<>"$run/{EVENTS}"\n'
     'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
     'cd "$SM_MODULE_DIR" || exit\n'
-    "trap : TERM INT HUP\n"
     '"$@"\n'
     "code=$?\n"
     f'echo "{ENDED} $RANK $code" 1<>"$run/{EVENTS}"\n'

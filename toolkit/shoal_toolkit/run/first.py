@@ -100,6 +100,8 @@ class FirstHost(Host):
 
     def _fail_early(self, failed: Verdict) -> None:
         """Decide, but let the hosts that are missing come and hear it: nobody shall wait for this one in vain."""
+        if self.verdict is not None:
+            return
         if self._search is None or not self._search.missing:
             self.decide(failed)
         elif self._early is None:
@@ -275,10 +277,16 @@ class FirstHost(Host):
             return
         if self.stopped_by:
             self.decide(verdict.of_stop(self.stopped_by))
-        elif sum(1 for rank in self._host_of if rank < plan.world_size) < plan.world_size:
+        elif not self._all_started(plan):
             self.decide(Verdict(1, self._not_started(plan)))
         else:
             self.decide(Verdict(0))
+
+    def _all_started(self, plan: LaunchPlan) -> bool:
+        """Whether every rank has started. Under torchrun each host has as many as its own GPUs: it is asked for one."""
+        if plan.by_mpirun:
+            return all(rank in self._host_of for rank in range(plan.world_size))
+        return set(plan.ranks) <= set(self._host_of.values())
 
     def _not_started(self, plan: LaunchPlan) -> str:
         program = "mpirun" if plan.by_mpirun else plan.launcher
@@ -343,7 +351,7 @@ class FirstHost(Host):
             self.decide(verdict.of_stop(number))
             return
         self._signal_all(number)
-        if len(self._host_of) < plan.world_size + len(plan.outside):
+        if plan.has_ranks and not self._all_started(plan):
             work.signal_launcher(number)  # ranks that have not started must not start any more
         self.loop.call_later(self.task.settings.stop_grace, self.stop_again)
 

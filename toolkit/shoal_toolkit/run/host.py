@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # few jobs have them
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0
+_UNREAD_SECONDS = 1.0
 
 
 class Task(NamedTuple):
@@ -127,7 +128,12 @@ class Host:
     def _drain(self) -> None:
         """Write all output, for as long as it takes. The loop goes on: the other hosts still hear from this one."""
         self.output.flush()
-        self.loop.run_until(lambda: self.output.empty)
+        late: list[bool] = []
+        if self.stopped_by:  # nobody may be reading any more
+            self.loop.call_later(_UNREAD_SECONDS, lambda: late.append(True))
+        self.loop.run_until(lambda: self.output.empty or bool(late))
+        if late:
+            self.output.drop()
 
     def facts(self) -> dict[str, int]:
         """Return what explains a failure here, beside the script's own words."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shoal_toolkit.run.loop import exit_code
+from shoal_toolkit.run.process import signal_process
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -26,7 +27,7 @@ def run_as_child(main: Callable[[], int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         os._exit(_code_of(main))
     for number in _PASSED_ON:
-        signal.signal(number, lambda received, _: os.kill(child, received))
+        signal.signal(number, lambda received, _: signal_process(child, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     while True:
         pid, status = os.wait()

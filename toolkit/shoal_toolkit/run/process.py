@@ -77,6 +77,18 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
+def orphans_run(leader: int) -> bool:
+    """Whether what a group's leader, or its child, has left behind in the group still runs.
+
+    Not the leader itself, nor its own children, nor what only waits to be reaped.
+    """
+    for pid in _processes():
+        state, parent, group = [*_stat(pid), "", "", ""][:3]
+        if group == str(leader) and pid != leader and parent != str(leader) and state not in ("Z", "X"):
+            return True
+    return False
+
+
 def kill_session(leader: int) -> None:
     """Kill every process of the session that `spawn` made for a process, whatever its group."""
     for pid in _processes():

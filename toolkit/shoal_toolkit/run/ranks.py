@@ -13,7 +13,7 @@ from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.logs.streams import Flow, Source
 from shoal_toolkit.plan import rank_shell
 from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, signal_group, signal_process, start_time
+from shoal_toolkit.run.process import descendants, orphans_run, signal_group, signal_process, start_time
 
 STDOUT, STDERR = 1, 2
 SOCKET = "rsh.sock"
@@ -50,6 +50,9 @@ def _remove(remove: Callable[[str], None], path: str) -> None:
         return  # it is gone, or a process that was left behind still writes there
 
 
+_LOOK_AGAIN_SECONDS = 0.1
+
+
 class LocalRanks:
     """The ranks of this host, as many as `count`."""
 
@@ -72,6 +75,8 @@ class LocalRanks:
         self._rank_of: dict[int, int] = {}
         self._pids: dict[int, str] = {}  # pid → start time
         self._announced = b""
+        self._stopped_by = 0
+        self._shell_of: dict[int, int] = {}  # rank → pid of its shell
         self._holders: list[int] = []
         self._events = self._open(os.path.join(directory, rank_shell.EVENTS), self._announce)
         self._outputs = [
@@ -89,7 +94,8 @@ class LocalRanks:
                     signal_process(process, number)
 
     def stop(self, number: int) -> None:
-        """Signal every rank, and let those that leave at once wait for the others."""
+        """Signal every rank, those too that start only now, and let those that leave at once wait for the others."""
+        self._stopped_by = number
         try:
             with open(os.path.join(self._directory, rank_shell.STOPPING), "w", encoding="ascii") as file:
                 file.write(f"{os.getpid()}\n")
@@ -134,9 +140,17 @@ class LocalRanks:
     def _started(self, rank: int, local: int, pid: int) -> None:
         self._rank_of[local] = rank
         self._pids[pid] = start_time(pid)
+        self._shell_of[rank] = pid
         self._on_start(rank)
+        if self._stopped_by:
+            self.signal(self._stopped_by)
 
     def _ended(self, rank: int, code: int) -> None:
+        shell = self._shell_of.get(rank, 0)
+        if self._stopped_by and start_time(shell) == self._pids.get(shell) and orphans_run(shell):
+            # A script that is itself a shell dies of the signal at once; what it has started may be saving.
+            self._loop.call_later(_LOOK_AGAIN_SECONDS, lambda: self._ended(rank, code))
+            return
         for output in self._outputs:
             output.poll()  # its last words came before
         self._on_end(rank, code)

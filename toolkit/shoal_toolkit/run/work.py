@@ -11,8 +11,10 @@ from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, kill_session, signal_group, signal_process, spawn
+from shoal_toolkit.run.process import descendants, kill_session, orphans_run, signal_group, signal_process, spawn
 from shoal_toolkit.run.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
+
+_LOOK_AGAIN_SECONDS = 0.1
 
 
 class Events(NamedTuple):
@@ -50,6 +52,7 @@ class Work:
         self._companion_sources: dict[int, list[Source]] = {}
         self._on_end: Callable[[int], None] = events.ended
         self._pid = 0
+        self._stopping = self._killed = False
         self.directory = ""
 
     @property
@@ -189,6 +192,7 @@ class Work:
 
     def stop(self, number: int) -> None:
         """Pass on a signal that stops the job: the script, or each rank, has time to end."""
+        self._stopping = True
         if self._ranks is not None:
             self._ranks.stop(number)
         elif self._pid:
@@ -201,6 +205,7 @@ class Work:
 
     def kill(self) -> None:
         """End everything now, but for companions that drain."""
+        self._killed = True
         if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
             for pid in descendants(self._pid):  # ranks that have not said that they start
@@ -237,6 +242,10 @@ class Work:
         self._loop.on_child(self._pid, self._ended)
 
     def _ended(self, code: int) -> None:
+        if self._stopping and not self._killed and self._ranks is None and orphans_run(self._pid):
+            # A shell dies of the signal at once; what it has started may be saving. The grace period bounds it.
+            self._loop.call_later(_LOOK_AGAIN_SECONDS, lambda: self._ended(code))
+            return
         # What the script or the launcher left behind ends with it: the job is over.
         signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:

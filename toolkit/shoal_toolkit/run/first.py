@@ -197,7 +197,7 @@ class FirstHost(Host):
         elif kind == wire.STARTED:
             self._rank_started(host, int(said["rank"]))
         elif kind == wire.RANK_ENDED:
-            self._facts[host] = dict(said["facts"])
+            self._facts[host] = dict(said["facts"]) or self._facts.get(host, {})
             self.rank_ended(int(said["rank"]), int(said["code"]))
         elif kind == wire.ENDED:
             self._worker_ended(host, said)
@@ -220,7 +220,7 @@ class FirstHost(Host):
 
     def _worker_ended(self, host: str, said: dict[str, Any]) -> None:
         code = int(said["code"])
-        self._facts[host] = dict(said["facts"])
+        self._facts[host] = dict(said["facts"]) or self._facts.get(host, {})
         answer = self._daemons.pop(host, None)
         if answer:
             if self._failed_rank is None and said["failed_rank"] is not None:

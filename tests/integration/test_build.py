@@ -78,7 +78,7 @@ def untagged(client: docker.DockerClient) -> set[str]:
 def leftovers(client: docker.DockerClient) -> set[str]:
     """Containers, and with BuildKit untagged images too; the classic builder keeps its steps as such, for its cache."""
     images = untagged(client) if os.environ["DOCKER_BUILDKIT"] == "1" else set()
-    return images | {str(container.id) for container in client.containers.list(all=True)}
+    return images | {str(container.id) for container in client.containers.list(all=True, ignore_removed=True)}
 
 
 def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.DockerClient) -> None:

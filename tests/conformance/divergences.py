@@ -89,6 +89,12 @@ VARIABLES = (
         ADDITIONAL, _TORCH, "env MASTER_ADDR", "env MASTER_PORT", "env NCCL_SOCKET_IFNAME", "env SM_DLC_TORCH_VERSION"
     ),
     *each(ADDITIONAL, _TORCH, "env NCCL_DEBUG", "env NCCL_IB_DISABLE"),
+    Divergence(
+        "env SHOAL_JOB",
+        ADDITIONAL,
+        "What the script leaves behind is found by it and ended: daemons outlive the stock toolkit on a machine.",
+        ours="[0-9a-f]{16}",
+    ),
     Divergence("env GLOO_SOCKET_IFNAME", ADDITIONAL, "gloo meets where NCCL does.", ours="eth0"),
     Divergence(
         "env MASTER_ADDR",

@@ -60,13 +60,8 @@ class Keeper:
                 host.path(f"output/{name}").write_text(text)
 
 
-unheard = pytest.mark.xfail(strict=True, reason="the first host does not hear that a worker cannot record a success")
-
-
-@pytest.mark.parametrize(
-    ("host", "raises"),
-    [("algo-1", True), ("algo-2", True), ("algo-1", False), pytest.param("algo-2", False, marks=unheard)],
-)
+@pytest.mark.parametrize("raises", [True, False])
+@EITHER_HOST
 def test_a_full_disk_fails_the_job(small_disk: Volume, start: StartJob, table: Table, host: str, raises: bool) -> None:
     keeper = Keeper(start, small_disk)
     text = script(FILL_THE_DISK.format(host=host, raises=raises))

@@ -122,11 +122,12 @@ def test_parameter_servers(start_host: StartHost, tensorflow: str, network: Netw
     assert all("the servers hold 2.0" in end.output for end in ended)
 
 
+@pytest.mark.parametrize("done", ["", "algo-2"])
 def test_a_parameter_server_that_ends_ends_the_job(
-    start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path
+    start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path, done: str
 ) -> None:
-    """Its port is taken on one host: both hosts fail, and the log says why."""
-    script = "import time\ntime.sleep(120)\n"
+    """Its port is taken on one host: both hosts fail, and the log says why. Also where that host's script is done."""
+    script = f"import os, time\nos.environ['SM_CURRENT_HOST'] == {done!r} or time.sleep(120)\n"
     values = {"sagemaker_parameter_server_enabled": True}
     trees = [write_tree(tmp_path / name, script, values, HOSTS, name) for name in HOSTS]
     taken = "import socket, time; s = socket.create_server(('', 2223)); time.sleep(99)"

@@ -118,6 +118,9 @@ def test_definitions_that_are_wrong_start_nothing(tree: Tree, run: Run, definiti
     assert (done.code, done.out) == (2, "")
     assert says in tree.failure
     assert "sagemaker_metric_definitions" in tree.failure
+    explained = run("--explain", SAGEMAKER_PROGRAM="train.py")
+    assert explained.code == 2
+    assert says in explained.err
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from shoal_toolkit import __version__
 
+from . import loopback
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
+from .loopback import two_trees
 
 
 def test_version() -> None:
@@ -36,7 +38,7 @@ def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> No
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
-    assert not [name for name in environ if name.startswith("SHOAL_")]
+    assert [name for name in environ if name.startswith("SHOAL_")] == ["SHOAL_JOB"]
     assert "s3cret" not in done.out + done.err
 
 
@@ -110,6 +112,19 @@ def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> No
     assert tree.failure.startswith("OSError: no errno\nThis is a fault in shoal-toolkit")
     assert "Traceback" in tree.failure
     assert tree.outcome() == {"failure"}
+
+
+def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(
+        "import shoal_toolkit.cli as c\ndef b(*_): raise OSError('no errno')\nc.plan_host = b\n"
+    )
+    with loopback.started(trees, (":", f"export PYTHONPATH={tmp_path}/broken")) as trains:
+        assert [train.wait(20) for train in trains] == [1, 1]
+    assert trees[0].failure.startswith(f"On {loopback.NAMES[1]}: OSError: no errno")
 
 
 def test_a_shell_script(tree: Tree, run: Run) -> None:
@@ -189,8 +204,10 @@ def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> Non
     assert "was stopped" in tree.failure
 
 
-def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run) -> None:
-    tree.script("import subprocess; print(subprocess.Popen(['sleep', '60']).pid)")
+@pytest.mark.parametrize("daemon", [False, True])
+def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run, daemon: bool) -> None:
+    """Also what has left the script's session and group."""
+    tree.script(f"import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={daemon}).pid)")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
     pid = int(done.out)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from shoal_toolkit import __version__
-from shoal_toolkit.errors import StoppedError, TrainError
+from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.machine import read_machine
@@ -26,7 +26,7 @@ from shoal_toolkit.logs.log import say
 from shoal_toolkit.outcome import verdict
 from shoal_toolkit.plan.launcher import members
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
-from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report
+from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report, metrics_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +62,7 @@ def explain(words: Sequence[str]) -> int:
         paths = contract.read_paths(environ)
         cluster = contract.read_cluster(paths, os.uname().nodename)
         plan = plan_host(paths, cluster, environ, words[1:] if as_json else words, fetch=False)
+        metrics_of(paths, plan)
     except TrainError as error:
         say(str(error))
         return error.exit_code
@@ -86,13 +87,15 @@ def train(words: Sequence[str], began: float) -> int:
     except TrainError as error:
         return verdict.conclude(paths, verdict.of_error(error), {})
     except Exception as error:
-        # A fault of our own: it ends the job with everything that is needed to mend it, and never with exit code 0.
-        import traceback
+        return verdict.conclude(paths, verdict.of_error(_fault(error)), {})
 
-        message = (
-            f"{type(error).__name__}: {error}\nThis is a fault in shoal-toolkit {__version__}, or in what it runs on."
-        )
-        return verdict.conclude(paths, verdict.Verdict(1, f"{message}\n{traceback.format_exc()}"), {})
+
+def _fault(error: Exception) -> LaunchError:
+    """A fault of our own: it ends the job with everything that is needed to mend it, and never with exit code 0."""
+    import traceback
+
+    summary = f"{type(error).__name__}: {error}\nThis is a fault in shoal-toolkit {__version__}, or in what it runs on."
+    return LaunchError(f"{summary}\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}")
 
 
 def _train(paths: Paths, words: Sequence[str], began: float) -> int:
@@ -110,6 +113,10 @@ def _train(paths: Paths, words: Sequence[str], began: float) -> int:
             say(note)
     except TrainError as error:
         plan = error
+    except StoppedError:
+        raise
+    except Exception as error:
+        plan = _fault(error)  # the other hosts are told of it too
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _hosts(paths, cluster)
     task = Task(paths, cluster, hosts, plan, settings, environ, began)
     try:

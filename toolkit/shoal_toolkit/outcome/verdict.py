@@ -96,12 +96,30 @@ def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
         for name, text in files.items():
             _write(paths, name, text)
     except OSError as error:
-        needs = f"{paths.output} must be a writable directory, with space in it."
-        message = message or f"The script ended well, and that cannot be recorded: {error}. {needs}"
-        say(f"the verdict cannot be written: {error}. {needs}\nIt is:\n{message}")
+        message = message or _unrecorded(paths, error)
+        say(f"the verdict cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
         _write_failure_alone(paths, message)
         return code or 1
     return code
+
+
+def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
+    """Check that a success can be written on this host, before any host says that there is one.
+
+    Raises LaunchError where it cannot. The space that the report takes stays taken.
+    """
+    try:
+        _write(paths, REPORT, _as_json({**report, "exit_code": 0}))
+    except OSError as error:
+        raise LaunchError(_unrecorded(paths, error)) from None
+
+
+def _unrecorded(paths: Paths, error: OSError) -> str:
+    return f"The script ended well, and that cannot be recorded: {error}. {_needs(paths)}"
+
+
+def _needs(paths: Paths) -> str:
+    return f"{paths.output} must be a writable directory, with space in it."
 
 
 def _write_failure_alone(paths: Paths, message: str) -> None:

@@ -68,7 +68,7 @@ class FirstHost(Host):
                 settings.port,
                 settings.secret,
                 self._found,
-                lambda reason: self.decide(verdict.of_error(LaunchError(reason))),
+                lambda reason: self.decide(self._early or verdict.of_error(LaunchError(reason))),
                 settings.hosts_timeout,
             )
             self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
@@ -341,8 +341,7 @@ class FirstHost(Host):
             return
         self._told_to_stop.add(host)
         say(f"{host} was told to stop")
-        if not self.stopped_by:
-            self.stopped_by = number
+        if self.note_stop(number):
             self.stop(number)
 
     def stop(self, number: int) -> None:

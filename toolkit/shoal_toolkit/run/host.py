@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # few jobs have them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
+_LEAST_DRAIN_SECONDS = 1.0  # for a last upload, where the script took all of the grace period
 
 
 class Task(NamedTuple):
@@ -57,7 +58,8 @@ class Host:
         self.verdict: Verdict | None = None
         self.report: dict[str, Any] = first_report(task)
         self.stopped_by = 0
-        self._signalled_here = False
+        self._grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
+        self._signalled_here = self._hurried = False
         self._over = False
         if isinstance(task.plan, LaunchPlan):
             events = Events(
@@ -103,14 +105,18 @@ class Host:
         return self.work is not None and self.work.running
 
     def _drain_companions(self) -> None:
-        """What runs beside the script may finish what it has begun, for as long as a script that is stopped."""
+        """What runs beside the script may finish what it has begun: in the grace period, of which a stop leaves a rest.
+
+        A second signal ends that too.
+        """
         if self.work is None or not self.work.draining:
             return
         self.work.end_companions()
         late: list[bool] = []
-        timer = self.loop.call_later(self.task.settings.stop_grace, lambda: late.append(True))
+        rest = min(self.task.settings.stop_grace, self._grace_ends - time.monotonic())
+        timer = self.loop.call_later(max(_LEAST_DRAIN_SECONDS, rest), lambda: late.append(True))
         work = self.work
-        self.loop.run_until(lambda: not work.draining or bool(late))
+        self.loop.run_until(lambda: not work.draining or bool(late) or self._hurried)
         timer.cancel()
 
     def _finish(self) -> int:
@@ -144,6 +150,7 @@ class Host:
         name = signal.Signals(number).name
         if self._signalled_here:
             say(f"received {name} again: killing the ranks now")
+            self._hurried = True
             self.stop_again()
             return
         self._signalled_here = True
@@ -151,9 +158,16 @@ class Host:
             f"received {name}: stopping; the script has {self.task.settings.stop_grace} s to end "
             "(SHOAL_STOP_GRACE), if the container is given as long"
         )
-        if not self.stopped_by:
-            self.stopped_by = number
+        if self.note_stop(number):
             self.stop(number)
+
+    def note_stop(self, number: int) -> bool:
+        """From now on the job is being stopped; returns whether it was not before."""
+        if self.stopped_by:
+            return False
+        self.stopped_by = number
+        self._grace_ends = time.monotonic() + self.task.settings.stop_grace
+        return True
 
     # What a role does.
 
@@ -197,22 +211,29 @@ def _marks(task: Task) -> bool:
     return isinstance(plan, LaunchPlan) and plan.has_ranks and plan.world_size > 1
 
 
+def metrics_of(paths: Paths, plan: LaunchPlan) -> Metrics | None:
+    """Return the metrics that a job defines, if any. Raises ContractError."""
+    if not defines_metrics(paths, plan.cwd):
+        return None
+    from shoal_toolkit.logs.metrics import read_metrics
+
+    return read_metrics(paths, plan.cwd)
+
+
 def _with_metrics(task: Task) -> tuple[Task, Metrics | None]:
     """Read the definitions of metrics. Where they are wrong, that is why there is no plan."""
     plan = task.plan
-    if not isinstance(plan, LaunchPlan) or not defines_metrics(task.paths, plan.cwd):
+    if not isinstance(plan, LaunchPlan):
         return task, None
-    from shoal_toolkit.logs.metrics import read_metrics
-
     try:
-        return task, read_metrics(task.paths, plan.cwd)
+        return task, metrics_of(task.paths, plan)
     except TrainError as error:
         return task._replace(plan=error), None
 
 
 def companion_failure(name: str, host: str, code: int) -> str:
     """Say that what should have run as long as the job has ended before."""
-    return f"{name} on {host} {verdict.exit_description(code)} while the script was running. Its output is in the log."
+    return f"{name} on {host} {verdict.exit_description(code)} before the job was over. Its output is in the log."
 
 
 def first_report(task: Task) -> dict[str, Any]:

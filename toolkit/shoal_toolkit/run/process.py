@@ -89,18 +89,32 @@ def orphans_run(leader: int) -> bool:
     return False
 
 
-def kill_session(leader: int) -> None:
-    """Kill every process of the session that `spawn` made for a process, whatever its group."""
-    for pid in _processes():
-        if _stat(pid)[3:4] == [str(leader)]:
+def kill_left_behind(leader: int, mark: str) -> None:
+    """Kill every process of the session that `spawn` made for a process, and every one that carries a mark.
+
+    The mark is a variable, NAME=value, in the environment that the process was started with: a daemon has left its
+    session, group and parent, and still has that. Until none is new: what has been killed starts nothing more.
+    """
+    killed: set[int] = set()
+    while left := {pid for pid in _processes() if _stat(pid)[3:4] == [str(leader)] or _carries(pid, mark)} - killed:
+        for pid in left:
             signal_process(pid, signal.SIGKILL)
+        killed |= left
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark.encode() in file.read().split(b"\0")
+    except OSError:  # it is gone, or another user's
+        return False
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Signal a process, unless it has ended by itself."""
+    """Signal a process, unless it has ended by itself, or has become another user's."""
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return
 
 

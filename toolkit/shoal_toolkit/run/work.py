@@ -11,9 +11,10 @@ from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, kill_session, orphans_run, signal_group, signal_process, spawn
+from shoal_toolkit.run.process import descendants, kill_left_behind, orphans_run, signal_group, signal_process, spawn
 from shoal_toolkit.run.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
 
+MARK = "SHOAL_JOB"  # a variable that all processes of one job on one host carry, and no others: a random value
 _LOOK_AGAIN_SECONDS = 0.1
 
 
@@ -45,6 +46,7 @@ class Work:
         self._flow = flow
         self._plan = plan
         self._environ = {**environ, **plan.env}
+        self._mark = os.urandom(8).hex()
         self._events = events
         self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
@@ -166,7 +168,7 @@ class Work:
             # One that drains waits for the signal itself; it could come before its Python is up.
             blocked = (signal.SIGTERM,) if companion.drains else ()
             try:
-                pid = spawn(companion.command, environ, self._plan.cwd, writes[0], writes[1], blocked)
+                pid = spawn(companion.command, environ, "/", writes[0], writes[1], blocked)
             finally:
                 for fd in writes if sources else ():
                     os.close(fd)
@@ -179,8 +181,7 @@ class Work:
         signal_group(pid, signal.SIGKILL)
         for source in self._companion_sources.pop(pid):
             source.finish()
-        if self.running:
-            self._events.companion_ended(name, code)
+        self._events.companion_ended(name, code)
 
     def end_companions(self) -> None:
         """The script has ended: those that drain are told to, the others are killed."""
@@ -235,7 +236,7 @@ class Work:
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], ours: list[int]
     ) -> None:
         try:
-            self._pid = spawn(argv, env, cwd, stdout=outputs[0], stderr=outputs[1])
+            self._pid = spawn(argv, {**env, MARK: self._mark}, cwd, stdout=outputs[0], stderr=outputs[1])
         finally:
             for fd in ours:
                 os.close(fd)
@@ -249,8 +250,9 @@ class Work:
         # What the script or the launcher left behind ends with it: the job is over.
         signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:
-            self._ranks.signal(signal.SIGKILL)  # torchrun's may have sessions of their own
-            kill_session(self._pid)  # each rank is a group of its own
+            self._ranks.signal(signal.SIGKILL)
+        kill_left_behind(self._pid, f"{MARK}={self._mark}")  # daemons; ranks have a group, or a session, of their own
+        if self._ranks is not None:
             self._ranks.finish()
         for source in self._sources:
             source.finish()

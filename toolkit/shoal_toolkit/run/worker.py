@@ -115,7 +115,7 @@ class Worker(Host):
         self._send(wire.FAILED, code=error.exit_code, message=str(error))
 
     def _pass_on(self, number: int) -> None:
-        self.stopped_by = self.stopped_by or number
+        self.note_stop(number)
         if self.work is not None:
             self.work.stop(number)
 
@@ -132,6 +132,8 @@ class Worker(Host):
         self._send(wire.RANK_ENDED, rank=rank, code=code, facts=self.facts() if code else {})
 
     def companion_ended(self, name: str, code: int) -> None:
+        if self.verdict is not None:
+            return
         message = companion_failure(name, self.task.cluster.current_host, code)
         self._send(wire.FAILED, code=code or 1, message=message)
 
@@ -151,7 +153,16 @@ class Worker(Host):
         assert isinstance(plan, LaunchPlan)
         stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
         failed, facts = self._daemon.failed_rank, self.facts() if code else {}
+        if code == 0:
+            self._rehearse()
         self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts)
+
+    def _rehearse(self) -> None:
+        """A host on which a success cannot be recorded says so while all of them can still fail."""
+        try:
+            verdict.rehearse(self.task.paths, self.report)
+        except LaunchError as error:
+            self._failed(error)
 
     def _send(self, kind: bytes, **fields: Any) -> None:
         if self._channel is not None:

@@ -145,7 +145,7 @@ def _training_env(values: Mapping[str, Any], job: Job) -> dict[str, Any]:
         channel_input_dirs=job.channels,
         distribution_hosts=list(members(job.cluster, job.framework)) if distributed else [],
         hyperparameters=dict(job.hyperparameters),
-        job_name=_job_name(job),
+        job_name=_job_name(job) or None,
         is_master=job.cluster.current_host == values["master_addr"],
         is_modelparallel_enabled=bool(job.hyperparameters.get("mp_parameters")),
         is_smddprun_installed=bool(find_program("smddprun", job.environ)),

@@ -17,7 +17,7 @@ from shoal_toolkit.run.loop import READ, Loop
 Address = tuple[int, tuple[Any, ...]]  # family, address
 Answer = Callable[[Union[list[Address], OSError]], None]
 
-_THREADS = 32  # hundreds of hosts are asked for at once
+_THREADS = 16  # hundreds of hosts are asked for at once
 
 
 class Resolver:

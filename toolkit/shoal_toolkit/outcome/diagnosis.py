@@ -47,7 +47,8 @@ def message(failure: Failure) -> str:
     if not head and words.head and (words.known or failure.exit_code <= 128):
         head = words.head
     if not head:
-        head = f"The script {ended}{'.' if words.head else ', and wrote nothing to stderr.'}"
+        who = failure.where if failure.launcher else "The script"
+        head = f"{who} {ended}{'.' if words.head else ', and wrote nothing to stderr.'}"
     command = _clip(" ".join(redact.arguments(failure.command)), _LONGEST_COMMAND)
     lines = (head, f"{failure.where} {ended}: {command}", advice)
     top = "\n".join(_clip(line, _LONGEST_LINE) for line in lines if line)

@@ -27,10 +27,11 @@ class Failure(NamedTuple):
     """What is known of a rank, or a launcher, that failed."""
 
     exit_code: int
-    where: str  # such as "rank 1 on algo-2"
+    where: str  # such as "rank 1 on algo-2", or "mpirun"
     command: Sequence[str]
     stderr: str  # its end
     facts: Mapping[str, int] = {}  # of its host: see oom.py
+    launcher: bool = False  # it is no rank that failed
     reason: str = ""  # where stderr is not searched for it: mpirun's (see daemonlog.py)
 
 

@@ -247,7 +247,9 @@ class FirstHost(Host):
         self._pending.discard(host)
         if plan.launcher in SEVERAL_RANKS and host not in plan.outside:
             if code and not self.stopped_by:
-                self.decide(verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr)))
+                self.decide(
+                    verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True))
+                )
         else:
             rank = plan.rank_of(host)
             self.output.remember(rank, stderr)
@@ -319,7 +321,7 @@ class FirstHost(Host):
         assert self._launcher is not None
         if rank is None:
             said, reason = self._launcher.text(), self._launcher.reason()
-            return verdict.of_failure(Failure(code, "mpirun", plan.command, said, reason=reason))
+            return verdict.of_failure(Failure(code, "mpirun", plan.command, said, launcher=True, reason=reason))
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:

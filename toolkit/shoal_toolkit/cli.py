@@ -21,12 +21,24 @@ from shoal_toolkit.job import contract
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import take
+from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.logs import log, redact
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.outcome import verdict
 from shoal_toolkit.plan.launcher import members
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report, metrics_of
+
+
+def command() -> NoReturn:
+    """The command itself: ends with the code of `main`, without taking Python down, which costs as much as a job."""
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads any more
+        code = code or 1
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +191,7 @@ def free_port() -> str:
     import _socket  # `socket` itself is slow to import
 
     port = int(DEFAULT_MASTER_PORT)
-    if _reserve(port) and not any(_listens(table, port) for table in ("/proc/net/tcp", "/proc/net/tcp6")):
+    if _reserve(port) and not any(_is_taken(*where) for where in ((_socket.AF_INET, ""), (_socket.AF_INET6, "::"))):
         return DEFAULT_MASTER_PORT
     with_any = _socket.socket()
     with_any.bind(("127.0.0.1", 0))
@@ -205,13 +217,27 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def _listens(table: str, port: int) -> bool:
+def _is_taken(family: int, address: str) -> bool:
+    """Whether a socket of the family listens on the default port; where there is no IPv6, none does.
+
+    Asked by binding it: /proc/net/tcp takes the kernel milliseconds. With SO_REUSEADDR a listener alone is in the way,
+    and not what was closed a moment ago.
+    """
+    import _socket
+    import errno
+
     try:
-        with open(table, encoding="ascii") as file:
-            rows = [line.split() for line in file][1:]
+        probe = _socket.socket(family, _socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+    try:
+        probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        probe.bind((address, int(DEFAULT_MASTER_PORT)))
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    finally:
+        probe.close()
+    return False
 
 
 def _role(task: Task) -> Host:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+
+from shoal_toolkit.light_typing import Any
 
 
 def read_table(name: str) -> dict[str, Any]:

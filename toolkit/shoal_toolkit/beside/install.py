@@ -16,9 +16,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
+from shoal_toolkit.light_typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what main() runs alone needs neither
     from shoal_toolkit.job.contract import Job

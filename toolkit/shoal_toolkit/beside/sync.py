@@ -19,10 +19,10 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
 from shoal_toolkit.job.source import S3
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
 from shoal_toolkit.logs.log import say
 
 if TYPE_CHECKING:  # the process itself needs neither

@@ -7,11 +7,11 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
 from shoal_toolkit.hosts import wire
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.hosts.wire import Channel, ProtocolError
+from shoal_toolkit.light_typing import Any
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.run.loop import WRITE, Loop, Timer
 

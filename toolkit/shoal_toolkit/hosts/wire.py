@@ -14,8 +14,8 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
 
+from shoal_toolkit.light_typing import Any
 from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
 
 VERSION = 2

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job import source
 from shoal_toolkit.job.entry import Script, read_script
 from shoal_toolkit.job.source import Code
+from shoal_toolkit.light_typing import Any, NamedTuple
 
 DEFAULT_BASE = "/opt/ml"
 HYPERPARAMETERS = "hyperparameters.json"

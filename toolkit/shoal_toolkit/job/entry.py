@@ -18,10 +18,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.source import Code
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # they name the types below
     from shoal_toolkit.job.contract import Job

@@ -14,7 +14,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+
+from shoal_toolkit.light_typing import NamedTuple
 
 # What lies beside mpirun → Open MPI's series. The last is MPICH's and Intel's.
 _DECIDED_FROM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4), ("mpiexec.hydra", 0))

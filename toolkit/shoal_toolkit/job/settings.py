@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.light_typing import NamedTuple
 
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600

@@ -16,10 +16,10 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths, decode
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs.jsonlines import now
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.logs.output import METRICS, METRICS_KEY

@@ -7,9 +7,9 @@ written on stdout and stderr while the job runs goes through here, so that nobod
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
 
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
+from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.logs import log
 from shoal_toolkit.logs.streams import Flow, Lines, Sink, Tail
 from shoal_toolkit.run.loop import Loop

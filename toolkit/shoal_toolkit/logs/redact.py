@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+
+from shoal_toolkit.light_typing import Any
 
 MASK = "******"
 # Plain words, as an expression would cost every start its compilation. What is harmless is taken out first.

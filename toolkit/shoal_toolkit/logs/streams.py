@@ -10,8 +10,8 @@ import re
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from shoal_toolkit.light_typing import Protocol
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
 
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import redact
 from shoal_toolkit.outcome.verdict import Failure, exit_description
 from shoal_toolkit.tables import read_table

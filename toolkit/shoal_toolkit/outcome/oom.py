@@ -7,7 +7,8 @@ version 2 and 1; a container without a namespace of its own for them sees its gr
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+
+from shoal_toolkit.light_typing import NamedTuple
 
 _COUNTERS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")

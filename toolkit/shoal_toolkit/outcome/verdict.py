@@ -6,10 +6,10 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.job.contract import Paths
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import redact
 from shoal_toolkit.logs.log import say
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.light_typing import Any
 
 STORE_TRUE = "sagemaker_store_true"
 LONGEST = 32 * os.sysconf("SC_PAGE_SIZE") - 1  # bytes of one argument or variable on Linux (MAX_ARG_STRLEN)

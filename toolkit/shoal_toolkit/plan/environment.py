@@ -17,11 +17,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.contract import Job, flag
 from shoal_toolkit.job.machine import Machine, find_program
+from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.arguments import LONGEST
 from shoal_toolkit.plan.launcher import ASKED_BY, members
 

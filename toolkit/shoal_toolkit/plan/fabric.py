@@ -12,10 +12,10 @@ RDMAV_FORK_SAFE: data loaders fork. FI_EFA_USE_DEVICE_RDMA: not on the first car
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.machine import Machine, Nic
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.plan.launcher import BY_MPIRUN, MPI
 from shoal_toolkit.tables import read_table
 

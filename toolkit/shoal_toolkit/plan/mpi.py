@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import daemonlog
 from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, Mca, Options, parse, renamed
 from shoal_toolkit.plan.rank_shell import under_mpirun

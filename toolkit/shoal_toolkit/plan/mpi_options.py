@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import redact
 
 SERIES = (4, 5)  # of Open MPI, in the order of the table's pairs

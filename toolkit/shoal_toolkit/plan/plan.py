@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.job import entry
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.plan import environment, fabric, launcher
 from shoal_toolkit.plan.arguments import STORE_TRUE, for_mpirun, script_arguments
 from shoal_toolkit.plan.launcher import (

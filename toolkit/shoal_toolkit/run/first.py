@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
 
 from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.outcome import verdict
 from shoal_toolkit.outcome.verdict import Failure, Verdict

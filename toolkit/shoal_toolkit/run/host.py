@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.errors import TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
 from shoal_toolkit.logs import redact
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.logs.output import Output, defines_metrics

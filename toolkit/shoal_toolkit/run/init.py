@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import NoReturn
 
+from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.run.loop import exit_code
 from shoal_toolkit.run.process import signal_process
 

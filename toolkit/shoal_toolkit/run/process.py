@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.light_typing import NoReturn
 
 
 def spawn(

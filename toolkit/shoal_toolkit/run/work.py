@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop

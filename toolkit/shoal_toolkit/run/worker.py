@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.hosts import wire
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import daemon_command
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.logs.daemonlog import DaemonLog
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.outcome import verdict

@@ -48,7 +48,7 @@ endif
 	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point train.py \
 	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
 
-test: check test-fast test-integration ## checks, tests without Docker, tests with real containers
+test: check test-fast test-integration conformance faults ## everything: checks, and all the tests below
 
 check: setup ## ruff, mypy strict, rendered Dockerfiles fresh
 	@$(BIN)/ruff check .

@@ -38,9 +38,9 @@ def test_a_killed_host_ends_the_other(start: StartJob, table: Table, launcher: L
 @pytest.mark.parametrize(
     ("launcher", "program", "host", "code", "says"),
     [
-        (MPI, "/mpirun", "algo-1", 137, "mpirun was killed by signal 9 (SIGKILL)"),
+        (MPI, "/mpirun", "algo-1", 137, "mpirun was killed"),
         (MPI, "/orted", "algo-2", 205, "lost communication with a remote daemon"),
-        (TORCHRUN, "torch.distributed.run", "algo-2", 137, "torchrun on algo-2 was killed by signal 9 (SIGKILL)"),
+        (TORCHRUN, "torch.distributed.run", "algo-2", 137, "torch_distributed on algo-2 was killed"),
     ],
     ids=["mpirun", "orted", "torchrun"],
 )

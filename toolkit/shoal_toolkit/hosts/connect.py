@@ -17,7 +17,7 @@ from shoal_toolkit.run.loop import WRITE, Loop, Timer
 
 _RETRY_SECONDS = 0.05
 _SLOWEST_RETRY_SECONDS = 1.0
-_RETRIES_PER_SECOND = 300  # to all hosts together: hundreds that are missing shall not keep a core busy
+_MOST_RETRIES_PER_SECOND = 500  # of all hosts together: hundreds that are missing shall not keep a core busy
 _CONNECT_SECONDS = 5.0
 _SAY_EVERY_SECONDS = 15.0
 
@@ -111,9 +111,9 @@ class _Attempt:
     def _again(self, problem: str) -> None:
         self.close()
         self.problem = problem
-        slowest = max(_SLOWEST_RETRY_SECONDS, len(self._search.missing) / _RETRIES_PER_SECOND)
-        pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), slowest)
-        self._timer = self._loop.call_later(pause, self._try)
+        pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), _SLOWEST_RETRY_SECONDS)
+        least = len(self._search.missing) / _MOST_RETRIES_PER_SECOND
+        self._timer = self._loop.call_later(max(pause, least), self._try)
 
     def _try(self) -> None:
         self._tries += 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import typing
+from collections.abc import Callable
 
 import pytest
 
@@ -57,6 +60,19 @@ def test_a_record_cannot_be_changed(record: type[Light]) -> None:
 def test_wrong_fields(record: type[Light], values: tuple[object, ...], named: dict[str, object]) -> None:
     with pytest.raises(TypeError):
         record(*values, **named)  # type: ignore[arg-type]
+
+
+@RECORDS
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy(record: type[Light], copied: Callable[[Light], Light]) -> None:
+    assert copied(record(1)) == record(1)
+
+
+def test_a_record_of_a_record_there_is_not() -> None:
+    with pytest.raises(TypeError, match="Deeper must derive from NamedTuple alone"):
+
+        class Deeper(Light):
+            pass
 
 
 def test_a_wrong_field_is_named() -> None:

@@ -127,6 +127,17 @@ def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
     assert trees[0].failure.startswith(f"On {loopback.NAMES[1]}: OSError: no errno")
 
 
+@pytest.mark.parametrize("host", loopback.NAMES)
+def test_a_script_that_removes_the_output_directory(tmp_path: Path, host: str) -> None:
+    """It is made anew for the verdict, on a worker too."""
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script(f"import os, shutil\nif os.environ['SM_CURRENT_HOST'] == {host!r}: shutil.rmtree('../output')")
+    with loopback.started(trees) as trains:
+        assert [train.wait(20) for train in trains] == [0, 0]
+    assert [tree.outcome() for tree in trees] == [{"success"}, {"success"}]
+
+
 def test_a_shell_script(tree: Tree, run: Run) -> None:
     tree.script('echo "$0 $*"; printf "%s\\n" "$SM_HP_BATCH_SIZE"; exit 7', "go.sh")
     tree.hyperparameters(**{"batch-size": 8})
@@ -188,6 +199,18 @@ def test_sigterm_reaches_the_script_which_may_save_its_work(tree: Tree) -> None:
     assert "The job was stopped: `train` received SIGTERM" in tree.failure
 
 
+@pytest.mark.parametrize("way", ["setsid", "timeout 60"])
+def test_sigterm_reaches_what_is_in_a_group_of_its_own(tree: Tree, way: str) -> None:
+    """The shell dies of the signal at once, and is waited for no longer than what it has started."""
+    saves = "def stop(*_):\n    time.sleep(1); open('saved', 'w').close(); sys.exit(0)\n"
+    tree.script(f"import signal, sys, time\n{saves}signal.signal(15, stop); print('up', flush=True); time.sleep(60)")
+    tree.script(f"{way} {sys.executable} train.py & wait", "go.sh")
+    with started(tree, SAGEMAKER_PROGRAM="go.sh") as train:
+        train.send_signal(signal.SIGTERM)
+        assert train.wait(20) == 143
+    assert (tree.code / "saved").exists()
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> None:
     """After the grace period, or at a second signal."""
@@ -210,11 +233,28 @@ def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run, daemon: bo
     tree.script(f"import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={daemon}).pid)")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
-    pid = int(done.out)
-    deadline = time.monotonic() + 10
-    while alive(pid):
-        assert time.monotonic() < deadline, f"{pid} still runs"
-        time.sleep(0.01)
+    await_end(int(done.out))
+
+
+def test_what_a_job_inside_the_job_leaves_behind_is_ended(tree: Tree, run: Run) -> None:
+    tree.script("import os, time; print(os.getpid(), flush=True); time.sleep(60)", "inner.py")
+    inner = (
+        f"subprocess.Popen({TRAIN!r}, env={{**os.environ, 'SAGEMAKER_PROGRAM': 'inner.py'}}, stdout=subprocess.PIPE)"
+    )
+    tree.script(f"import os, subprocess; print({inner}.stdout.readline().decode())")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0, done.err
+    await_end(int(done.out))
+
+
+@pytest.mark.parametrize("descriptor", [0, 1, 2])
+def test_a_descriptor_that_is_closed(tree: Tree, descriptor: int) -> None:
+    tree.script("print('trained')")
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    command = ["/bin/sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *TRAIN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "" if descriptor == 1 else "trained\n")
+    assert tree.outcome() == {"success"}
 
 
 @pytest.mark.parametrize(
@@ -254,9 +294,17 @@ def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> Non
     assert "shoal_toolkit.run.first" in done.stdout
 
 
+def await_end(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < deadline, f"{pid} still runs"
+        time.sleep(0.01)
+
+
 def started(tree: Tree, **variables: str) -> subprocess.Popen[str]:
     """Start `train`, and return when the script has printed its first line."""
-    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", **variables)
+    variables = {"SAGEMAKER_BASE_DIR": str(tree.base), "SAGEMAKER_PROGRAM": "train.py", **variables}
+    environment = clean_environment(**variables)
     train = subprocess.Popen(TRAIN, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert train.stdout
     assert train.stdout.readline() == "up\n"

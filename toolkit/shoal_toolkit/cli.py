@@ -33,11 +33,12 @@ from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report, metri
 def command() -> NoReturn:
     """The command itself: ends with the code of `main`, without taking Python down, which costs as much as a job."""
     code = main()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # nobody reads any more
-        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:  # as it is where `train` was started with the descriptor closed
+                stream.flush()
+        except OSError:  # nobody reads any more
+            code = code or 1
     os._exit(code)
 
 
@@ -218,10 +219,10 @@ def _reserve(port: int) -> bool:
 
 
 def _is_taken(family: int, address: str) -> bool:
-    """Whether a socket of the family listens on the default port; where there is no IPv6, none does.
+    """Whether the default port cannot be bound; where there is no IPv6, nothing is in the way there.
 
-    Asked by binding it: /proc/net/tcp takes the kernel milliseconds. With SO_REUSEADDR a listener alone is in the way,
-    and not what was closed a moment ago.
+    Asked by binding it: /proc/net/tcp takes the kernel milliseconds. With SO_REUSEADDR what a server of torch closed a
+    moment ago is not in the way.
     """
     import _socket
     import errno

@@ -25,7 +25,9 @@ else:
         def __new__(mcs, name, bases, body):
             if bases == (tuple,):  # NamedTuple itself
                 return super().__new__(mcs, name, bases, body)
-            fields = tuple(body.get("__annotations__", ()))
+            if bases != (NamedTuple,) or "__annotations__" not in body:
+                raise TypeError(f"{name} must derive from NamedTuple alone, and have fields (Python 3.14: as strings)")
+            fields = tuple(body["__annotations__"])
             body.update(_fields=fields, __slots__=())
             body["_field_defaults"] = {field: body.pop(field) for field in fields if field in body}
             body.update((field, property(itemgetter(index))) for index, field in enumerate(fields))
@@ -43,6 +45,9 @@ else:
                 given = f"{len(values)} values{''.join(f', {name}=' for name in named)}"
                 raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}; given are {given}")
             return tuple.__new__(cls, (*values, *(items[field] for field in rest)))
+
+        def __getnewargs__(self):  # of a copy
+            return tuple(self)
 
         def __repr__(self):
             return f"{type(self).__name__}({', '.join(map('{}={!r}'.format, self._fields, self))})"

@@ -8,14 +8,19 @@ from __future__ import annotations
 import _thread
 import os
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Union
 
 from shoal_toolkit.hosts.wire import addresses
+from shoal_toolkit.light_typing import Any, Protocol
 from shoal_toolkit.run.loop import READ, Loop
 
 Address = tuple[int, tuple[Any, ...]]  # family, address
-Answer = Callable[[Union[list[Address], OSError]], None]
+
+
+class Answer(Protocol):
+    """Gets the addresses of a host, or the OSError that says why there are none (yet)."""
+
+    def __call__(self, found: list[Address] | OSError, /) -> None: ...
+
 
 _THREADS = 16  # hundreds of hosts are asked for at once
 

@@ -18,7 +18,7 @@ from time import monotonic
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096
 HANDSHAKE_SECONDS = 10.0

@@ -107,10 +107,11 @@ def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
 def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
     """Check that a success can be written on this host, before any host says that there is one.
 
-    Raises LaunchError where it cannot. The space that the report takes stays taken.
+    Raises LaunchError where it cannot. The space that the report takes stays taken; it tells no verdict yet.
     """
     try:
-        _write(paths, REPORT, _as_json({**report, "exit_code": 0}))
+        os.makedirs(paths.output, exist_ok=True)
+        _write(paths, REPORT, _as_json({**report, "exit_code": None}))
     except OSError as error:
         raise LaunchError(_unrecorded(paths, error)) from None
 

@@ -53,6 +53,7 @@ class FirstHost(Host):
         self._told_to_stop: set[str] = set()
         self._launcher_code: int | None = None
         self._mpi_over = False
+        self._unrecorded = ""  # why a worker could not record a success
 
     # Finding the others
 
@@ -221,6 +222,8 @@ class FirstHost(Host):
     def _worker_ended(self, host: str, said: dict[str, Any]) -> None:
         code = int(said["code"])
         self._facts[host] = dict(said["facts"]) or self._facts.get(host, {})
+        if said["unrecorded"]:
+            self._unrecorded = self._unrecorded or f"On {host}: {said['unrecorded']}"
         answer = self._daemons.pop(host, None)
         if answer:
             if self._failed_rank is None and said["failed_rank"] is not None:
@@ -269,7 +272,8 @@ class FirstHost(Host):
 
     def companion_ended(self, name: str, code: int) -> None:
         host = self.task.cluster.current_host
-        self.decide(Verdict(code or 1, companion_failure(name, host, code)))
+        if not self.stopped_by:
+            self.decide(Verdict(code or 1, companion_failure(name, host, code)))
 
     def _check_end(self) -> None:
         """The job is done once every host's own command, and mpirun, have ended."""
@@ -281,6 +285,8 @@ class FirstHost(Host):
             self.decide(verdict.of_stop(self.stopped_by))
         elif not self._all_started(plan):
             self.decide(Verdict(1, self._not_started(plan)))
+        elif self._unrecorded:
+            self.decide(Verdict(1, self._unrecorded))
         else:
             self.decide(Verdict(0))
 

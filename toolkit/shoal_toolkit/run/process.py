@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NoReturn
+from shoal_toolkit.logs.log import say
+
+MARK = "SHOAL_JOB"  # a variable with a random value for each job that a process belongs to: `train` may run in another
+_MOST_ROUNDS = 100
 
 
 def spawn(
@@ -89,25 +93,52 @@ def orphans_run(leader: int) -> bool:
     return False
 
 
-def kill_left_behind(leader: int, mark: str) -> None:
-    """Kill every process of the session that `spawn` made for a process, and every one that carries a mark.
+def marked(mark: str, since: int) -> list[int]:
+    """Return the processes that run with a mark in their environment, of those started since (in the kernel's count).
 
-    The mark is a variable, NAME=value, in the environment that the process was started with: a daemon has left its
-    session, group and parent, and still has that. Until none is new: what has been killed starts nothing more.
+    A daemon has left its session, group and parent, and still has the variable; what was given an environment of its
+    own, or has overwritten it, has not. Older processes cannot be meant, and one that hangs in the kernel is not asked:
+    it would not answer.
     """
-    killed: set[int] = set()
-    while left := {pid for pid in _processes() if _stat(pid)[3:4] == [str(leader)] or _carries(pid, mark)} - killed:
-        for pid in left:
-            signal_process(pid, signal.SIGKILL)
-        killed |= left
+    return [pid for pid in _processes() if _runs_since(since, _stat(pid)) and _carries(pid, mark)]
+
+
+def _runs_since(since: int, stat: Sequence[str]) -> bool:
+    return len(stat) > 19 and stat[0] not in ("Z", "X", "D") and int(stat[19]) >= since
 
 
 def _carries(pid: int, mark: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark.encode() in file.read().split(b"\0")
+            variables = file.read().split(b"\0")
     except OSError:  # it is gone, or another user's
         return False
+    name = f"{MARK}=".encode()
+    return any(mark.encode() in variable[len(name) :].split() for variable in variables if variable.startswith(name))
+
+
+def kill_left_behind(leader: int, mark: str, since: int) -> None:
+    """Kill every process of the session that `spawn` made for a process, and every marked one.
+
+    Until none is new, as what has been killed starts nothing more; what starts others faster than that is let go.
+    """
+    killed: set[int] = set()
+    for _ in range(_MOST_ROUNDS):
+        session = [pid for pid in _processes() if _stat(pid)[3:4] == [str(leader)]]
+        left = {*session, *marked(mark, since)} - killed
+        if not left:
+            return
+        for pid in left:
+            signal_process(pid, signal.SIGKILL)
+        killed |= left
+    say(f"what the script left behind starts new processes faster than they can be killed, {len(left)} just now")
+
+
+def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
+    """Signal the groups of marked processes that are not the leader's: `timeout`, say, makes one of its own."""
+    groups = {int(_stat(pid)[2]) for pid in marked(mark, since) if _stat(pid)}
+    for group in groups - {leader}:
+        signal_group(group, number)
 
 
 def signal_process(pid: int, number: int) -> None:

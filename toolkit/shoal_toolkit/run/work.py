@@ -11,10 +11,20 @@ from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, kill_left_behind, orphans_run, signal_group, signal_process, spawn
+from shoal_toolkit.run.process import (
+    MARK,
+    descendants,
+    kill_left_behind,
+    marked,
+    orphans_run,
+    signal_group,
+    signal_marked,
+    signal_process,
+    spawn,
+    start_time,
+)
 from shoal_toolkit.run.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
 
-MARK = "SHOAL_JOB"  # a variable that all processes of one job on one host carry, and no others: a random value
 _LOOK_AGAIN_SECONDS = 0.1
 
 
@@ -53,7 +63,7 @@ class Work:
         self._companions: dict[int, str] = {}  # pid → name
         self._companion_sources: dict[int, list[Source]] = {}
         self._on_end: Callable[[int], None] = events.ended
-        self._pid = 0
+        self._pid = self._since = 0
         self._stopping = self._killed = False
         self.directory = ""
 
@@ -198,6 +208,7 @@ class Work:
             self._ranks.stop(number)
         elif self._pid:
             signal_group(self._pid, number)
+            signal_marked(self._pid, self._mark, self._since, number)
 
     def signal_launcher(self, number: int) -> None:
         """Signal the process itself, ranks or not."""
@@ -236,28 +247,33 @@ class Work:
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], ours: list[int]
     ) -> None:
         try:
-            self._pid = spawn(argv, {**env, MARK: self._mark}, cwd, stdout=outputs[0], stderr=outputs[1])
+            marks = f"{env.get(MARK, '')} {self._mark}".strip()
+            self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
+            self._since = int(start_time(self._pid) or self._since)
         finally:
             for fd in ours:
                 os.close(fd)
         self._loop.on_child(self._pid, self._ended)
 
     def _ended(self, code: int) -> None:
-        if self._stopping and not self._killed and self._ranks is None and orphans_run(self._pid):
-            # A shell dies of the signal at once; what it has started may be saving. The grace period bounds it.
+        if self._stopping and not self._killed and self._ranks is None and self._still_saves():
             self._loop.call_later(_LOOK_AGAIN_SECONDS, lambda: self._ended(code))
             return
         # What the script or the launcher left behind ends with it: the job is over.
         signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
-        kill_left_behind(self._pid, f"{MARK}={self._mark}")  # daemons; ranks have a group, or a session, of their own
+        kill_left_behind(self._pid, self._mark, self._since)  # daemons; ranks have a group, or a session, of their own
         if self._ranks is not None:
             self._ranks.finish()
         for source in self._sources:
             source.finish()
         self._pid = 0
         self._on_end(code)
+
+    def _still_saves(self) -> bool:
+        """A shell dies of the signal at once; what it has started may be saving. The grace period bounds it."""
+        return orphans_run(self._pid) or bool(marked(self._mark, self._since))
 
 
 def _setup_failure(command: Sequence[str], code: int, output: str) -> str:

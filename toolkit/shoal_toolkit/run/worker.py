@@ -132,7 +132,7 @@ class Worker(Host):
         self._send(wire.RANK_ENDED, rank=rank, code=code, facts=self.facts() if code else {})
 
     def companion_ended(self, name: str, code: int) -> None:
-        if self.verdict is not None:
+        if self.verdict is not None or self.stopped_by:
             return
         message = companion_failure(name, self.task.cluster.current_host, code)
         self._send(wire.FAILED, code=code or 1, message=message)
@@ -153,16 +153,16 @@ class Worker(Host):
         assert isinstance(plan, LaunchPlan)
         stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
         failed, facts = self._daemon.failed_rank, self.facts() if code else {}
-        if code == 0:
-            self._rehearse()
-        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts)
+        unrecorded = "" if code else self._rehearse()
+        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts, unrecorded=unrecorded)
 
-    def _rehearse(self) -> None:
-        """A host on which a success cannot be recorded says so while all of them can still fail."""
+    def _rehearse(self) -> str:
+        """A host on which a success cannot be recorded says so, and why, while all of them can still fail."""
         try:
             verdict.rehearse(self.task.paths, self.report)
         except LaunchError as error:
-            self._failed(error)
+            return str(error)
+        return ""
 
     def _send(self, kind: bytes, **fields: Any) -> None:
         if self._channel is not None:

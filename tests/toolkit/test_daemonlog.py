@@ -63,7 +63,7 @@ def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
         (
             f"{RULE}Conflicting directives for mapping policy are causing the policy\nto be redefined:\n\n"
             f"  New policy:   RANK_FILE\n{RULE}",
-            "Conflicting directives for mapping policy are causing the policy to be redefined:",
+            "Conflicting directives for mapping policy are causing the policy to be redefined: New policy: RANK_FILE",
         ),
         (
             f'[vm:01181] Warning: could not find "NOSUCH"\n{RULE}There are not enough slots.\n{RULE}',
@@ -87,3 +87,37 @@ def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
 )
 def test_why_mpirun_gave_up(said: str, why: str) -> None:
     assert reason(said) == why
+
+
+INIT = f"""[vm:1] [[6217,0],0] ORTE_ERROR_LOG: Out of resource in file show_help.c at line 507
+{RULE}It looks like MPI_INIT failed for some reason; your parallel process is
+likely to abort.
+
+  mca_pml_base_open() failed
+{RULE}[vm:2] *** An error occurred in MPI_Init_thread
+[vm:2] *** on a NULL communicator
+"""
+NOTICE = """A requested component was not found, or was unable to be opened.
+
+Host:      vm
+Framework: pml
+Component: nosuch"""
+SUMMARY = f"{RULE}Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n{RULE}"
+DETECTED = f"{RULE}mpirun detected that one or more processes exited with non-zero status.\n\n  Exit code:    1\n{RULE}"
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (f"{INIT}{RULE}{NOTICE}\n{RULE}{SUMMARY}{DETECTED}", NOTICE),
+        (f"{SUMMARY}{RULE}{NOTICE}\n{RULE}{DETECTED}", NOTICE),
+        (f"{INIT}{DETECTED}", INIT.split(RULE)[1].strip("\n")),
+        (f"{SUMMARY}{DETECTED}", ""),
+        ("[vm:1] 1 more process has sent help message\n", ""),
+        ("", ""),
+    ],
+)
+def test_what_mpi_says_in_a_ranks_place(said: str, cause: str) -> None:
+    log = DaemonLog()
+    log.feed(2, said.encode())
+    assert log.cause() == cause

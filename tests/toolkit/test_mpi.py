@@ -199,10 +199,27 @@ def test_an_option_that_mpirun_does_not_know(tree: Tree, run: Run) -> None:
     assert tree.outcome() == {"failure"}
 
 
+def test_the_end_of_a_rank_by_a_signal_is_not_the_scripts_words(tree: Tree, run: Run) -> None:
+    tree.script("import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(60)")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 3
+    assert "Terminated" not in done.out + done.err
+
+
+def test_the_traceback_is_the_scripts(tree: Tree, run: Run) -> None:
+    """Without the frames of mpi4py, which starts it."""
+    tree.script("def f():\n    raise ValueError('boom')\nf()\n")
+    ranks(tree)
+    run(SAGEMAKER_PROGRAM="train.py")
+    _, _, end = tree.failure.partition("\n\n")
+    assert end.startswith('Traceback (most recent call last):\n  File "train.py", line 3'), tree.failure
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--map-by sloot", "The specified mapping policy is not recognized:"),
+        ("--map-by sloot", "The specified mapping policy is not recognized: Policy: sloot"),
         (
             "-x NOSUCH --rankfile /none",
             "Open RTE was unable to open the hostfile: /none Check to make sure the path and filename are correct.",

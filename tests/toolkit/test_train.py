@@ -211,12 +211,27 @@ def test_sigterm_reaches_what_is_in_a_group_of_its_own(tree: Tree, way: str) -> 
     assert (tree.code / "saved").exists()
 
 
+IGNORES = "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint('up')\nwhile True: time.sleep(60)\n"
+
+
+def test_a_stop_is_on_record_before_the_script_has_ended(tree: Tree) -> None:
+    """`docker stop` kills after 10 s, unless it is told otherwise."""
+    tree.script(
+        "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint('up')\nwhile True: time.sleep(60)"
+    )
+    with started(tree) as train:
+        train.send_signal(signal.SIGTERM)
+        assert train.stdout
+        assert train.stdout.readline() == "no\n"
+        train.kill()
+    assert "was stopped" in tree.failure
+    assert tree.outcome() == {"failure"}
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> None:
     """After the grace period, or at a second signal."""
-    tree.script(
-        "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint('up')\nwhile True: time.sleep(60)\n"
-    )
+    tree.script(IGNORES)
     with started(tree, SHOAL_STOP_GRACE="60" if again else "1") as train:
         train.send_signal(signal.SIGTERM)
         assert train.stdout

@@ -200,6 +200,7 @@ def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
         assert hosts[0].finished(first).code == 1
         assert hosts[1].finished(worker).code == 1
     assert "algo-2 refused this first host: its SHOAL_JOB_SECRET is not this host's" in hosts[0].tree.failure
+    assert "this host refused a connection from the first host's address: its SHOAL_JOB" in hosts[1].tree.failure
     assert not any((host.tree.code / "trained").exists() for host in hosts)
 
 

@@ -43,6 +43,7 @@ class Agent:
         self._allowed: set[str] = set()
         self._resolved_at = float("-inf")
         self._turned_away: set[str] = set()
+        self.refused = ""  # why what came from the first host's address was not let in
         self._unknown: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
         self._resolver = Resolver(loop)
         self._listener = _listen(port)
@@ -133,7 +134,8 @@ class _Handshake:
             self._succeed(transcript)
 
     def _refuse(self, reason: str) -> None:
-        say(f"refused a connection from the first host's address: {reason}")
+        self._agent.refused = f"refused a connection from the first host's address: {reason}"
+        say(self._agent.refused)
         self._channel.send_json(wire.REFUSED, reason=reason)
         self._end()
 

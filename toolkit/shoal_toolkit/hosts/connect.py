@@ -53,6 +53,10 @@ class Search:
             attempt.close()
         self.missing = {}
 
+    def limit(self, seconds: float) -> None:
+        """Say from now on that the search lasts so many seconds more, if it would last longer: its caller ends it."""
+        self._seconds = min(self._seconds, monotonic() - self._began + seconds)
+
     def found(self, host: str, channel: Channel) -> None:
         del self.missing[host]
         if not self.missing:

@@ -24,6 +24,13 @@ _FAILED = re.compile(
 _RACE = re.compile(rb"^(?:\[.*)?plm:[rs]sh: Warning: setpgid\(")
 _RULE = re.compile(r"^-{20,}$", re.MULTILINE)
 _PARAGRAPH = re.compile(r"\n\s*\n")
+# What mpirun says of every rank that fails, from one rule to the next.
+_SUMMARY = re.compile(
+    r"^-{20,}\n(?:Primary job|(?:mpirun|prterun|prte)(?: has)? (?:noticed|detected|exited))(?:(?!-{20}).*\n?)*-{20,}$",
+    re.MULTILINE,
+)
+_VAGUE = "It looks like MPI_INIT failed for some reason"
+_INNER = re.compile(r"\[")  # lines of a process, between notices
 _ASIDE = re.compile(r"\bwarning\b|deprecated|_ERROR_LOG:", re.IGNORECASE)
 
 
@@ -51,6 +58,12 @@ class DaemonLog:
         """Return why mpirun gave up, in its own words."""
         return reason(self.text())
 
+    def cause(self) -> str:
+        """Return the notice of MPI in a rank's place that tells most, if any: more than that the rank has failed."""
+        notices = [notice.strip("\n") for notice in _RULE.split(_SUMMARY.sub("", self.text()))]
+        telling = [notice for notice in notices if notice and not _ASIDE.search(notice) and not _INNER.match(notice)]
+        return next((notice for notice in telling if not notice.startswith(_VAGUE)), "".join(telling[:1]))
+
     def _read(self, data: bytes) -> bytes:
         kept = b"".join(line for line in data.splitlines(keepends=True) if not self._noted(line))
         self._tail.add(kept)
@@ -75,4 +88,6 @@ def reason(said: str) -> str:
     told = [[part for part in parts if part] for parts in notices]
     first = [parts for parts in told if parts and not _ASIDE.search(parts[0])]
     others = [part for parts in told for part in parts]
-    return first[0][0] if first else next((part for part in others if not _ASIDE.search(part)), "".join(others[:1]))
+    if first:  # "The policy is not recognized:" wants what comes next
+        return " ".join(first[0][:2]) if first[0][0].endswith(":") else first[0][0]
+    return next((part for part in others if not _ASIDE.search(part)), "".join(others[:1]))

@@ -25,6 +25,10 @@ _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
 _EXCEPTION = re.compile(r"[\w.]+(:|$)")
 # Colours; what torchrun and torch put in front of a rank's lines; the frame that Python draws around a group.
 _DRESS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[(?:rank|default)\d+\]: ?", re.MULTILINE)
+# Frames of what starts the script under MPI; each is a line that names the file, its source line, and maybe carets.
+_STARTER = re.compile(
+    r'^  File "(?:<frozen runpy>|[^"]*/runpy\.py|[^"]*/mpi4py/(?:run|__main__)\.py)".*\n(?:    .*\n)*', re.MULTILINE
+)
 _FRAME = re.compile(r"^ *[|+] ?", re.MULTILINE)
 _GROUP = "Exception Group Traceback (most recent call last):"
 
@@ -59,6 +63,7 @@ def message(failure: Failure) -> str:
 def last_words(stderr: str, exit_code: int) -> Words:
     """Find what names the failure in the end of a script's stderr."""
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in _DRESS.sub("", stderr).split("\n"))
+    text = _STARTER.sub("", text)
     native = _native(text)
     traceback, start = _traceback(text)
     group = text.rfind(_GROUP)

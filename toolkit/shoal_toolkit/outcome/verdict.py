@@ -77,7 +77,8 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
         _write(paths, REPORT, _as_json(report))
     except OSError as error:
         raise LaunchError(
-            f"The output directory cannot be written: {error}. Mount a writable directory at {paths.output}."
+            f"The output directory cannot be written: {error}. This process (uid {os.getuid()}) must be able to write "
+            f"into {paths.output} and {paths.model}: mount writable directories there."
         ) from None
 
 
@@ -114,6 +115,14 @@ def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
         _write(paths, REPORT, _as_json({**report, "exit_code": None}))
     except OSError as error:
         raise LaunchError(_unrecorded(paths, error)) from None
+
+
+def foretell(paths: Paths, failed: Verdict) -> None:
+    """Write the failure file of a job that is being stopped: `docker stop` kills after 10 s, whatever still saves."""
+    try:
+        _write(paths, FAILURE, redact.text(failed.message))
+    except OSError:
+        return  # the verdict will say so
 
 
 def _unrecorded(paths: Paths, error: OSError) -> str:

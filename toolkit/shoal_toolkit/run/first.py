@@ -107,6 +107,7 @@ class FirstHost(Host):
             self.decide(failed)
         elif self._early is None:
             self._early = failed
+            self._search.limit(_DELIVERY_SECONDS)
             say(f"{failed.message}\nTelling the other hosts, for at most {_DELIVERY_SECONDS} s.")
             self.loop.call_later(_DELIVERY_SECONDS, lambda: self.decide(failed))
 
@@ -328,14 +329,22 @@ class FirstHost(Host):
         if rank is None:
             said, reason = self._launcher.text(), self._launcher.reason()
             return verdict.of_failure(Failure(code, "mpirun", plan.command, said, launcher=True, reason=reason))
+        cause = "" if self.output.tail(rank).strip() else self._launcher.cause()
+        if cause:  # the rank's MPI spoke through mpirun
+            from shoal_toolkit.logs import daemonlog
+
+            why = daemonlog.reason(cause)
+            return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, cause, reason=why))
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
-        where = f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
-        if rank >= plan.world_size:
-            where = f"the script on {self._host_of[rank]}, outside the distribution,"
         facts = self._facts_of(self._host_of.get(rank, ""))
-        return verdict.of_failure(Failure(code, where, plan.script, self.output.tail(rank), facts))
+        return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, self.output.tail(rank), facts))
+
+    def _where(self, plan: LaunchPlan, rank: int) -> str:
+        if rank >= plan.world_size:
+            return f"the script on {self._host_of[rank]}, outside the distribution,"
+        return f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
 
     def _facts_of(self, host: str) -> dict[str, int]:
         return self.facts() if host == self.task.cluster.current_host else self._facts.get(host, {})

@@ -167,6 +167,8 @@ class Host:
             return False
         self.stopped_by = number
         self._grace_ends = time.monotonic() + self.task.settings.stop_grace
+        if self.verdict is None:
+            verdict.foretell(self.task.paths, verdict.of_stop(number))
         return True
 
     # What a role does.

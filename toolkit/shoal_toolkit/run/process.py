@@ -136,9 +136,9 @@ def kill_left_behind(leader: int, mark: str, since: int) -> None:
 
 def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
     """Signal the groups of marked processes that are not the leader's: `timeout`, say, makes one of its own."""
-    groups = {int(_stat(pid)[2]) for pid in marked(mark, since) if _stat(pid)}
-    for group in groups - {leader}:
-        signal_group(group, number)
+    groups = {group for pid in marked(mark, since) for group in _stat(pid)[2:3]}
+    for group in groups - {str(leader)}:
+        signal_group(int(group), number)
 
 
 def signal_process(pid: int, number: int) -> None:

@@ -63,9 +63,11 @@ class Worker(Host):
     def _too_late(self) -> None:
         if self._channel is None:
             seconds = self.task.settings.hosts_timeout
+            refused = self._agent.refused if self._agent is not None else ""
             late = LaunchError(
-                f"The first host {self._first_host} has not connected within {seconds} s. Every host of "
-                "resourceconfig.json must run `train`; check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
+                f"The first host {self._first_host} has not connected within {seconds} s"
+                + (f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; ")
+                + ("" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit.")
             )
             self.decide(verdict.of_error(self._problem or late))
 

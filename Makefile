@@ -16,7 +16,7 @@ $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check render lock bench-launch bench-logs bench-images clean
+.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check render lock bench-launch bench-logs bench-dataparallel bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-launch: image ## how fast `train` launches, in containers of the image
 
 bench-logs: setup ## what the log costs: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
+
+bench-dataparallel: setup ## collectives and a step on the backend smddp against gloo and MPI
+	@$(BIN)/python benchmarks/dataparallel.py
 
 bench-images: image ## image size against its wheels, rebuild time after a change in toolkit/
 	@$(BIN)/python benchmarks/images.py $(IMAGE)

@@ -1,0 +1,120 @@
+"""Collectives and a training step on `smddp` against gloo and MPI, in one run: `make bench-dataparallel`.
+
+    dataparallel.py [ROUNDS]
+
+Medians of ROUNDS (20; fewer for the largest), in which the engines take turns; a round's time is that of its slowest
+rank, after a barrier. Ranks have one thread each, on one host. MPI is Open MPI's Allreduce through mpi4py, on the same
+memory.
+
+- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo; `…-mpi` against MPI, `…-copies` against two copies of the
+  same size, which is the least that two ranks with memory of their own can do;
+- `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in all, 2 ranks;
+- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks;
+- `init`: from the start of the process to the end of the first all_reduce, 2 ranks, the import of torch included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import Figure, finish, print_machine
+
+ROUNDS = 20
+RANKS = Path(__file__).with_name("dataparallel_ranks.py")
+SIZES = {1 << 10: "1KB", 16 << 10: "16KB", 256 << 10: "256KB", 1 << 20: "1MB", 16 << 20: "16MB", 64 << 20: "64MB"}
+SMALL = 256 << 10
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the figures."""
+    rounds = int(arguments[0]) if arguments else ROUNDS
+    print_machine()
+    two, four = measure(2, rounds), measure(4, rounds)
+    figures = [*all_reduces(two, 2), *all_reduces(four, 4), *others(two), *starts(rounds)]
+    return finish(figures)
+
+
+def measure(ranks: int, rounds: int, **environ: str) -> dict[str, dict[str, float]]:
+    """Run the ranks; returns seconds by case and engine."""
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+        probe.close()
+        out = Path(directory, "times.json")
+        mpirun = Path(sys.executable).with_name("mpirun")
+        options = f"--allow-run-as-root --oversubscribe --bind-to none -np {ranks}".split()
+        command = [mpirun, *options, sys.executable, RANKS, out, rounds, *map(str, SIZES)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        subprocess.run([*map(str, command)], env={**environment, **environ}, check=True)
+        measured: dict[str, dict[str, float]] = json.loads(out.read_text())
+    for case, times in measured.items():
+        listed = ", ".join(f"{engine} {1000 * seconds:.3f}" for engine, seconds in times.items())
+        print(f"{ranks} ranks, {case}: {listed} ms", flush=True)
+    return measured
+
+
+def all_reduces(measured: dict[str, dict[str, float]], ranks: int) -> list[Figure]:
+    """The figures of all_reduce."""
+    figures = []
+    for size, name in SIZES.items():
+        times = {engine: 1000 * seconds for engine, seconds in measured[f"all-reduce-{size}"].items()}
+        ours, case = times["smddp"], f"all-reduce-{name}-{ranks}ranks"
+        if ranks == 2 or name == "64MB":
+            goal = 1 / 10 if size <= SMALL else 1 / 4
+            mpi = 1.3 if ranks == 2 else 1 / 1.5
+            figures += [
+                Figure(case, ours, "ms", rival=times["gloo"], rival_name="gloo", ceiling=goal),
+                Figure(f"{case}-mpi", ours, "ms", rival=times["mpi"], rival_name="MPI_Allreduce", ceiling=mpi),
+            ]
+    if ranks == 2:
+        copies = 1000 * measured["copies"]["smddp"]
+        figures.append(Figure(f"{case}-copies", ours, "ms", rival=copies, rival_name="two-copies", ceiling=1.5))
+    return figures
+
+
+def others(measured: dict[str, dict[str, float]]) -> list[Figure]:
+    """The other collectives, and the step."""
+    ceilings = {"all-gather-64MB": 1 / 3, "reduce-scatter-64MB": 1 / 3, "ddp-mlp": 1 / 2}
+    return [
+        Figure(case, 1000 * times["smddp"], "ms", rival=1000 * times["gloo"], rival_name="gloo", ceiling=ceiling)
+        for case, ceiling in ceilings.items()
+        for times in [measured[case]]
+    ]
+
+
+def starts(rounds: int) -> list[Figure]:
+    """From nothing to the first all_reduce."""
+    times: dict[str, list[float]] = {"smddp": [], "gloo": []}
+    for _ in range(max(3, rounds // 4)):
+        for backend, found in times.items():
+            found.append(measure_start(backend))
+    ours, gloo = median(times["smddp"]), median(times["gloo"])
+    return [Figure("init", ours, "s", rival=gloo, rival_name="gloo", ceiling=1.0)]
+
+
+def measure_start(backend: str) -> float:
+    """Start two ranks, and return how many seconds the slower one took."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pipe: Any = subprocess.PIPE
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, RANKS, "start", backend],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=pipe,
+        )
+        for rank in range(2)
+    ]
+    return max(float(rank.communicate()[0]) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

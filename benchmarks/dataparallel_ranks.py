@@ -1,0 +1,112 @@
+"""One rank of benchmarks/dataparallel.py."""
+
+from __future__ import annotations
+
+import time
+
+BEGAN = time.perf_counter()
+
+import json  # noqa: E402 (what is imported counts)
+import os  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+from statistics import median  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+BYTES = 64 << 20
+WIDTH = 4096  # of the MLP's layers: three of them are 50 million parameters
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure every case with every engine."""
+    from mpi4py import MPI
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    out, rounds, sizes = Path(words[0]), int(words[1]), [int(word) for word in words[2:]]
+    mpi = MPI.COMM_WORLD
+    os.environ.update(RANK=str(mpi.rank), WORLD_SIZE=str(mpi.size), LOCAL_RANK=str(mpi.rank))
+    dist.init_process_group(backend="smddp")
+    groups: dict[str, Any] = {"smddp": None, "gloo": dist.new_group(backend="gloo")}
+    times: dict[str, dict[str, float]] = {}
+    for size in sizes:
+        tensor = torch.zeros(size // 4)
+        runs = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
+        runs["mpi"] = partial(mpi.Allreduce, MPI.IN_PLACE, tensor.numpy())
+        times[f"all-reduce-{size}"] = measure(mpi, runs, rounds * 10 if size < 1 << 20 else rounds)
+    if mpi.size == 2:
+        times.update(others(mpi, groups, rounds))
+    if mpi.rank == 0:
+        out.write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def others(mpi: Any, groups: dict[str, Any], rounds: int) -> dict[str, dict[str, float]]:
+    """What is measured with two ranks only."""
+    whole, part = torch.zeros(BYTES // 4), torch.zeros(BYTES // 4 // mpi.size)
+    copy = torch.empty_like(whole)
+
+    def copies() -> None:
+        copy.copy_(whole)
+        whole.copy_(copy)
+
+    gather = {name: partial(dist.all_gather_into_tensor, whole, part, group) for name, group in groups.items()}
+    scatter = {name: partial(dist.reduce_scatter_tensor, part, whole, group=group) for name, group in groups.items()}
+    return {
+        "copies": measure(mpi, {"smddp": copies}, rounds),
+        "all-gather-64MB": measure(mpi, gather, rounds),
+        "reduce-scatter-64MB": measure(mpi, scatter, rounds),
+        "ddp-mlp": measure(mpi, {name: step(group) for name, group in groups.items()}, max(5, rounds // 2)),
+    }
+
+
+def step(group: Any) -> Callable[[], None]:
+    """A training step of an MLP; its batch is small, so that its gradients take most of the time."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*layers), process_group=group, gradient_as_bucket_view=True
+    )
+    batch = torch.randn(4, WIDTH)
+
+    def run() -> None:
+        model(batch).square().mean().backward()
+        model.zero_grad(set_to_none=False)
+
+    return run
+
+
+def measure(mpi: Any, runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each; they take turns, and each round counts for its slowest rank."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):  # two to warm up
+        for name, run in runs.items():
+            mpi.Barrier()
+            began = time.perf_counter()
+            run()
+            seconds = max(mpi.allgather(time.perf_counter() - began))
+            if turn >= 2:
+                found[name].append(seconds)
+    return {name: median(times) for name, times in found.items()}
+
+
+def start(backend: str) -> None:
+    """Print the seconds from the start of this program to the end of the first all_reduce."""
+    if backend == "smddp":
+        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+    dist.init_process_group(backend=backend)
+    dist.all_reduce(torch.ones(1))
+    print(time.perf_counter() - BEGAN)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        start(sys.argv[2])
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""Memory that the processes of one host share: a file, mapped by each of them.
+
+Where there is room it lies in /dev/shm, which containers often limit to 64 MiB; else in the directory for temporary
+files, where the kernel writes it to the disk now and then. The file has a name only until all have mapped it: a job
+that is killed later leaves nothing. What one killed earlier has left is removed by the next job on the host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+_PREFIX = "smddp-"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Process(NamedTuple):
+    """A process of this host, told apart from later ones with its number."""
+
+    pid: int
+    started: int  # in the kernel's count; 0: it is gone
+    host: str  # of this start of the machine
+    namespace: str  # of process numbers: in another one, a number says nothing
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still runs; what cannot be seen from here is taken to."""
+        return (self.host, self.namespace) != (_host(), _namespace()) or self.started == _started(self.pid)
+
+
+def this_process() -> Process:
+    """Return the calling process."""
+    return Process(os.getpid(), _started(os.getpid()), _host(), _namespace())
+
+
+def room() -> int:
+    """Return how many bytes are free where memory is shared best; 0 where there is no such place."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def create(size: int) -> tuple[Path, mmap.mmap]:
+    """Make a file of `size` bytes, all zero, and map it; returns its path, for `attach`.
+
+    Raises OSError where neither directory has room: no access to the memory will.
+    """
+    problem: OSError | None = None
+    for directory in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        _remove_leftovers(directory)
+        owner = this_process()
+        path = directory / f"{_PREFIX}{owner.pid}-{owner.started}-{secrets.token_hex(8)}"
+        try:
+            return path, _map(path, size, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            problem = error
+            path.unlink(missing_ok=True)
+    raise OSError(f"no room for {size >> 20} MiB of shared memory: {problem}")
+
+
+def attach(path: Path) -> mmap.mmap:
+    """Map a file that another process of this host has made. Raises OSError where it cannot be seen from here."""
+    return _map(path, path.stat().st_size, 0)
+
+
+def _map(path: Path, size: int, flags: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    try:
+        if flags:
+            os.posix_fallocate(fd, 0, size)  # a full disk is an error here, and a SIGBUS later
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the files of processes that have ended between making them and all mapping them."""
+    for path in directory.glob(f"{_PREFIX}*-*-*"):
+        pid, started, _ = path.name[len(_PREFIX) :].split("-", 2)
+        try:
+            if path.stat().st_uid == os.getuid() and _started(int(pid)) != int(started):
+                path.unlink(missing_ok=True)
+        except (OSError, ValueError):
+            continue  # somebody else's, or gone by now
+
+
+def _started(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())

@@ -1,0 +1,73 @@
+"""A thread that runs collectives one after the other, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Optional
+
+import torch
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import Work
+
+_Task = Optional[tuple[Callable[[], object], Sequence[torch.Tensor], "torch.futures.Future[Sequence[torch.Tensor]]"]]
+
+
+class Ordered:
+    """Runs collectives in a thread of its own, or at once in the caller's where that changes no order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._waiting = 0  # tasks that were asked for and have not ended
+        self._lock = threading.Lock()
+        self._running = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, collective: Callable[[], object], result: Sequence[torch.Tensor], at_once: bool) -> Work:
+        """Run a collective; the handle ends with `result`, or with what the collective raised.
+
+        Where it runs at once, it raises here.
+        """
+        future: torch.futures.Future[Sequence[torch.Tensor]] = torch.futures.Future()
+        with self._lock:
+            inline = at_once and self._waiting == 0
+            self._waiting += 1
+            if not inline:
+                self._start()
+                self._tasks.put((collective, result, future))
+        if inline:
+            self._perform(collective)
+            future.set_result(result)
+        # Work knows of an error only where a callback has raised it.
+        work: Work = _create_work_from_future(future if inline else future.then(lambda done: done.value()))
+        return work
+
+    def close(self) -> None:
+        """Let the thread end after what it has been asked for."""
+        if self._thread is not None:
+            self._tasks.put(None)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            collective, result, future = task
+            try:
+                self._perform(collective)
+            except Exception as error:  # whoever waits for the handle gets it
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(result)
+
+    def _perform(self, collective: Callable[[], object]) -> None:
+        try:
+            with self._running:
+                collective()
+        finally:
+            with self._lock:
+                self._waiting -= 1

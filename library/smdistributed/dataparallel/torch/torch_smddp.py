@@ -1,0 +1,28 @@
+"""Importing this module registers the backend `smddp` with torch.distributed (AWS developer guide, 1.4 and later).
+
+import smdistributed.dataparallel.torch.torch_smddp
+torch.distributed.init_process_group(backend="smddp")
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch.distributed
+
+from smdistributed.dataparallel.torch.process_group import create
+
+BACKEND = "smddp"
+
+
+def _register() -> None:
+    if BACKEND in torch.distributed.Backend.backend_list:
+        return
+    register = torch.distributed.Backend.register_backend
+    if "devices" in inspect.signature(register).parameters:  # torch 2.1 and later
+        register(BACKEND, create, devices=["cpu", "cuda"])
+    else:
+        register(BACKEND, create)
+
+
+_register()

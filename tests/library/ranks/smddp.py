@@ -1,0 +1,197 @@
+"""One rank: every collective of the backend `smddp` on this rank's tensors, against what each rank can compute itself.
+
+Every rank knows what the others give: rank r gives `given(r, …)`. References are computed in float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.core.launch import read_launch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+GLOOS = (torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 3), (65, 129), (1_200_003,))
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda stacked: stacked.sum(0),
+    "AVG": lambda stacked: stacked.mean(0),
+    "MIN": lambda stacked: stacked.amin(0),
+    "MAX": lambda stacked: stacked.amax(0),
+    "PRODUCT": lambda stacked: stacked.prod(0),
+}
+BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+launch = read_launch()
+os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank))
+dist.init_process_group(backend="smddp")
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+EVERYBODY = range(SIZE)
+SHARED = os.environ.get("SMDDP_ENGINE") != "gloo"
+print(getattr(dist.group.WORLD, "engine"))  # noqa: B009 (torch's class has none)
+
+
+def given(rank: int, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype.is_floating_point:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 5, tuple(shape), generator=generator).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within half a unit in the last place of what float32 sums lose."""
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6}.get(found.dtype, 1e-12)
+    torch.testing.assert_close(found.double(), expected.to(found.dtype).double(), rtol=tolerance, atol=tolerance)
+
+
+def same_everywhere(tensor: torch.Tensor) -> None:
+    """Bit for bit."""
+    seen: list[object] = [None] * SIZE
+    dist.all_gather_object(seen, tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    assert len(set(seen)) == 1
+
+
+def cases() -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    for shape in SHAPES:
+        for dtype in (*FLOATS, *INTEGERS):
+            large = len(shape) == 1 and shape[0] > 1000
+            if (SHARED or dtype in GLOOS) and not (large and dtype not in (torch.float32, torch.bfloat16)):
+                yield shape, dtype
+
+
+def all_reduce() -> None:
+    for shape, dtype in cases():
+        for name, reference in REDUCTIONS.items():
+            large = shape == SHAPES[-1] and name not in ("SUM", "AVG")
+            if large or (name == "AVG" and not dtype.is_floating_point):
+                continue
+            tensor = given(RANK, shape, dtype)
+            work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name), async_op=tensor.numel() % 2 == 0)
+            if work is not None:
+                work.wait()
+                assert work.is_completed()
+            close(tensor, reference(torch.stack([given(rank, shape, dtype).double() for rank in EVERYBODY])))
+    same_everywhere(tensor)
+
+
+def bitwise() -> None:
+    for name, reference in BITWISE.items():
+        tensor = given(RANK, (33,), torch.int32)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
+        expected = given(0, (33,), torch.int32)
+        for rank in EVERYBODY[1:]:
+            expected = reference(expected, given(rank, (33,), torch.int32))
+        assert torch.equal(tensor, expected)
+
+
+def strides() -> None:
+    base = given(RANK, (40, 60), torch.float32)
+    for view in (base.t(), base[::2, 1::3], base[3]):
+        before = base.clone()
+        expected = (
+            torch.stack(
+                [
+                    given(rank, (40, 60), torch.float32).as_strided(view.shape, view.stride(), view.storage_offset())
+                    for rank in EVERYBODY
+                ]
+            )
+            .double()
+            .sum(0)
+        )
+        dist.all_reduce(view)
+        close(view, expected)
+        assert (base != before).sum() <= view.numel(), "nothing beside the view has changed"
+        base.copy_(given(RANK, (40, 60), torch.float32))
+
+
+def broadcast() -> None:
+    for shape, dtype in cases():
+        for root in {0, SIZE - 1}:
+            tensor = given(RANK, shape, dtype)
+            dist.broadcast(tensor, src=root)
+            assert torch.equal(tensor, given(root, shape, dtype))
+
+
+def all_gather() -> None:
+    for shape, dtype in cases():
+        outputs = [torch.empty(shape, dtype=dtype) for _ in EVERYBODY]
+        dist.all_gather(outputs, given(RANK, shape, dtype))
+        for rank, output in enumerate(outputs):
+            assert torch.equal(output, given(rank, shape, dtype))
+        if shape:
+            together = torch.empty((SIZE * shape[0], *shape[1:]), dtype=dtype)
+            dist.all_gather_into_tensor(together, given(RANK, shape, dtype))
+            assert torch.equal(together, torch.cat([given(rank, shape, dtype) for rank in EVERYBODY]))
+
+
+def reduce_scatter() -> None:
+    for shape, dtype in cases():
+        if not shape or not SHARED:
+            continue
+        whole = (SIZE * shape[0], *shape[1:])
+        output = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter_tensor(output, given(RANK, whole, dtype))
+        reduced = torch.stack([given(rank, whole, dtype).double() for rank in EVERYBODY]).sum(0)
+        close(output, reduced.chunk(SIZE)[RANK] if reduced.numel() else reduced)
+        dist.reduce_scatter(output, list(given(RANK, whole, dtype).chunk(SIZE)) if output.numel() else [output] * SIZE)
+        close(output, reduced.chunk(SIZE)[RANK] if reduced.numel() else reduced)
+
+
+def torchs_own() -> None:
+    """What no engine of ours has goes to gloo."""
+    tensor = given(RANK, (5,), torch.float32)
+    dist.reduce(tensor, dst=0)
+    if RANK == 0:
+        close(tensor, torch.stack([given(rank, (5,), torch.float32).double() for rank in EVERYBODY]).sum(0))
+    parts = [torch.empty(5) for _ in EVERYBODY] if RANK == 0 else None
+    dist.gather(given(RANK, (5,), torch.float32), parts)
+    dist.scatter(tensor, parts)
+    assert torch.equal(tensor, given(RANK, (5,), torch.float32))
+    output = torch.empty(SIZE)
+    dist.all_to_all_single(output, torch.full((SIZE,), float(RANK)))
+    assert output.tolist() == [float(rank) for rank in EVERYBODY]
+    if SIZE > 1 and RANK < 2:
+        (dist.send if RANK == 0 else dist.recv)(tensor, 1 - RANK)
+        assert torch.equal(tensor, given(0, (5,), torch.float32))
+    objects: list[object] = [{"rank": 0} if RANK == 0 else None]
+    dist.broadcast_object_list(objects)
+    assert objects == [{"rank": 0}]
+
+
+def in_flight() -> None:
+    """Many at once, small ones after large ones: the order is that of the calls."""
+    tensors = [torch.full((size,), float(RANK + index)) for index, size in enumerate((300_000, 1, 200_000, 2, 3) * 4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    for index, tensor in enumerate(tensors):
+        assert set(tensor.tolist()) == {sum(rank + index for rank in EVERYBODY)}
+
+
+def groups() -> None:
+    """A group of some of the ranks, and another backend beside this one."""
+    some = dist.new_group(list(EVERYBODY[:2]))
+    gloo = dist.new_group(backend="gloo")
+    for group, ranks in ((some, EVERYBODY[:2]), (gloo, EVERYBODY)):
+        if RANK in ranks:
+            tensor = torch.tensor([float(RANK)])
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == sum(ranks)
+    dist.barrier()
+
+
+for check in (all_reduce, bitwise, strides, broadcast, all_gather, reduce_scatter, torchs_own, in_flight, groups):
+    try:
+        check()
+    except Exception as error:
+        raise AssertionError(f"{check.__name__} on rank {RANK}") from error
+dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""The backend `smddp` of torch.distributed, on real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.library.conftest import clean_environment
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Mpirun
+
+RANKS = Path(__file__).parent / "ranks"
+ADDRESS = {"MASTER_ADDR": "127.0.0.1"}
+REASONS = {"shm": "shm: all ranks share this host's memory", "gloo": "gloo: SMDDP_ENGINE asks for it"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("world_size", "engine"), [(1, "shm"), (2, "shm"), (3, "shm"), (2, "gloo")])
+def test_every_collective(mpirun: Mpirun, free_port: int, world_size: int, engine: str) -> None:
+    said = mpirun(world_size, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE=engine, **ADDRESS)
+    assert said.count(REASONS[engine]) == world_size  # not by lines: mpirun mixes those of several ranks
+    assert not _left_behind()
+
+
+@pytest.mark.parametrize("milliseconds", [0, 10])
+def test_a_rank_that_is_killed_is_named_by_the_others(free_port: int, milliseconds: int) -> None:
+    common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": "3", "SMDDP_ENGINE": "shm"}
+    command = [sys.executable, str(RANKS / "smddp_lost.py")]
+    with ExitStack() as undo:
+        ranks = [
+            undo.enter_context(
+                subprocess.Popen(command, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True)
+            )
+            for rank in "012"
+        ]
+        for rank in ranks:
+            undo.enter_context(rank)
+            undo.callback(rank.kill)
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "up\n"
+        time.sleep(milliseconds / 1000)  # anywhere within a collective
+        ranks[1].kill()
+        said = [rank.communicate(timeout=5)[0] for rank in (ranks[0], ranks[2])]
+    assert all(f"rank 1 (process {ranks[1].pid}) ended" in text for text in said), said
+    assert not _left_behind()
+
+
+@pytest.mark.mpi
+def test_an_engine_that_there_is_not(mpirun: Mpirun, free_port: int) -> None:
+    with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, gloo"):
+        mpirun(1, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE="smh", **ADDRESS)
+
+
+def _left_behind() -> list[str]:
+    """The files of shared memory of processes that have ended."""
+    names = (path.name.split("-") for path in Path("/dev/shm").glob("smddp-*"))
+    return ["-".join(name) for name in names if not os.path.exists(f"/proc/{name[1]}")]  # noqa: PTH110

@@ -23,7 +23,6 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from report import Figure, finish, print_machine
 
@@ -42,17 +41,14 @@ def main(arguments: list[str]) -> int:
     return finish(figures)
 
 
-def measure(ranks: int, rounds: int, **environ: str) -> dict[str, dict[str, float]]:
+def measure(ranks: int, rounds: int) -> dict[str, dict[str, float]]:
     """Run the ranks; returns seconds by case and engine."""
-    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
         mpirun = Path(sys.executable).with_name("mpirun")
         options = f"--allow-run-as-root --oversubscribe --bind-to none -np {ranks}".split()
         command = [mpirun, *options, sys.executable, RANKS, out, rounds, *map(str, SIZES)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        subprocess.run([*map(str, command)], env={**environment, **environ}, check=True)
+        subprocess.run([*map(str, command)], env=environment(), check=True)
         measured: dict[str, dict[str, float]] = json.loads(out.read_text())
     for case, times in measured.items():
         listed = ", ".join(f"{engine} {1000 * seconds:.3f}" for engine, seconds in times.items())
@@ -101,19 +97,23 @@ def starts(rounds: int) -> list[Figure]:
 
 def measure_start(backend: str) -> float:
     """Start two ranks, and return how many seconds the slower one took."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pipe: Any = subprocess.PIPE
+    common, pipe = environment(), subprocess.PIPE
     ranks = [
         subprocess.Popen(
             [sys.executable, RANKS, "start", backend],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=pipe,
         )
         for rank in range(2)
     ]
     return max(float(rank.communicate()[0]) for rank in ranks)
+
+
+def environment() -> dict[str, str]:
+    """The variables of ranks with a thread each, which meet at a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 if __name__ == "__main__":

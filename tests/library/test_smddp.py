@@ -34,12 +34,8 @@ def test_a_rank_that_is_killed_is_named_by_the_others(free_port: int, millisecon
     common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": "3", "SMDDP_ENGINE": "shm"}
     command = [sys.executable, str(RANKS / "smddp_lost.py")]
     with ExitStack() as undo:
-        ranks = [
-            undo.enter_context(
-                subprocess.Popen(command, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True)
-            )
-            for rank in "012"
-        ]
+        environments = [{**common, "RANK": rank} for rank in "012"]
+        ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environments]
         for rank in ranks:
             undo.enter_context(rank)
             undo.callback(rank.kill)

@@ -226,6 +226,26 @@ def test_a_typo_in_a_reserved_name_is_noticed(tree: Tree) -> None:
     assert any("Did you mean 'sagemaker_mpi_enabled'?" in note for note in planned(tree).notes)
 
 
+@pytest.mark.parametrize(
+    ("asked", "key", "in_vain"),
+    [
+        ("", "sagemaker_mpi_custom_mpi_options", True),
+        ("sagemaker_mpi_enabled", "sagemaker_mpi_custom_mpi_options", False),
+        ("sagemaker_distributed_dataparallel_enabled", "sagemaker_mpi_custom_mpi_options", True),
+        ("sagemaker_mpi_enabled", "sagemaker_distributed_dataparallel_custom_mpi_options", True),
+        ("sagemaker_distributed_dataparallel_enabled", "sagemaker_distributed_dataparallel_custom_mpi_options", False),
+        ("", "sagemaker_mpi_num_of_processes_per_host", True),
+        ("sagemaker_torch_distributed_enabled", "sagemaker_mpi_num_of_processes_per_host", False),
+        ("sagemaker_distributed_dataparallel_enabled", "sagemaker_mpi_num_of_processes_per_host", False),
+        ("sagemaker_torch_distributed_enabled", "sagemaker_mpi_num_processes", True),
+        ("sagemaker_mpi_enabled", "sagemaker_mpi_num_processes", False),
+    ],
+)
+def test_what_tunes_another_launcher_is_noticed(tree: Tree, asked: str, key: str, in_vain: bool) -> None:
+    tree.hyperparameters(**({asked: True} if asked else {}), **{key: "-v" if "options" in key else 1})
+    assert any(note.startswith(f"{key} has no effect") for note in planned(tree).notes) == in_vain
+
+
 # The command
 
 

@@ -45,7 +45,7 @@ class Meeting:
         self._processes = processes
         self._rank = rank
         self._others = [other for other in range(len(processes)) if other != rank]
-        self._seconds = seconds
+        self.seconds = seconds
         self._turn = 0
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._number = _SYSCALL[platform.machine()]
@@ -89,8 +89,8 @@ class Meeting:
         lost = [other for other in late if not self._processes[other].lives]
         if lost and [other for other in lost if not self._is_here(other)]:
             raise LostRankError(f"{self._named(lost)} ended while rank {self._rank} waited for it.")
-        if waited > self._seconds:
-            raise LostRankError(f"{self._named(late)} did not come within {self._seconds:.0f} s (the group's timeout).")
+        if waited > self.seconds:
+            raise LostRankError(f"{self._named(late)} did not come within {self.seconds:.0f} s (the group's timeout).")
 
     def _named(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in ranks)

@@ -29,9 +29,27 @@ _UNSUPPORTED = {"sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla (AWS T
 BY_MPIRUN = frozenset({MPI, DATAPARALLEL, PYTORCH_DDP})
 # Several ranks a host; the others run the script once on each.
 SEVERAL_RANKS = BY_MPIRUN | {TORCH_DISTRIBUTED}
+# The hyperparameters that tune launchers, and which of them.
+_TUNES = {
+    "sagemaker_mpi_num_of_processes_per_host": SEVERAL_RANKS,
+    "sagemaker_mpi_num_processes": BY_MPIRUN,
+    "sagemaker_mpi_custom_mpi_options": frozenset({MPI}),
+    "sagemaker_distributed_dataparallel_custom_mpi_options": BY_MPIRUN - {MPI},
+}
 
 
 def choose(job: Job, machine: Machine) -> tuple[str, list[str]]:
+    """Return the launcher, why, and what was asked for in vain. Raises ContractError for one that is not supported."""
+    chosen, why = _chosen(job, machine)
+    in_vain = [
+        f"{key} has no effect: it is for {', '.join(sorted(launchers))}, and the launcher is {chosen}"
+        for key, launchers in _TUNES.items()
+        if job.framework.get(key) and chosen not in launchers
+    ]
+    return chosen, why + in_vain
+
+
+def _chosen(job: Job, machine: Machine) -> tuple[str, list[str]]:
     """Return the launcher, and why. Raises ContractError for one that is not supported."""
     for key, name in _UNSUPPORTED.items():
         if flag(job.framework, key):

@@ -250,26 +250,6 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
     ]
 
 
-# Hyperparameters that tune launchers, and those of which one must be true for that.
-_TUNING = {
-    "sagemaker_mpi_custom_mpi_options": ("sagemaker_mpi_enabled",),
-    "sagemaker_mpi_num_processes": ("sagemaker_mpi_enabled",),
-    "sagemaker_mpi_num_of_processes_per_host": ("sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled"),
-    "sagemaker_distributed_dataparallel_custom_mpi_options": (
-        "sagemaker_distributed_dataparallel_enabled",
-        "sagemaker_pytorch_ddp_enabled",
-    ),
-}
-
-
-def _without_effect(job: Job) -> list[str]:
-    return [
-        f"the hyperparameter {key} has no effect without {' or '.join(launchers)}"
-        for key, launchers in _TUNING.items()
-        if job.framework.get(key) and not any(job.framework.get(launcher) for launcher in launchers)
-    ]
-
-
 def _notes(job: Job, machine: Machine) -> list[str]:
     notes = []
     if job.cluster.assumed:
@@ -281,7 +261,6 @@ def _notes(job: Job, machine: Machine) -> list[str]:
     notes += entry.notes(job)
     if job.toolkit.get("sagemaker_s3_output") and job.platform_syncs:
         notes.append(f"{job.paths.intermediate} was there before the job: its upload is left to the platform")
-    notes += _without_effect(job)
     known = TOOLKIT_KEYS | LAUNCHER_KEYS
     for key in sorted(set(job.framework) - known):
         if suggestion := did_you_mean(key, known):

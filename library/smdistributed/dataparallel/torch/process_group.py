@@ -37,7 +37,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._store, self._timeout = store, timeout
+        self._store = store
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._nccl: Any = None
         self._shared, self.engine = _engine(PrefixStore("shm", store), rank, size, timeout)
@@ -109,6 +109,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """See torch.distributed.distributed_c10d._set_pg_timeout."""
         self._gloo.set_timeout(timeout)
+        if self._shared is not None:
+            self._shared.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """End the threads of this group: those of gloo that outlive the interpreter would abort the process."""

@@ -54,6 +54,10 @@ class SharedMemory:
         self._sets = flat.view(2, size + 1, self._slot_bytes)
         self._turn = 0
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long ranks wait for each other."""
+        self._meeting.seconds = timeout.total_seconds()
+
     @staticmethod
     def reduces(op: ReduceOp.RedOpType) -> bool:
         """Whether this engine knows a reduction."""

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 stamp=.venv/.shoal-setup
-wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml scripts/setup.sh | sha256sum)
+wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml library/native/*.[chp]* scripts/setup.sh | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 say() { echo "setup: $*" >&2; }
 
@@ -18,16 +18,21 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev
     fi
 fi
 
-# Debian and Ubuntu ship venv as a package of its own.
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+# As root on Debian and Ubuntu, what is missing is installed; else the command that does it is told.
+need() { # what is missing, package ...
+    local what=$1
+    shift
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        say "$python has no venv module; as root: apt-get install python3.11-venv"
+        say "$what; as root: apt-get install $*"
         exit 1
     fi
-    say "installing python3.11-venv with apt-get"
+    say "installing $* with apt-get"
     apt-get update -qq || true
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3.11-venv >/dev/null
-fi
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then need "$python has no venv module" python3.11-venv; fi
+# The library's engine is compiled.
+if ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc libc6-dev; fi
 
 say "making .venv with $("$python" --version)"
 "$python" -m venv .venv

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flit_core.wheel import make_wheel_in
+import tomllib
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
@@ -28,11 +30,12 @@ class Wheel:
 
 
 def build(package: Path) -> Wheel:
-    """Build the wheel of the package directory `package` (it holds a pyproject.toml for flit)."""
-    os.environ["SOURCE_DATE_EPOCH"] = SOURCE_DATE_EPOCH  # flit reads it from the environment
-    with TemporaryDirectory(prefix="shoal-wheel-") as directory:
-        info = make_wheel_in(package / "pyproject.toml", Path(directory))
-        return Wheel(info.file.name, info.file.read_bytes())
+    """Build the wheel of the package directory `package` with the build backend that its pyproject.toml names."""
+    os.environ["SOURCE_DATE_EPOCH"] = SOURCE_DATE_EPOCH  # backends read it from the environment
+    backend = tomllib.loads((package / "pyproject.toml").read_text())["build-system"]["build-backend"]
+    with TemporaryDirectory(prefix="shoal-wheel-") as directory, contextlib.chdir(package):
+        name = importlib.import_module(backend).build_wheel(directory)
+        return Wheel(name, Path(directory, name).read_bytes())
 
 
 def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:

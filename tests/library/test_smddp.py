@@ -18,14 +18,38 @@ if TYPE_CHECKING:
 
 RANKS = Path(__file__).parent / "ranks"
 ADDRESS = {"MASTER_ADDR": "127.0.0.1"}
-REASONS = {"shm": "shm: all ranks share this host's memory", "gloo": "gloo: SMDDP_ENGINE asks for it"}
+BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) exec "$0" "$@"'
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("world_size", "engine"), [(1, "shm"), (2, "shm"), (3, "shm"), (2, "gloo")])
-def test_every_collective(mpirun: Mpirun, free_port: int, world_size: int, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "engine", "reason"),
+    [
+        (1, "shm", "shm: 1 rank on one host"),
+        (2, "shm", "shm: 2 ranks on one host"),
+        (3, "shm", "shm: 3 ranks on one host"),
+        (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
+    ],
+)
+def test_every_collective(mpirun: Mpirun, free_port: int, world_size: int, engine: str, reason: str) -> None:
     said = mpirun(world_size, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE=engine, **ADDRESS)
-    assert said.count(REASONS[engine]) == world_size  # not by lines: mpirun mixes those of several ranks
+    assert said.count(reason) == world_size  # not by lines: mpirun mixes those of several ranks
+    assert not _left_behind()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("world_size", "by", "reason"),
+    [
+        (4, "/2", "shm+gloo: 2 hosts × 2 ranks"),
+        (4, "%2", "shm+gloo: 2 hosts × 2 ranks"),  # the ranks of a host are not in a row
+        (3, "%2", "gloo: the hosts hold different numbers of ranks"),
+    ],
+)
+def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str, reason: str) -> None:
+    hosts = ["-c", _exec_as_rank(BY_RANK.format(by=by)), RANKS / "smddp.py"]
+    said = mpirun(world_size, *hosts, MASTER_PORT=str(free_port), **ADDRESS)
+    assert said.count(reason) == world_size
     assert not _left_behind()
 
 
@@ -53,6 +77,11 @@ def test_a_rank_that_is_killed_is_named_by_the_others(free_port: int, millisecon
 def test_an_engine_that_there_is_not(mpirun: Mpirun, free_port: int) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, gloo"):
         mpirun(1, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE="smh", **ADDRESS)
+
+
+def _exec_as_rank(script: str) -> str:
+    """Python that lets a shell name this rank's host, and becomes Python again."""
+    return f"import os, sys; os.execvp('sh', ['sh', '-c', {script!r}, sys.executable, *sys.argv[1:]])"
 
 
 def _left_behind() -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import socket
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Process(NamedTuple):
 
     pid: int
     started: int  # in the kernel's count; 0: it is gone
-    host: str  # of this start of the machine
+    host: str  # of this start of the machine, and of this /dev/shm: containers of one machine have one each
     namespace: str  # of process numbers: in another one, a number says nothing
 
     @property
@@ -99,8 +100,17 @@ def _started(pid: int) -> int:
 
 
 def _host() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """What ranks that may share memory have in common; SMDDP_HOST parts those that shall not."""
+    named = os.environ.get("SMDDP_HOST", "")
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{named}:{boot}:{_SHARED_MEMORY.stat().st_dev}"
+    except OSError:
+        return f"{named}:{socket.gethostname()}"
 
 
 def _namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -11,7 +11,9 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import Work
 
-_Task = Optional[tuple[Callable[[], object], Sequence[torch.Tensor], "torch.futures.Future[Sequence[torch.Tensor]]"]]
+_Tensors = Sequence[torch.Tensor]
+_Future = torch.futures.Future
+_Task = Optional[tuple[Callable[[], object], list[torch.Tensor], "_Future[list[torch.Tensor]]"]]
 
 
 class Ordered:
@@ -24,30 +26,33 @@ class Ordered:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._done = _completed([])
 
-    def run(self, collective: Callable[[], object], result: Sequence[torch.Tensor], at_once: bool) -> Work:
+    def run(self, collective: Callable[[], object], result: _Tensors, is_small: bool, is_async: bool) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.
 
-        Where it runs at once, it raises here.
+        Where it runs at once (it is small, or nobody waits for a handle), it raises here.
         """
-        future: torch.futures.Future[Sequence[torch.Tensor]] = torch.futures.Future()
         with self._lock:
-            inline = at_once and self._waiting == 0
+            inline = (is_small or not is_async) and self._waiting == 0
             self._waiting += 1
             if not inline:
+                future: _Future[list[torch.Tensor]] = _Future()
                 self._start()
-                self._tasks.put((collective, result, future))
-        if inline:
-            self._perform(collective)
-            future.set_result(result)
-        # Work knows of an error only where a callback has raised it.
-        work: Work = _create_work_from_future(future if inline else future.then(lambda done: done.value()))
-        return work
+                self._tasks.put((collective, list(result), future))
+        if not inline:
+            # Work knows of an error only where a callback has raised it.
+            work: Work = _create_work_from_future(future.then(lambda done: done.value()))
+            return work
+        self._perform(collective)
+        return _completed(list(result)) if is_async else self._done  # nobody looks at that one
 
     def close(self) -> None:
         """Let the thread end after what it has been asked for."""
         if self._thread is not None:
             self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _start(self) -> None:
         if self._thread is None:
@@ -59,7 +64,7 @@ class Ordered:
             collective, result, future = task
             try:
                 self._perform(collective)
-            except Exception as error:  # whoever waits for the handle gets it
+            except BaseException as error:  # whoever waits for the handle gets it
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(result)
@@ -71,3 +76,10 @@ class Ordered:
         finally:
             with self._lock:
                 self._waiting -= 1
+
+
+def _completed(result: list[torch.Tensor]) -> Work:
+    future: _Future[list[torch.Tensor]] = _Future()
+    future.set_result(result)
+    work: Work = _create_work_from_future(future)
+    return work

@@ -1,35 +1,33 @@
-"""The process group behind the backend `smddp`.
+"""The process group behind the backend `smddp`: torch.distributed's collectives on this library's engines.
 
-Ranks that share a host, and tensors on the CPU, go through shared memory; what this engine has no collective for, and
-ranks on several hosts, through gloo, and CUDA tensors through NCCL. A call goes the same way on every rank.
+Tensors on the CPU go through the engine that the ranks have agreed on (`opening`), those on CUDA devices through NCCL,
+messages from one rank to another through gloo. A call goes the same way on every rank.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core.meeting import LostRankError
+from smdistributed.core.shared_memory import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
-from smdistributed.dataparallel.torch.shared_memory import SharedMemory, open_shared_memory
+from smdistributed.dataparallel.torch.tensors import OPS, Flat, read_only
 
-ENGINES = ("auto", "shm", "gloo")
 _AT_ONCE_BYTES = 64 << 10  # a thread would take longer than the collective
 
 _log = logging.getLogger(__name__)
 _Tensors = Sequence[torch.Tensor]
-
-
-_Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those below by position
 _Work = Any
+_Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those below by position
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]
@@ -37,11 +35,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._store = store
+        self._store, self._rank = store, rank
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._nccl: Any = None
-        self._shared, self.engine = _engine(PrefixStore("shm", store), rank, size, timeout)
+        self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, self._gloo)
         self._ordered = Ordered(f"smddp-{rank}")
+        _log.info("smddp: rank %d of %d, engine %s", rank, size, self.engine)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
@@ -50,119 +49,242 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce."""
         options = opts or dist.AllreduceOptions()
-        op, shared = _operation(options), self._shared_for(tensors)
-        if shared is None and not tensors[0].is_cuda and tensors[0].layout == torch.strided:
-            return self._all_reduce_by_gloo(tensors, op, options)
-        if shared is None or not shared.reduces(op):
-            return self._other(tensors).allreduce(list(tensors), options)
-        return self._run(shared.all_reduce, [(tensor, op) for tensor in tensors], tensors, options)
+        if _on_cuda(tensors):
+            return self._cuda().allreduce(list(tensors), options)
+        return self._run(lambda: self._reduce(tensors, options.reduceOp), tensors, opts)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce_coalesced."""
         return self.allreduce(tensors, opts)
 
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.reduce; what the other ranks hold stays as it was."""
+        options = opts or dist.ReduceOptions()
+        if _on_cuda(tensors):
+            return self._cuda().reduce(list(tensors), options)
+        return self._run(lambda: self._reduce(tensors, options.reduceOp, options.rootRank), tensors, opts)
+
+    def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
+        for tensor in tensors:
+            op = self._operation(tensor, operation)
+            with Flat(tensor) as flat:
+                _premultiply(flat, operation)
+                self._engine.all_reduce(flat, op, root)
+
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.broadcast."""
-        options, shared = opts or dist.BroadcastOptions(), self._shared_for(tensors)
-        if shared is None:
-            return self._other(tensors).broadcast(list(tensors), options)
-        return self._run(shared.broadcast, [(tensor, options.rootRank) for tensor in tensors], tensors, options)
+        options = opts or dist.BroadcastOptions()
+        if _on_cuda(tensors):
+            return self._cuda().broadcast(list(tensors), options)
+
+        def collective() -> None:
+            for tensor in tensors:
+                with Flat(tensor) as flat:
+                    self._engine.broadcast(flat, options.rootRank)
+
+        return self._run(collective, tensors, opts)
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_gather."""
-        shared = self._shared_for(inputs)
-        if shared is None or not _alike(outputs, inputs):
-            return self._other(inputs).allgather(list(map(list, outputs)), list(inputs))
-        gathered = [tensor for parts in outputs for tensor in parts]
-        return self._run(shared.all_gather, list(zip(outputs, inputs)), gathered, opts)
+        """See torch.distributed.all_gather; tensors of several sizes are broadcast one by one."""
+        if _on_cuda(inputs):
+            return self._cuda().allgather(list(map(list, outputs)), list(inputs))
+
+        def collective() -> None:
+            for parts, tensor in zip(outputs, inputs):
+                if all(part.numel() == tensor.numel() for part in parts):
+                    self._gather(parts, tensor)
+                else:
+                    self._gather_uneven(parts, tensor)
+
+        return self._run(collective, [part for parts in outputs for part in parts], opts)
+
+    def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
+        with ExitStack() as given_back:
+            flats = [given_back.enter_context(Flat(output)) for output in outputs]
+            self._engine.gather(read_only(tensor), flats, root)
+
+    def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+        outputs[self._rank].copy_(tensor)
+        for rank, output in enumerate(outputs):
+            with Flat(output) as flat:
+                self._engine.broadcast(flat, rank)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather_into_tensor."""
-        shared = self._shared_for([tensor])
-        if shared is None:
-            return self._other([tensor])._allgather_base(output, tensor)
-        parts = list(output.view(self.size(), tensor.numel()))
-        return self._run(shared.all_gather, [(parts, tensor)], [output], opts)
+        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.all_gather_into_tensor; several at once."""
+        if _on_cuda(inputs):
+            return self._cuda().allgather_into_tensor_coalesced(list(outputs), list(inputs))
+
+        def collective() -> None:
+            for output, tensor in zip(outputs, inputs):
+                with Flat(output) as flat:
+                    self._engine.gather(
+                        read_only(tensor), flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
+                    )
+
+        return self._run(collective, outputs, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.all_gather_coalesced: `outputs` has a list for each rank."""
+        return self.allgather([list(parts) for parts in zip(*outputs)], inputs, opts)
+
+    def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.gather."""
+        options = opts or dist.GatherOptions()
+        if _on_cuda(inputs):
+            return self._cuda().gather(list(map(list, outputs)), list(inputs), options)
+        parts = list(outputs[0]) if outputs else []
+        return self._run(lambda: self._gather(parts, inputs[0], options.rootRank), parts or inputs, opts)
+
+    def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
+        """See torch.distributed.scatter."""
+        options = opts or dist.ScatterOptions()
+        if _on_cuda(outputs):
+            return self._cuda().scatter(list(outputs), list(map(list, inputs)), options)
+        parts = list(inputs[0]) if inputs else []
+
+        def collective() -> None:
+            with Flat(outputs[0]) as flat:
+                self._engine.scatter(list(map(read_only, parts)), flat, options.rootRank)
+
+        return self._run(collective, outputs, opts)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
-        """See torch.distributed.reduce_scatter."""
+        """See torch.distributed.reduce_scatter; tensors of several sizes are reduced one by one."""
         options = opts or dist.ReduceScatterOptions()
-        op, shared = _operation(options), self._shared_for(outputs)
-        if shared is None or not shared.reduces(op):
-            return self._other(outputs).reduce_scatter(list(outputs), list(map(list, inputs)), options)
-        calls = [(output, parts, op) for output, parts in zip(outputs, inputs)]
-        return self._run(shared.reduce_scatter, calls, outputs, options)
+        if _on_cuda(outputs):
+            return self._cuda().reduce_scatter(list(outputs), list(map(list, inputs)), options)
+
+        def collective() -> None:
+            for output, parts in zip(outputs, inputs):
+                if all(part.numel() == output.numel() for part in parts):
+                    self._reduce_scatter(output, parts, options.reduceOp)
+                else:
+                    self._reduce_scatter_uneven(output, parts, options.reduceOp)
+
+        return self._run(collective, outputs, opts)
+
+    def _reduce_scatter(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        op = self._operation(output, operation)
+        given = list(map(read_only, parts))
+        if _factor(operation) is not None:
+            given = [_premultiply(part.clone(), operation) for part in given]
+        with Flat(output) as flat:
+            self._engine.reduce_scatter(given, flat, op)
+
+    def _reduce_scatter_uneven(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        for rank, part in enumerate(parts):
+            reduced = part.clone()
+            self._reduce([reduced], operation, rank)
+            if rank == self._rank:
+                output.copy_(reduced)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
         """See torch.distributed.reduce_scatter_tensor."""
-        return self.reduce_scatter([output], [list(tensor.view(self.size(), *output.shape))], opts)
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names since torch 2.13
+    def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.reduce_scatter_tensor; several at once."""
+        parts = [list(tensor.reshape(self.size(), *output.shape)) for output, tensor in zip(outputs, inputs)]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
+        """See torch.distributed.all_to_all."""
+        if _on_cuda([*outputs, *inputs]):
+            return self._cuda().alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
+
+        def collective() -> None:
+            with ExitStack() as given_back:
+                flats = [given_back.enter_context(Flat(output)) for output in outputs]
+                self._engine.all_to_all(list(map(read_only, inputs)), flats)
+
+        return self._run(collective, outputs, opts)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> _Work:
+        """See torch.distributed.all_to_all_single."""
+        if _on_cuda([output]):
+            options = opts or dist.AllToAllOptions()
+            return self._cuda().alltoall_base(output, tensor, list(output_sizes), list(input_sizes), options)
+
+        def collective() -> None:
+            with Flat(output) as flat:
+                into = _rows(flat, output, output_sizes or [output.shape[0] // self.size()] * self.size())
+                given = read_only(tensor)
+                rows = _rows(given, tensor, input_sizes or [tensor.shape[0] // self.size()] * self.size())
+                self._engine.all_to_all(rows, into)
+
+        return self._run(collective, [output], opts)
 
     def barrier(self, opts: Any = None) -> _Work:
         """See torch.distributed.barrier."""
-        shared = self._shared
-        if shared is None:
-            return self._gloo.barrier(opts or dist.BarrierOptions())
-        return self._run(shared.barrier, [()], [], opts)
+        return self._run(self._engine.barrier, [], opts)
+
+    def send(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
+        """See torch.distributed.send."""
+        return self._group_of(tensors).send(list(tensors), rank, tag)
+
+    def recv(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
+        """See torch.distributed.recv."""
+        return self._group_of(tensors).recv(list(tensors), rank, tag)
+
+    def recv_anysource(self, tensors: _Tensors, tag: int) -> _Work:
+        """See torch.distributed.recv without a source."""
+        return self._group_of(tensors).recv_anysource(list(tensors), tag)
+
+    # Their names since torch 2.13.
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See torch.distributed.distributed_c10d._set_pg_timeout."""
         self._gloo.set_timeout(timeout)
-        if self._shared is not None:
-            self._shared.set_timeout(timeout)
+        self._engine.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         """End the threads of this group: those of gloo that outlive the interpreter would abort the process."""
         self._ordered.close()
+        self._engine.close()
         self._gloo = self._nccl = None
 
-    def _all_reduce_by_gloo(self, tensors: _Tensors, op: Any, options: Any) -> _Work:
-        """gloo has no average, and is wrong where a tensor's elements do not lie side by side (torch 2.13)."""
-        dense = [tensor.contiguous() for tensor in tensors]
-        average = op == dist.ReduceOp.AVG
+    def _operation(self, tensor: torch.Tensor, operation: Any) -> str:
+        """The reduction by its name. Raises SMDDPError where the engine has none such for the tensor."""
+        kind = getattr(operation, "op", operation)
+        op = "sum" if kind == dist.ReduceOp.PREMUL_SUM else OPS.get(kind, str(kind))
+        dtype = torch.view_as_real(tensor).dtype if tensor.is_complex() and op in ("sum", "avg") else tensor.dtype
+        if not self._engine.reduces(dtype, op):
+            raise SMDDPError(f"The backend smddp does not reduce {tensor.dtype} with {op}: convert the tensor first.")
+        return op
 
-        def finish(done: Any) -> _Tensors:
-            done.value()  # raises what the work raised
-            for tensor, reduced in zip(tensors, dense):
-                if average:
-                    reduced.div_(self.size())
-                if reduced is not tensor:
-                    tensor.copy_(reduced)
-            return tensors
-
-        if average:
-            options.reduceOp = dist.ReduceOp.SUM
-        work = self._gloo.allreduce(dense, options)
-        simple = not average and all(reduced is tensor for tensor, reduced in zip(tensors, dense))
-        return work if simple else _create_work_from_future(work.get_future().then(finish))
-
-    def _run(
-        self, collective: Callable[..., None], calls: Sequence[tuple[Any, ...]], result: _Tensors, opts: Any
-    ) -> _Work:
+    def _run(self, collective: Callable[[], None], result: _Tensors, opts: Any) -> _Work:
         def named() -> None:
             try:
-                for arguments in calls:
-                    collective(*arguments)
-            except LostRankError as error:
+                collective()
+            except CollectiveError as error:
                 raise SMDDPError(str(error)) from None
 
         small = sum(tensor.nbytes for tensor in result) <= _AT_ONCE_BYTES
-        return self._ordered.run(named, list(result), small or not getattr(opts, "asyncOp", True))
+        return self._ordered.run(named, result, small, getattr(opts, "asyncOp", True))
 
-    def _shared_for(self, tensors: _Tensors) -> SharedMemory | None:
-        on_cpu = all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
-        return self._shared if on_cpu else None
-
-    def _other(self, tensors: Any) -> Any:
-        """Return torch's own group for tensors: gloo, or NCCL for those on a CUDA device."""
-        tensor = _first(tensors)
-        if tensor is None or not tensor.is_cuda:
-            return self._gloo
+    def _cuda(self) -> Any:
+        """torch's own group for tensors on a CUDA device."""
         if self._nccl is None:
             options = dist.ProcessGroupNCCL.Options()
-            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self.rank(), self.size(), options)
+            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self.size(), options)
         return self._nccl
+
+    def _group_of(self, tensors: _Tensors) -> Any:
+        return self._cuda() if _on_cuda(tensors) else self._gloo
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -170,52 +292,24 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGro
     return ProcessGroup(store, rank, size, timeout)
 
 
-def _delegate(name: str, torchs: str) -> None:
-    def call(self: ProcessGroup, tensors: Any, *arguments: Any) -> _Work:
-        return getattr(self._other((tensors, arguments)), torchs)(tensors, *arguments)
-
-    call.__name__, call.__doc__ = name, f"See torch.distributed: torch's own {torchs}."
-    setattr(ProcessGroup, name, call)
+def _on_cuda(tensors: _Tensors) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
 
 
-for _name in (
-    *("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
-    *("allgather_coalesced", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
-):
-    _delegate(_name, _name)
-# Their names since torch 2.13.
-_delegate("all_to_all_single", "alltoall_base")
-_delegate("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-_delegate("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+def _factor(operation: Any) -> Any:
+    """The factor of a premultiplied sum (torch keeps it for pickling), else None."""
+    if getattr(operation, "op", operation) != dist.ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = operation.__getstate__()
+    return factor
 
 
-def _engine(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[SharedMemory | None, str]:
-    """Return the shared memory of the ranks, if any, and the engine's name with the reason for it."""
-    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
-    if wanted not in ENGINES:
-        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(ENGINES)}.")
-    if wanted == "gloo":
-        return None, "gloo: SMDDP_ENGINE asks for it"
-    shared = open_shared_memory(store, rank, size, timeout)
-    if isinstance(shared, SharedMemory):
-        return shared, "shm: all ranks share this host's memory"
-    if wanted == "shm":
-        raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({shared}).")
-    _log.info("smddp: engine gloo, as the ranks share no memory (%s)", shared)
-    return None, f"gloo: {shared}"
+def _premultiply(flat: torch.Tensor, operation: Any) -> torch.Tensor:
+    factor = _factor(operation)
+    return flat if factor is None else flat.mul_(factor)
 
 
-def _operation(options: Any) -> Any:
-    return getattr(options.reduceOp, "op", options.reduceOp)
-
-
-def _alike(outputs: Sequence[_Tensors], inputs: _Tensors) -> bool:
-    return all(part.shape == tensor.shape for parts, tensor in zip(outputs, inputs) for part in parts)
-
-
-def _first(arguments: Any) -> torch.Tensor | None:
-    """Return the first tensor in nested sequences: on all ranks but one, a gather has no outputs."""
-    if isinstance(arguments, torch.Tensor):
-        return arguments
-    nested = arguments if isinstance(arguments, (list, tuple)) else ()
-    return next((found for found in map(_first, nested) if found is not None), None)
+def _rows(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]) -> _Tensors:
+    """Cut a tensor's flat form into so many rows each."""
+    row = tensor[0].numel() * (2 if tensor.is_complex() else 1) if tensor.shape[0] else 0
+    return torch.split(flat, [size * row for size in sizes])

@@ -1,0 +1,468 @@
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define DEPTH 4  /* slots of a rank */
+#define ALIGN 64 /* bytes: shards begin on lines of their own */
+
+enum collective { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL };
+
+typedef struct {
+    _Atomic int32_t broken;
+    char unused[LINE - 4];
+} state_t;
+
+typedef struct {
+    count_t given, reduced;
+    doing_t doing[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
+} place_t;
+
+struct engine {
+    int rank, size;
+    size_t slot_bytes, piece_bytes, short_bytes;
+    uint32_t given, reduced, first; /* this rank's counts, and the first when this collective began */
+    int64_t number;
+    int differs;
+    patience_t patience;
+    state_t *state;
+    place_t *places;
+    char *slots, *results;
+};
+
+static size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t pages(size_t bytes)
+{
+    return (bytes + 4095) & ~(size_t)4095;
+}
+
+size_t engine_bytes(int size, size_t slot_bytes)
+{
+    return pages(sizeof(state_t) + sizeof(place_t) * size) + DEPTH * slot_bytes * (size + 1);
+}
+
+engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
+                      int spins, double look_seconds, look_t look)
+{
+    engine_t *e = calloc(1, sizeof *e);
+    if (!e)
+        return NULL;
+    e->rank = rank;
+    e->size = size;
+    e->slot_bytes = slot_bytes;
+    e->piece_bytes = smaller(piece_bytes, slot_bytes);
+    e->short_bytes = smaller(short_bytes, slot_bytes);
+    e->patience = (patience_t){spins, look_seconds, look};
+    e->state = memory;
+    e->places = (place_t *)(e->state + 1);
+    e->slots = (char *)memory + pages(sizeof(state_t) + sizeof(place_t) * size);
+    e->results = e->slots + DEPTH * slot_bytes * size;
+    return e;
+}
+
+void engine_close(engine_t *engine)
+{
+    free(engine);
+}
+
+void engine_doing(engine_t *e, int rank, doing_t *doing)
+{
+    doing_t *all = e->places[rank].doing;
+    *doing = all[0];
+    for (int i = 1; i < DEPTH; i++)
+        if (all[i].number > doing->number)
+            *doing = all[i];
+}
+
+int engine_differs(engine_t *e)
+{
+    return e->differs;
+}
+
+void engine_break(engine_t *e)
+{
+    atomic_store(&e->state->broken, 1);
+}
+
+int engine_is_broken(engine_t *e)
+{
+    return atomic_load(&e->state->broken);
+}
+
+/* slots and counts */
+
+static char *slot(engine_t *e, int rank, uint32_t piece)
+{
+    return e->slots + ((size_t)rank * DEPTH + piece % DEPTH) * e->slot_bytes;
+}
+
+static char *result(engine_t *e, uint32_t piece)
+{
+    return e->results + (piece % DEPTH) * e->slot_bytes;
+}
+
+/* What a rank does, or did, in this collective. */
+static doing_t *doing_of(engine_t *e, int rank)
+{
+    return &e->places[rank].doing[e->number % DEPTH];
+}
+
+/* Waits for one of a rank's counts; at a collective's first piece, also for what that rank does to be the same. */
+static int await(engine_t *e, int rank, uint32_t value)
+{
+    place_t *place = &e->places[rank];
+    int said = count_await(&place->given, value, rank, &e->patience);
+    if (!said && value == e->first + 1 && memcmp(doing_of(e, e->rank), doing_of(e, rank), sizeof(doing_t))) {
+        e->differs = rank;
+        said = DIFFERENT;
+    }
+    return said ? said : atomic_load_explicit(&e->state->broken, memory_order_relaxed) ? BROKEN : 0;
+}
+
+static int await_all(engine_t *e, uint32_t value)
+{
+    int said = 0;
+    for (int rank = 0; rank < e->size && !said; rank++)
+        if (rank != e->rank)
+            said = await(e, rank, value);
+    return said;
+}
+
+static int await_reduced(engine_t *e, uint32_t value)
+{
+    int said = 0;
+    for (int rank = 0; rank < e->size && !said; rank++)
+        if (rank != e->rank)
+            said = count_await(&e->places[rank].reduced, value, rank, &e->patience);
+    return said;
+}
+
+/* Wait until nobody reads slot `piece` any more. */
+static int await_free(engine_t *e, uint32_t piece)
+{
+    return await_all(e, piece - 1);
+}
+
+/* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
+static void give(engine_t *e, uint32_t piece)
+{
+    count_raise(&e->places[e->rank].given, piece + 1);
+}
+
+static void begin(engine_t *e, enum collective collective, int dtype, int op, int root, size_t bytes)
+{
+    e->number++;
+    e->first = e->given;
+    *doing_of(e, e->rank) = (doing_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
+                                      .root = root, .bytes = (int64_t)bytes};
+}
+
+/* How many pieces of `most` there are in `count`: an empty tensor is one. */
+static size_t pieces(size_t count, size_t most)
+{
+    return count ? (count + most - 1) / most : 1;
+}
+
+static int wanted_here(engine_t *e, int root)
+{
+    return root < 0 || root == e->rank;
+}
+
+/* What a collective does with a piece: `step` 0 fills a slot, 1 reads those of the others, 2 reads their results. */
+typedef struct call {
+    engine_t *engine;
+    size_t count, most; /* in all, and in a piece: elements, or bytes */
+    int (*stage)(const struct call *call, int stage, size_t index);
+    int stages;
+    const void *const *inputs;
+    void *const *outputs;
+    const size_t *input_bytes, *output_bytes;
+    char *data;
+    enum dtype dtype;
+    enum op op;
+    int root;
+} call_t;
+
+/* All pieces through all stages; a stage of one piece takes turns with the stage before of the next piece. */
+static int run(const call_t *call)
+{
+    engine_t *e = call->engine;
+    size_t count = pieces(call->count, call->most);
+    int said = 0;
+    for (size_t step = 0; step < count + call->stages - 1 && !said; step++)
+        for (int stage = 0; stage < call->stages && !said; stage++)
+            if (step >= (size_t)stage && step - stage < count)
+                said = call->stage(call, stage, step - stage);
+    e->given += (uint32_t)count;
+    if (call->stages == 3)
+        e->reduced += (uint32_t)count;
+    return said;
+}
+
+static size_t length(const call_t *call, size_t index)
+{
+    size_t done = index * call->most;
+    return call->count > done ? smaller(call->most, call->count - done) : 0;
+}
+
+/* barrier */
+
+int engine_barrier(engine_t *e)
+{
+    begin(e, BARRIER, 0, 0, 0, 0);
+    give(e, e->given);
+    return await_all(e, ++e->given);
+}
+
+/* all_reduce and reduce */
+
+typedef struct {
+    size_t low, high; /* bytes */
+} shard_t;
+
+static shard_t shard(engine_t *e, size_t bytes, int rank)
+{
+    size_t lines = (bytes + ALIGN - 1) / ALIGN, each = (lines + e->size - 1) / e->size * ALIGN;
+    return (shard_t){smaller(bytes, each * rank), smaller(bytes, each * (rank + 1))};
+}
+
+/* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. */
+static void reduce_shard(const call_t *call, char *data, char *results, shard_t part, uint32_t piece)
+{
+    engine_t *e = call->engine;
+    const void *sources[e->size];
+    for (int rank = 0; rank < e->size; rank++)
+        sources[rank] = (rank == e->rank ? data : slot(e, rank, piece)) + part.low;
+    int wanted = wanted_here(e, call->root);
+    void *first = wanted ? data + part.low : results + part.low;
+    void *second = wanted && results ? results + part.low : NULL;
+    reduce(first, second, sources, e->size, (part.high - part.low) / dtype_bytes(call->dtype), call->dtype, call->op);
+}
+
+static int fill_for_reduction(const call_t *call, char *data, size_t bytes, uint32_t piece)
+{
+    engine_t *e = call->engine;
+    shard_t mine = bytes <= e->short_bytes ? (shard_t){0, 0} : shard(e, bytes, e->rank);
+    int said = await_free(e, piece);
+    if (said)
+        return said;
+    memcpy(slot(e, e->rank, piece), data, mine.low);
+    memcpy(slot(e, e->rank, piece) + mine.high, data + mine.high, bytes - mine.high);
+    give(e, piece);
+    return 0;
+}
+
+static int reduce_mine(const call_t *call, char *data, size_t bytes, uint32_t piece, uint32_t reduced)
+{
+    engine_t *e = call->engine;
+    int said = await_all(e, piece + 1);
+    if (!said)
+        said = await_reduced(e, reduced - 1);
+    if (said)
+        return said;
+    reduce_shard(call, data, result(e, reduced), shard(e, bytes, e->rank), piece);
+    count_raise(&e->places[e->rank].reduced, reduced + 1);
+    return 0;
+}
+
+static int copy_results(engine_t *e, char *data, size_t bytes, uint32_t reduced)
+{
+    shard_t mine = shard(e, bytes, e->rank);
+    int said = await_reduced(e, reduced + 1);
+    if (said)
+        return said;
+    memcpy(data, result(e, reduced), mine.low);
+    memcpy(data + mine.high, result(e, reduced) + mine.high, bytes - mine.high);
+    return 0;
+}
+
+static int all_reduce_stage(const call_t *call, int stage, size_t index)
+{
+    engine_t *e = call->engine;
+    size_t bytes = length(call, index) * dtype_bytes(call->dtype);
+    char *data = call->data + index * call->most * dtype_bytes(call->dtype);
+    uint32_t piece = e->given + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
+    if (stage == 0)
+        return fill_for_reduction(call, data, bytes, piece);
+    if (stage == 1)
+        return reduce_mine(call, data, bytes, piece, reduced);
+    return wanted_here(e, call->root) ? copy_results(e, data, bytes, reduced) : 0;
+}
+
+static int reduce_short(const call_t *call, size_t bytes)
+{
+    engine_t *e = call->engine;
+    int said = fill_for_reduction(call, call->data, bytes, e->given);
+    if (!said && wanted_here(e, call->root)) {
+        said = await_all(e, e->given + 1);
+        if (!said)
+            reduce_shard(call, call->data, NULL, (shard_t){0, bytes}, e->given);
+    }
+    e->given++;
+    return said;
+}
+
+int engine_all_reduce(engine_t *e, void *data, size_t count, int dtype, int op, int root)
+{
+    size_t bytes = count * dtype_bytes(dtype);
+    call_t call = {.engine = e, .count = count, .most = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
+                   .stage = all_reduce_stage, .data = data, .dtype = dtype, .op = op, .root = root};
+    begin(e, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, bytes);
+    return bytes <= e->short_bytes ? reduce_short(&call, bytes) : run(&call);
+}
+
+/* broadcast and scatter: the root fills its slot, the others read what is theirs */
+
+static int from_root_stage(const call_t *call, int stage, size_t index)
+{
+    engine_t *e = call->engine;
+    (void)stage;
+    uint32_t piece = e->given + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->most;
+    int is_scatter = call->inputs != NULL || call->outputs != NULL, is_root = call->root == e->rank;
+    int said = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
+    if (said)
+        return said;
+    for (int rank = 0; is_root && is_scatter && rank < e->size; rank++)
+        if (rank != e->rank)
+            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset, bytes);
+    if (is_root && !is_scatter)
+        memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
+    if (!is_root)
+        memcpy(call->data + offset, slot(e, call->root, piece) + (is_scatter ? e->rank * call->most : 0), bytes);
+    give(e, piece);
+    return 0;
+}
+
+int engine_broadcast(engine_t *e, void *data, size_t bytes, int root)
+{
+    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 1, .stage = from_root_stage,
+                   .data = data, .root = root};
+    begin(e, BROADCAST, 0, 0, root, bytes);
+    return run(&call);
+}
+
+/* The largest share of a piece, for each of the ranks. */
+static size_t share(engine_t *e)
+{
+    size_t each = e->piece_bytes / e->size;
+    return each > ALIGN ? each / ALIGN * ALIGN : each / 8 * 8;
+}
+
+int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t bytes, int root)
+{
+    call_t call = {.engine = e, .count = bytes, .most = share(e), .stages = 1, .stage = from_root_stage,
+                   .inputs = inputs, .outputs = &output, .data = output, .root = root};
+    begin(e, SCATTER, 0, 0, root, bytes);
+    if (root == e->rank)
+        memmove(output, inputs[root], bytes);
+    return run(&call);
+}
+
+/* gather, all_gather, all_to_all and reduce_scatter: all fill a slot, then read what is theirs from those of the others */
+
+static int gather_stage(const call_t *call, int stage, size_t index)
+{
+    engine_t *e = call->engine;
+    uint32_t piece = e->given + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->most;
+    int said = stage ? 0 : await_free(e, piece);
+    if (said || (stage && !wanted_here(e, call->root)))
+        return said;
+    if (stage == 0) {
+        memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
+        give(e, piece);
+        return 0;
+    }
+    for (int step = 1; step < e->size && !said; step++) {
+        int rank = (e->rank + step) % e->size;
+        said = await(e, rank, piece + 1);
+        if (!said)
+            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece), bytes);
+    }
+    return said;
+}
+
+int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t bytes, int root)
+{
+    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 2, .stage = gather_stage,
+                   .data = (char *)input, .outputs = outputs, .root = root};
+    begin(e, GATHER, 0, 0, root, bytes);
+    if (wanted_here(e, root))
+        memmove(outputs[e->rank], input, bytes);
+    return run(&call);
+}
+
+static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
+{
+    engine_t *e = call->engine;
+    uint32_t piece = e->given + (uint32_t)index;
+    size_t each = dtype_bytes(call->dtype), bytes = length(call, index) * each;
+    size_t offset = index * call->most * each, room = call->most * each;
+    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    if (said)
+        return said;
+    const void *sources[e->size];
+    for (int rank = 0; rank < e->size; rank++) {
+        const char *mine = (const char *)call->inputs[rank] + offset;
+        if (stage == 0 && rank != e->rank)
+            memcpy(slot(e, e->rank, piece) + rank * room, mine, bytes);
+        sources[rank] = rank == e->rank ? mine : slot(e, rank, piece) + e->rank * room;
+    }
+    if (stage == 0)
+        give(e, piece);
+    else
+        reduce(call->data + offset, NULL, sources, e->size, length(call, index), call->dtype, call->op);
+    return 0;
+}
+
+int engine_reduce_scatter(engine_t *e, const void *const *inputs, void *output, size_t count, int dtype, int op)
+{
+    call_t call = {.engine = e, .count = count, .most = share(e) / dtype_bytes(dtype), .stages = 2,
+                   .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op, .root = -1};
+    begin(e, REDUCE_SCATTER, dtype, op, -1, count * dtype_bytes(dtype));
+    return run(&call);
+}
+
+/* How much of `bytes` belongs to a piece. */
+static size_t within(const call_t *call, size_t index, size_t bytes)
+{
+    size_t done = index * call->most;
+    return bytes > done ? smaller(call->most, bytes - done) : 0;
+}
+
+static int all_to_all_stage(const call_t *call, int stage, size_t index)
+{
+    engine_t *e = call->engine;
+    uint32_t piece = e->given + (uint32_t)index;
+    size_t offset = index * call->most;
+    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    for (int rank = 0; rank < e->size && !said; rank++) {
+        if (rank == e->rank)
+            continue;
+        if (stage == 0)
+            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset,
+                   within(call, index, call->input_bytes[rank]));
+        else
+            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->most,
+                   within(call, index, call->output_bytes[rank]));
+    }
+    if (!said && stage == 0)
+        give(e, piece);
+    return said;
+}
+
+int engine_all_to_all(engine_t *e, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
+                      const size_t *output_bytes, size_t most)
+{
+    call_t call = {.engine = e, .count = most, .most = share(e), .stages = 2, .stage = all_to_all_stage,
+                   .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes, .output_bytes = output_bytes};
+    begin(e, ALL_TO_ALL, 0, 0, -1, most);
+    memmove(outputs[e->rank], inputs[e->rank], smaller(input_bytes[e->rank], output_bytes[e->rank]));
+    return run(&call);
+}

@@ -1,0 +1,63 @@
+/* Collectives of the ranks of one host through memory that they share.
+
+   Tensors travel in pieces. A rank copies a piece into a slot of its own and raises a count; the others read it there.
+   In a reduction each rank reduces its shard of the piece, from the others' slots and its own tensor, into its tensor
+   and a slot for results, from which the others copy it. Copying in the next piece, reducing this one and copying out
+   the last one take turns, so that nobody waits for long; and the slots are so small that they stay in the processor's
+   caches: memory sees each tensor read once and written once. A short message is reduced by each rank for itself.
+
+   A slot is used again four pieces later: a rank writes piece k when all others have raised their counts for piece
+   k - 2, which they do after they have read piece k - 4.
+
+   Before they touch a tensor, ranks compare what they are about to do: a job whose ranks have come apart is told so.
+
+   Functions return 0, or what `look` said when it ended a wait, or one of the codes below. After that the ranks do not
+   agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "meeting.h"
+#include "reduce.h"
+
+enum { BROKEN = -1, DIFFERENT = -2 };
+
+/* What a rank does, as the others see it. Numbers as in smdistributed/core/native.py. */
+typedef struct {
+    int64_t number; /* of this collective, from 1 */
+    int32_t collective, dtype, op, root;
+    int64_t bytes;
+    char unused[LINE - 32];
+} doing_t;
+
+typedef struct engine engine_t;
+
+/* How many bytes `size` ranks share, with slots of `slot_bytes` (a multiple of 4096). */
+size_t engine_bytes(int size, size_t slot_bytes);
+
+/* Join in memory that was all zero when the first rank came; NULL: no memory. */
+engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
+                      int spins, double look_seconds, look_t look);
+void engine_close(engine_t *engine);
+
+/* Where another rank is; `rank` may be one's own. */
+void engine_doing(engine_t *engine, int rank, doing_t *doing);
+/* The rank that has differed after DIFFERENT. */
+int engine_differs(engine_t *engine);
+/* Tell all ranks that this one goes no further. */
+void engine_break(engine_t *engine);
+int engine_is_broken(engine_t *engine);
+
+int engine_barrier(engine_t *engine);
+/* root: the rank that gets the result, in place; -1: all do. */
+int engine_all_reduce(engine_t *engine, void *data, size_t count, int dtype, int op, int root);
+int engine_broadcast(engine_t *engine, void *data, size_t bytes, int root);
+/* outputs: of each rank, `bytes`; NULL where this rank wants none (root: who wants them; -1: all). */
+int engine_gather(engine_t *engine, const void *input, void *const *outputs, size_t bytes, int root);
+/* inputs: for each rank, `bytes`; NULL on all ranks but the root. */
+int engine_scatter(engine_t *engine, const void *const *inputs, void *output, size_t bytes, int root);
+int engine_reduce_scatter(engine_t *engine, const void *const *inputs, void *output, size_t count, int dtype, int op);
+/* most: the largest of all ranks' sizes, the same on all. */
+int engine_all_to_all(engine_t *engine, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
+                      const size_t *output_bytes, size_t most);

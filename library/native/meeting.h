@@ -1,0 +1,31 @@
+/* Where the ranks of one host wait for each other: counts of arrivals in memory that they share.
+
+   A rank that waits looks for a moment, where every rank has a core of its own, and then sleeps in the kernel (futex). */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define LINE 64
+
+/* A count that one rank raises and the others wait for; on a cache line of its own. */
+typedef struct {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+    char unused[LINE - 8];
+} count_t;
+
+/* Asked now and then while a rank waits, with the rank that it waits for; what is not 0 ends the wait. */
+typedef int (*look_t)(int rank, double seconds);
+
+typedef struct {
+    int spins;
+    double look_seconds;
+    look_t look;
+} patience_t;
+
+/* Raise a count. */
+void count_raise(count_t *count, uint32_t value);
+
+/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `look` has said. */
+int count_await(count_t *count, uint32_t value, int rank, const patience_t *patience);

@@ -1,0 +1,65 @@
+"""The compiled engine (library/native), as ctypes calls it. A call lets go of the interpreter while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+PATH = Path(__file__).with_name("_engine.so")
+DTYPES = (
+    *("float32", "float64", "float16", "bfloat16"),
+    *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"),
+)
+OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
+BROKEN, DIFFERENT = -1, -2
+
+LOOK = ctypes.CFUNCTYPE(c_int, c_int, c_double)
+
+
+class Doing(ctypes.Structure):
+    """What a rank does: the collective's number, from 1, and its arguments."""
+
+    _fields_ = (
+        ("number", c_int64),
+        ("collective", c_int32),
+        ("dtype", c_int32),
+        ("op", c_int32),
+        ("root", c_int32),
+        ("bytes", c_int64),
+        ("unused", ctypes.c_char * 32),
+    )
+
+
+_ENGINE, _POINTERS, _SIZES = c_void_p, POINTER(c_void_p), POINTER(c_size_t)
+_FUNCTIONS = {
+    "engine_bytes": (c_size_t, c_int, c_size_t),
+    "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, LOOK),
+    "engine_close": (None, _ENGINE),
+    "engine_doing": (None, _ENGINE, c_int, POINTER(Doing)),
+    "engine_differs": (c_int, _ENGINE),
+    "engine_break": (None, _ENGINE),
+    "engine_is_broken": (c_int, _ENGINE),
+    "engine_barrier": (c_int, _ENGINE),
+    "engine_all_reduce": (c_int, _ENGINE, c_void_p, c_size_t, c_int, c_int, c_int),
+    "engine_broadcast": (c_int, _ENGINE, c_void_p, c_size_t, c_int),
+    "engine_gather": (c_int, _ENGINE, c_void_p, _POINTERS, c_size_t, c_int),
+    "engine_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int),
+    "engine_reduce_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int, c_int),
+    "engine_all_to_all": (c_int, _ENGINE, _POINTERS, _SIZES, _POINTERS, _SIZES, c_size_t),
+    "reduces": (c_int, c_int, c_int),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Return the engine's functions. Raises OSError where it was not compiled, or not for this machine."""
+    if not PATH.exists():
+        raise OSError("the compiled engine is not part of this installation (it is in the wheel for Linux)")
+    library = ctypes.CDLL(str(PATH))
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,283 @@
+"""Collectives of the ranks of one host through memory that they share: the compiled engine, from Python.
+
+Tensors are given by their addresses, and must be contiguous; whoever calls sees to that, and keeps them alive. How the
+engine works stands in library/native/engine.h. Sums run in the order of the ranks: all ranks hold the same bits, run
+for run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from smdistributed.core import native, segment
+from smdistributed.core.segment import Process
+
+SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("engine.json").read_text())
+"""Measured: slots of these sizes (bytes; the largest that fits), what counts as short (bytes), how often a rank looks
+before it sleeps, and how long (seconds) until it looks whether the others live."""
+
+_DTYPES = {name: number for number, name in enumerate(native.DTYPES)}
+_OPS = {name: number for number, name in enumerate(native.OPS)}
+_LOST, _LATE, _RAISED = 1, 2, 3
+_NOWHERE = "nowhere"
+
+
+class CollectiveError(RuntimeError):
+    """A collective that cannot end; the message names the ranks and says why. The group is of no use any more."""
+
+
+class Store(Protocol):
+    """Where ranks leave words for each other; `get` waits for the word."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+
+
+class SharedMemory:
+    """The ranks of a group that all run on this host. Not to be called by two threads at once.
+
+    Every method raises CollectiveError when a rank has ended, has not come within `seconds`, or calls another
+    collective than this rank.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, rank: int, processes: Sequence[Process], slot_bytes: int, seconds: float
+    ) -> None:
+        self.rank, self.size, self.seconds = rank, len(processes), seconds
+        self._memory, self._processes = memory, processes
+        self._native = native.load()
+        self._look = native.LOOK(self._on_look)  # held here: the engine calls it
+        self._raised: BaseException | None = None
+        self._broken = ""
+        spins = SETTINGS["spins"] if len(os.sched_getaffinity(0)) >= self.size else 0
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        short = min(SETTINGS["short_bytes"], 4 * SETTINGS["short_bytes"] // self.size)
+        self._engine = self._native.engine_open(
+            address, rank, self.size, slot_bytes, slot_bytes, short, spins, SETTINGS["look_seconds"], self._look
+        )
+
+    def close(self) -> None:
+        """Give the memory back; the group is of no use any more."""
+        if self._engine is not None:
+            self._native.engine_close(self._engine)
+            self._engine, self._broken = None, "the group was closed"
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._call(self._native.engine_barrier)
+
+    def all_reduce(self, address: int, count: int, dtype: str, op: str, root: int = -1) -> None:
+        """Combine `count` elements over the ranks, in place: on all of them (-1), or on rank `root` alone."""
+        self._call(self._native.engine_all_reduce, address, count, _DTYPES[dtype], _OPS[op], root)
+
+    def broadcast(self, address: int, size: int, root: int) -> None:
+        """Copy rank `root`'s `size` bytes to that of every rank."""
+        self._call(self._native.engine_broadcast, address, size, root)
+
+    def gather(self, address: int, outputs: Sequence[int], size: int, root: int = -1) -> None:
+        """Copy every rank's `size` bytes to that of `outputs` which has its number: on all (-1), or on `root`."""
+        self._call(self._native.engine_gather, address, _pointers(outputs), size, root)
+
+    def scatter(self, inputs: Sequence[int], address: int, size: int, root: int) -> None:
+        """Copy that of `root`'s `inputs` which has a rank's number, of `size` bytes, to that rank."""
+        self._call(self._native.engine_scatter, _pointers(inputs), address, size, root)
+
+    def reduce_scatter(self, inputs: Sequence[int], address: int, count: int, dtype: str, op: str) -> None:
+        """Combine over the ranks that of `inputs` which has this rank's number, of `count` elements."""
+        number = _DTYPES[dtype]
+        self._call(self._native.engine_reduce_scatter, _pointers(inputs), address, count, number, _OPS[op])
+
+    def all_to_all(
+        self, inputs: Sequence[int], input_sizes: Sequence[int], outputs: Sequence[int], output_sizes: Sequence[int]
+    ) -> None:
+        """Copy to each rank what `inputs` has for it, and from each into `outputs`; sizes in bytes, any of them 0.
+
+        What a rank gives and what the other expects must be the same, or CollectiveError tells which are not.
+        """
+        expected = self._sizes_given(input_sizes)
+        most = max(max(given) for given in expected)
+        wrong = [rank for rank in range(self.size) if expected[rank][self.rank] != output_sizes[rank]]
+        if wrong:
+            rank = wrong[0]
+            self._fail(
+                f"all_to_all: rank {rank} gives rank {self.rank} {expected[rank][self.rank]} bytes, "
+                f"which expects {output_sizes[rank]}: check output_split_sizes against the others' input_split_sizes."
+            )
+        lengths = ctypes.c_size_t * self.size
+        self._call(
+            self._native.engine_all_to_all,
+            *(_pointers(inputs), lengths(*input_sizes), _pointers(outputs), lengths(*output_sizes), most),
+        )
+
+    def _sizes_given(self, sizes: Sequence[int]) -> list[list[int]]:
+        """What each rank gives to each other."""
+        row = ctypes.c_int64 * self.size
+        mine, table = row(*sizes), (row * self.size)()
+        rows = [ctypes.addressof(table) + rank * ctypes.sizeof(row) for rank in range(self.size)]
+        self.gather(ctypes.addressof(mine), rows, ctypes.sizeof(row))
+        return [list(given) for given in table]
+
+    def _call(self, function: Callable[..., int], *arguments: object) -> None:
+        if self._broken:
+            raise CollectiveError(self._broken)
+        code = function(self._engine, *arguments)
+        if code:
+            self._end(code)
+
+    def _end(self, code: int) -> None:
+        if code == _RAISED and self._raised is not None:
+            raised, self._raised = self._raised, None
+            self._broken = f"an earlier collective was interrupted ({type(raised).__name__})"
+            self._native.engine_break(self._engine)
+            raise raised
+        self._fail(self._reason(code))
+
+    def _fail(self, reason: str) -> None:
+        self._broken = reason
+        self._native.engine_break(self._engine)
+        raise CollectiveError(reason)
+
+    def _on_look(self, rank: int, waited: float) -> int:
+        """Called by the engine while this rank waits for another; what is not 0 ends that."""
+        try:
+            if not self._processes[rank].lives:
+                return _LOST
+            if self._native.engine_is_broken(self._engine):
+                return native.BROKEN
+            return _LATE if waited > self.seconds else 0
+        except BaseException as error:  # an interrupt arrives here; beyond is C
+            self._raised = error
+            return _RAISED
+
+    def _reason(self, code: int) -> str:
+        here = self._doing(self.rank)
+        if code == native.DIFFERENT:
+            other = self._native.engine_differs(self._engine)
+            return (
+                f"The ranks have come apart: rank {self.rank} calls {_described(here)}, "
+                f"rank {other} calls {_described(self._doing(other))}."
+            )
+        lost = [rank for rank in self._others() if not self._processes[rank].lives]
+        if lost:
+            return f"{self._named(lost)} ended while rank {self.rank} waited in {_described(here)}."
+        late = [rank for rank in self._others() if self._doing(rank).number < here.number]
+        if code == _LATE:
+            where = "; ".join(f"rank {rank} has last called {_described(self._doing(rank))}" for rank in late)
+            return (
+                f"{self._named(late or self._others())} did not come to {_described(here)} within "
+                f"{self.seconds:.0f} s (the group's timeout). {where}".rstrip()
+            )
+        return f"Another rank has given up while rank {self.rank} was in {_described(here)}; its own error says why."
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _doing(self, rank: int) -> native.Doing:
+        found = native.Doing()
+        self._native.engine_doing(self._engine, rank, ctypes.byref(found))
+        return found
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in ranks)
+
+
+def reduces(dtype: str, op: str) -> bool:
+    """Whether the engine has this reduction; an installation without it has none."""
+    if dtype not in _DTYPES or op not in _OPS:
+        return False
+    return bool(native.load().reduces(_DTYPES[dtype], _OPS[op]))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a group, and why it has no engine; empty: it has one."""
+
+    process: Process
+    problem: str
+
+
+def meet(store: Store, rank: int, size: int) -> list[Member]:
+    """Return all ranks of a group, in their order. store: of this group alone."""
+    mine = json.dumps([*segment.this_process(), _without_engine()])
+    told = [json.loads(text) for text in exchange(store, "process", rank, size, mine)]
+    return [Member(Process(*process), problem) for *process, problem in told]
+
+
+def share(store: Store, rank: int, processes: Sequence[Process], seconds: float) -> SharedMemory | str:
+    """Return the shared memory of the ranks of one host, or why they have none; the same of the two on all of them.
+
+    store: of these ranks alone. rank: among them. seconds: how long ranks wait for each other.
+    """
+    size = len(processes)
+    memory, slot_bytes, problem = _map(store, rank, size)
+    problems = exchange(store, "problem", rank, size, problem)
+    if rank == 0 and memory is not None:
+        Path(store.get("path").decode().partition(":")[2]).unlink()  # all have tried to map it by now
+    found = [f"rank {other}: {text}" for other, text in enumerate(problems) if text]
+    if found or memory is None:
+        return "; ".join(found)
+    return SharedMemory(memory, rank, processes, slot_bytes, seconds)
+
+
+def _without_engine() -> str:
+    """Why this machine cannot run the engine; empty where it can."""
+    try:
+        native.load()
+    except OSError as error:
+        return str(error)
+    return "" if sys.platform == "linux" else f"{sys.platform} is not supported"
+
+
+def exchange(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
+    """Tell the others something, and return what each has told."""
+    store.set(f"{name}-{rank}", text)
+    return [store.get(f"{name}-{other}").decode() for other in range(size)]
+
+
+def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str]:
+    """Map the file that rank 0 makes; returns that and the bytes of a slot, or why not."""
+    try:
+        if rank == 0:
+            return *_make(store, size), ""
+        slot_bytes, _, path = store.get("path").decode().partition(":")
+        if path == _NOWHERE:
+            return None, 0, "rank 0 has made none"
+        return segment.attach(Path(path)), int(slot_bytes), ""
+    except OSError as error:
+        return None, 0, str(error)
+
+
+def _make(store: Store, size: int) -> tuple[mmap.mmap, int]:
+    lengths = {native.load().engine_bytes(size, slot): slot for slot in SETTINGS["slot_bytes"]}
+    length = next((length for length in lengths if length <= segment.room() // 2), min(lengths))
+    try:
+        path, memory = segment.create(length)
+    except OSError:
+        store.set("path", f"0:{_NOWHERE}")
+        raise
+    store.set("path", f"{lengths[length]}:{path}")
+    return memory, lengths[length]
+
+
+def _pointers(addresses: Sequence[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def _described(doing: native.Doing) -> str:
+    """A collective as a person names it."""
+    if not doing.number:
+        return "no collective yet"
+    name = native.COLLECTIVES[doing.collective]
+    reduction = f" of {native.DTYPES[doing.dtype]} with {native.OPS[doing.op]}" if "reduce" in name else ""
+    rooted = name in ("reduce", "broadcast", "scatter", "gather") and doing.root >= 0
+    root = f" with root {doing.root}" if rooted else ""
+    size = "" if name == "barrier" else f", {doing.bytes:,} bytes"
+    return f"{name}{reduction}{root}{size} (collective {doing.number} of the group)"

@@ -1,0 +1,268 @@
+"""The engines behind the backend: how the ranks of a group exchange flat tensors (see `tensors`).
+
+`OnHost` goes through shared memory, `AcrossHosts` through torch's own gloo, and `OnHosts` through both, so that each
+byte leaves a host once. All have the same methods, `Engine`; `root` -1 means all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.core import shared_memory
+from smdistributed.core.shared_memory import SharedMemory
+from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce
+
+_Tensor = torch.Tensor
+_Tensors = Sequence[torch.Tensor]
+SHORT_BYTES = 32 << 10  # below, a message more costs more than a byte more
+
+
+class Engine(Protocol):
+    """Collectives of flat tensors; every method is called by all ranks of the group, in the same order."""
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Whether there is such a reduction of such elements."""
+
+    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+        """Combine `flat` over the ranks, in place; elsewhere than on the root it is left as it was."""
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        """Copy the root's into that of every rank."""
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        """Copy every rank's `flat` into that of `outputs` which has its number."""
+
+    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+        """Copy that of the root's `inputs` which has a rank's number into that rank's `flat`."""
+
+    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+        """Combine, over the ranks, that of `inputs` which has this rank's number into `flat`."""
+
+    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+        """Copy each of `inputs` to the rank of that number, and what that gives into `outputs`; sizes may differ."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long ranks wait for each other."""
+
+    def close(self) -> None:
+        """Give up what the engine holds."""
+
+
+class OnHost:
+    """The ranks of one host, through memory that they share."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        return shared_memory.reduces(DTYPES.get(dtype, ""), op)
+
+    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+        self._shared.all_reduce(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op, root)
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        self._shared.broadcast(flat.data_ptr(), flat.nbytes, root)
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        self._shared.gather(flat.data_ptr(), _addresses(outputs), flat.nbytes, root)
+
+    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+        self._shared.scatter(_addresses(inputs), flat.data_ptr(), flat.nbytes, root)
+
+    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+        self._shared.reduce_scatter(_addresses(inputs), flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op)
+
+    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+        self._shared.all_to_all(
+            *(_addresses(inputs), [flat.nbytes for flat in inputs]),
+            *(_addresses(outputs), [flat.nbytes for flat in outputs]),
+        )
+
+    def barrier(self) -> None:
+        self._shared.barrier()
+
+    def set_timeout(self, seconds: float) -> None:
+        self._shared.seconds = seconds
+
+    def close(self) -> None:
+        self._shared.close()
+
+
+class AcrossHosts:
+    """Ranks anywhere, through gloo. It moves bytes; what is reduced is reduced here, in the order of the ranks.
+
+    gloo reduces few dtypes, knows no average, and its order of summation follows its ring.
+    """
+
+    def __init__(self, gloo: Any, rank: int, size: int) -> None:
+        self._gloo, self._rank, self._size = gloo, rank, size
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        try:
+            reduce([torch.ones(1, dtype=dtype)] * 2, torch.ones(1, dtype=dtype), op)
+        except RuntimeError:
+            return False
+        return True
+
+    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+        count = flat.numel() // self._size
+        whole = count * self._size if flat.nbytes > SHORT_BYTES else 0
+        result = flat if root in (-1, self._rank) else torch.empty_like(flat)
+        if whole:
+            shard = torch.empty(count, dtype=flat.dtype)
+            self.reduce_scatter(flat[:whole].chunk(self._size), shard, op)
+            self.gather(shard, result[:whole].chunk(self._size))
+        if whole < flat.numel():
+            rest = torch.empty(self._size, flat.numel() - whole, dtype=flat.dtype)
+            self.gather(flat[whole:], list(rest))
+            reduce(list(rest), result[whole:], op)
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        if flat.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._gloo.broadcast([as_bytes(flat)], options).wait()
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        if not flat.numel():
+            return
+        received = list(map(as_bytes, outputs))
+        if root < 0:
+            self._gloo.allgather([received], [as_bytes(flat)]).wait()
+            return
+        options = dist.GatherOptions()
+        options.rootRank = root
+        self._gloo.gather([received] if received else [], [as_bytes(flat)], options).wait()
+
+    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+        if flat.numel():
+            options = dist.ScatterOptions()
+            options.rootRank = root
+            given = list(map(as_bytes, inputs))
+            self._gloo.scatter([as_bytes(flat)], [given] if given else [], options).wait()
+
+    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+        parts = torch.empty(self._size, flat.numel(), dtype=flat.dtype)
+        self.all_to_all(inputs, list(parts))
+        reduce(list(parts), flat, op)
+
+    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+        given, wanted = list(map(as_bytes, inputs)), list(map(as_bytes, outputs))
+        sizes = [flat.numel() for flat in wanted]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = torch.cat(given)
+        self._gloo.alltoall_base(received, sent, sizes, [flat.numel() for flat in given]).wait()
+        for flat, part in zip(wanted, torch.split(received, sizes)):
+            flat.copy_(part)
+
+    def barrier(self) -> None:
+        self._gloo.barrier().wait()
+
+    def set_timeout(self, seconds: float) -> None:
+        pass  # whoever has made the gloo group sets it
+
+    def close(self) -> None:
+        self._gloo = None
+
+
+class OnHosts:
+    """Ranks on several hosts, with as many on each: through shared memory on each, and gloo between them.
+
+    A rank's shard of what its host holds goes to the ranks of the same local rank on the other hosts: each byte leaves
+    a host once, and the shards of a host travel side by side.
+
+    grid: the ranks of each host, in the order of their local ranks.
+    """
+
+    def __init__(self, local: Engine, across: Engine, everybody: Engine, grid: Sequence[Sequence[int]], rank: int):
+        self._local, self._across, self._everybody = local, across, everybody
+        self._grid, self._rank = grid, rank
+        self._hosts, self._locals = len(grid), len(grid[0])
+        self._host = next(host for host, ranks in enumerate(grid) if rank in ranks)
+        self._local_rank = grid[self._host].index(rank)
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        return self._local.reduces(dtype, op)
+
+    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+        result = flat if root in (-1, self._rank) else flat.clone()
+        count = flat.numel() // self._locals
+        whole = count * self._locals if flat.nbytes > SHORT_BYTES else 0
+        if whole:
+            shards = result[:whole].chunk(self._locals)
+            mine = shards[self._local_rank]
+            self._local.reduce_scatter(shards, mine, _step(flat, op))
+            self._all_reduce_across(mine, op)
+            self._local.gather(mine, shards)
+        if whole < flat.numel():
+            self._all_reduce_short(result[whole:], op)
+
+    def _all_reduce_short(self, flat: _Tensor, op: str) -> None:
+        """One rank of each host speaks for it."""
+        self._local.all_reduce(flat, _step(flat, op), root=0)
+        if self._local_rank == 0:
+            self._all_reduce_across(flat, op)
+        self._local.broadcast(flat, root=0)
+
+    def _all_reduce_across(self, flat: _Tensor, op: str) -> None:
+        self._across.all_reduce(flat, _step(flat, op))
+        self._finish(flat, op)
+
+    def _finish(self, flat: _Tensor, op: str) -> None:
+        if op != _step(flat, op):
+            divide(flat, self._hosts * self._locals)
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        host = next(host for host, ranks in enumerate(self._grid) if root in ranks)
+        local_rank = self._grid[host].index(root)
+        if self._local_rank == local_rank:
+            self._across.broadcast(flat, host)
+        self._local.broadcast(flat, local_rank)
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        if root >= 0:
+            self._everybody.gather(flat, outputs, root)
+            return
+        column = torch.empty(self._hosts, flat.numel(), dtype=flat.dtype)
+        self._across.gather(flat, list(column))
+        for host, ranks in enumerate(self._grid):
+            self._local.gather(column[host], [outputs[rank] for rank in ranks])
+
+    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+        self._everybody.scatter(inputs, flat, root)
+
+    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+        column = torch.empty(self._hosts, flat.numel(), dtype=flat.dtype)
+        for host, ranks in enumerate(self._grid):
+            self._local.reduce_scatter([inputs[rank] for rank in ranks], column[host], _step(flat, op))
+        self._across.reduce_scatter(list(column), flat, _step(flat, op))
+        self._finish(flat, op)
+
+    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+        self._everybody.all_to_all(inputs, outputs)
+
+    def barrier(self) -> None:
+        self._everybody.barrier()
+
+    def set_timeout(self, seconds: float) -> None:
+        self._local.set_timeout(seconds)
+
+    def close(self) -> None:
+        for engine in (self._local, self._across, self._everybody):
+            engine.close()
+
+
+def _step(flat: _Tensor, op: str) -> str:
+    """The average of the hosts' averages does not overflow where their sums might; integers are divided once."""
+    return "sum" if op == "avg" and not flat.is_floating_point() else op
+
+
+def _addresses(flats: _Tensors) -> list[int]:
+    return [flat.data_ptr() for flat in flats]

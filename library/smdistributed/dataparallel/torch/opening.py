@@ -1,0 +1,83 @@
+"""Which engine a group has: all its ranks agree on one, and can say why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
+from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts
+
+CHOICES = ("auto", "shm", "gloo")
+
+
+def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
+    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE (auto, shm, gloo) may ask for one.
+
+    store: of this group alone. gloo: torch's own group of the same ranks.
+
+    Raises SMDDPError when SMDDP_ENGINE is none of them, or asks for shared memory that there is none of.
+    """
+    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
+    if wanted not in CHOICES:
+        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
+    everybody = AcrossHosts(gloo, rank, size)
+    if wanted == "gloo":
+        return everybody, "gloo: SMDDP_ENGINE asks for it"
+    members = meet(store, rank, size)
+    grid = _hosts(members)
+    local, problem = _open_local(store, rank, members, grid, timeout)
+    if local is None:
+        if wanted == "shm":
+            raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
+        return everybody, f"gloo: {problem}"
+    if len(grid) == 1:
+        return OnHost(local), f"shm: {_counted(size, 'rank')} on one host"
+    column = local.rank
+    host = next(host for host, ranks in enumerate(grid) if rank in ranks)
+    between = dist.ProcessGroupGloo(PrefixStore(f"across-{column}", store), host, len(grid), timeout)
+    across = AcrossHosts(between, host, len(grid))
+    return OnHosts(OnHost(local), across, everybody, grid, rank), (
+        f"shm+gloo: {len(grid)} hosts × {_counted(local.size, 'rank')}"
+    )
+
+
+def _hosts(members: Sequence[Member]) -> list[list[int]]:
+    """The ranks of each host, in the order in which the hosts come."""
+    found: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        found.setdefault(member.process.host, []).append(rank)
+    return list(found.values())
+
+
+def _open_local(
+    store: Store, rank: int, members: Sequence[Member], grid: Sequence[Sequence[int]], timeout: timedelta
+) -> tuple[SharedMemory | None, str]:
+    """The memory of this rank's host, or why no host shall have any; one of the two on all ranks."""
+    problems = [f"rank {other}: {member.problem}" for other, member in enumerate(members) if member.problem]
+    if problems:
+        return None, problems[0]
+    counts = {len(ranks) for ranks in grid}
+    if len(counts) > 1:
+        return None, "the hosts hold different numbers of ranks"
+    if counts == {1} and len(grid) > 1:
+        return None, "one rank on each host"
+    mine = next(ranks for ranks in grid if rank in ranks)
+    processes = [members[other].process for other in mine]
+    local = share(PrefixStore(f"host-{mine[0]}", store), mine.index(rank), processes, timeout.total_seconds())
+    problem = local if isinstance(local, str) else ""
+    if len(grid) > 1:
+        told = exchange(store, "shared", rank, len(members), problem)
+        problem = next((f"on the host of rank {other}: {text}" for other, text in enumerate(told) if text), "")
+    if problem or isinstance(local, str):
+        return None, problem
+    return local, ""
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

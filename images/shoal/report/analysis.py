@@ -2,15 +2,16 @@
 
 For each rank,
 
-- *busy* is when its main thread computes: its `compute` spans, or, where there are none, the whole recording of the rank;
-  each less its `wait` spans.
-- *communication* is the time in any of its `communication` spans; those that run at the same time count once.
+- *busy* is when its main thread computes: its `compute` spans, or, where there are none, the time from its first span
+  to its last; either less its `wait` spans.
+- *communication* is the time in any of its `communication` spans; those that run at the same time count once. It
+  includes the time in which a rank that came early waits for the others.
 - *exposed* is the communication at times that are not busy. It makes the training longer; the rest is free.
 - *overlap* = 1 − exposed / communication.
 - *bandwidth* is what its collectives were given, in bytes, over its communication time.
 
-The n-th collective of an operation, bucket and group on one rank is the n-th on every other. It cannot end before its last
-rank has begun: its *skew* is the time from the first rank's begin to the last's, which the others spend waiting.
+The n-th collective of an operation, bucket and group on one rank is the n-th on every other. It cannot end before its
+last rank has begun: its *skew* is the time from the first rank's begin to the last's, which the others spend waiting.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ def analyse(timeline: Timeline) -> Analysis:
 
 def busy(rank: Rank) -> Intervals:
     """Return when the main thread of a rank computes."""
-    compute = _times(rank.of("compute")) or _times((Span("", "", rank.spans[0].begin, max(s.end for s in rank.spans)),))
-    return difference(compute, _times(rank.of("wait")))
+    recorded = ((rank.spans[0].begin, max(span.end for span in rank.spans)),)
+    return difference(_times(rank.of("compute")) or recorded, _times(rank.of("wait")))
 
 
 def collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
@@ -142,7 +143,7 @@ def collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
         seen: Counter[tuple[object, ...]] = Counter()
         for span in rank.of("communication"):
             kind = (span.args.get("operation", span.name), span.args.get("bucket"), span.args.get("group"))
-            found[*kind, seen[kind]][rank.number] = span
+            found[(*kind, seen[kind])][rank.number] = span
             seen[kind] += 1
     for key, spans in found.items():
         if len(spans) > 1:

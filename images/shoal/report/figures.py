@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from shoal.report.analysis import Analysis, RankReport
 from shoal.report.intervals import length
@@ -12,22 +13,33 @@ _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 _NONE = "–"
 
-COLUMNS: tuple[tuple[str, str, Callable[[RankReport], str]], ...] = (
-    ("rank", "", lambda of: str(of.rank.number)),
-    ("host", "", lambda of: of.rank.host or _NONE),
-    ("steps", "that are recorded", lambda of: str(of.steps or _NONE)),
-    ("step", "median", lambda of: time(of.step_time)),
-    ("communication", "in any collective", lambda of: time(length(of.communication))),
-    ("exposed", "communication while the main thread does not compute", lambda of: time(length(of.exposed))),
-    ("overlap", "1 − exposed / communication", lambda of: percent(of.overlap)),
-    ("waiting", "the main thread is blocked", lambda of: time(of.waiting)),
-    ("bytes", "given to collectives", lambda of: amount(of.bytes)),
-    ("bandwidth", "bytes / communication", lambda of: bandwidth(of.bandwidth)),
-    ("slowest operation", "", lambda of: _slowest(of.slowest)),
-    ("comes last", "to how many collectives", lambda of: str(of.last_to)),
-    ("behind the first", "mean over the collectives", lambda of: time(of.lateness)),
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of the ranks."""
+
+    name: str
+    what: str
+    text: Callable[[RankReport], str]
+    is_brief: bool = True
+    """On a terminal too."""
+
+
+COLUMNS = (
+    Column("rank", "", lambda of: str(of.rank.number)),
+    Column("host", "", lambda of: of.rank.host or _NONE, is_brief=False),
+    Column("steps", "recorded", lambda of: str(of.steps or _NONE), is_brief=False),
+    Column("step", "median", lambda of: time(of.step_time)),
+    Column("communication", "in any collective", lambda of: time(length(of.communication))),
+    Column("exposed", "while not computing", lambda of: time(length(of.exposed))),
+    Column("overlap", "1 − exposed / communication", lambda of: percent(of.overlap)),
+    Column("waiting", "main thread blocked", lambda of: time(of.waiting), is_brief=False),
+    Column("bytes", "given to collectives", lambda of: amount(of.bytes), is_brief=False),
+    Column("bandwidth", "bytes / communication", lambda of: bandwidth(of.bandwidth)),
+    Column("slowest", "of its collectives", lambda of: _slowest(of.slowest), is_brief=False),
+    Column("last", "to begin, collectives", lambda of: str(of.last_to)),
+    Column("behind", "the first to begin, mean", lambda of: time(of.lateness)),
 )
-"""The table of the ranks: a column's name, what it is, and its text."""
 
 
 def time(nanoseconds: int | None) -> str:
@@ -53,36 +65,46 @@ def percent(part: float | None) -> str:
 def describe(span: Span) -> str:
     """Return what a span is, in lines: name, bytes, duration, bandwidth, dtype and engine."""
     bucket = f", bucket {span.args['bucket']}" if "bucket" in span.args else ""
-    rate = f"{amount(span.bytes)} in {time(span.duration)}, {bandwidth(span.bytes / (span.duration or 1))}"
+    rate = f"{amount(span.bytes)} in {time(span.duration)}, {bandwidth(rate_of(span))}"
     details = ", ".join(str(span.args[key]) for key in ("dtype", "engine", "group") if key in span.args)
     return "\n".join(filter(None, (span.name + bucket, rate if span.bytes else time(span.duration), details)))
 
 
+def rate_of(span: Span) -> float | None:
+    """Return a span's bandwidth in GB/s; None where it has no bytes or takes no time."""
+    return span.bytes / span.duration if span.bytes and span.duration else None
+
+
 def headline(analysis: Analysis) -> Iterator[str]:
     """Yield the sentences that say what the timeline shows."""
-    timeline, reports = analysis.timeline, analysis.ranks
+    reports = analysis.ranks
     hosts = len({report.rank.host for report in reports})
-    yield f"{_counted(len(reports), 'rank')} on {_counted(hosts, 'host')}, {time(timeline.end)}."
+    steps, step_time = reports[0].steps, reports[0].step_time
+    each = f", {_counted(steps, 'step')} of {time(step_time)} (median)" if steps else ""
+    yield f"{_counted(len(reports), 'rank')} on {_counted(hosts, 'host')}: {time(analysis.timeline.end)}{each}."
     total = sum(length(report.communication) for report in reports)
     if not total:
         yield "No communication is recorded."
         return
     exposed = sum(length(report.exposed) for report in reports)
-    yield f"{1 - exposed / total:.0%} of the communication is hidden behind computation."
+    yield (
+        f"{percent(1 - exposed / total)} of the communication is hidden behind computation; "
+        f"the rest makes the training {time(exposed // len(reports))} longer (mean of the ranks)."
+    )
     if analysis.skew:
         yield _straggling(analysis)
 
 
 def _straggling(analysis: Analysis) -> str:
     mean = time(analysis.skew // len(analysis.collectives))
-    skew = f"the last rank begins a collective {mean} after the first, on average"
+    skew = f"The last rank begins a collective {mean} after the first, on average"
     if analysis.straggler is None:
-        return f"No rank is a straggler: {skew}."
+        return f"{skew}; no rank is the one that the others wait for."
     late = next(report for report in analysis.ranks if report.rank.number == analysis.straggler)
     return (
-        f"Rank {analysis.straggler} is the straggler: it comes last to {late.last_to} of "
-        f"{_counted(len(analysis.collectives), 'collective')}, which is {analysis.shares[analysis.straggler]:.0%} of the "
-        f"waiting for the last ({skew})."
+        f"{skew}. Rank {analysis.straggler} is the straggler: it comes last to {late.last_to} of "
+        f"{_counted(len(analysis.collectives), 'collective')}, {percent(analysis.shares[analysis.straggler])} of that "
+        "time."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 Interval = tuple[int, int]
@@ -43,6 +44,13 @@ def difference(ones: Intervals, others: Intervals) -> Intervals:
     begin, end = ones[0][0], ones[-1][1]
     edges = [begin, *(edge for interval in others for edge in interval), end]
     return intersection(ones, union(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def clip(intervals: Intervals, begin: int, end: int) -> Intervals:
+    """Return the times from `begin` to `end`, quickly where that is a small part."""
+    first = bisect_right(intervals, begin, key=lambda interval: interval[1])
+    last = bisect_left(intervals, end, key=lambda interval: interval[0])
+    return intersection(intervals[first:last], ((begin, end),))
 
 
 def length(intervals: Intervals) -> int:

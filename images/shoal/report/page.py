@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import jinja2
 
 from shoal.report import figures
 from shoal.report.analysis import Analysis, RankReport, notes
-from shoal.report.intervals import Interval
+from shoal.report.intervals import Interval, clip, length
 from shoal.report.trace import Span, Timeline
 
 UNITS = 10_000
@@ -24,7 +23,7 @@ _ROWS = ("compute", "communication", "wait")
 _ROW, _GAP, _RANK_GAP = 15, 3, 12  # pixels
 _MOST_BARS = 40_000  # of a picture: what a browser draws at once
 _MOST_TICKS = 10
-_LABEL = UNITS * 0.035  # a bar this wide has room for its label
+_LETTER = UNITS / 130  # of a label, in a window of the browser that is not small
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,8 @@ def steps(timeline: Timeline) -> list[Interval]:
     """
     recorded = [rank.of("step") for rank in timeline.ranks]
     if any(recorded):
-        return [
-            (min(span.begin for span in spans), max(span.end for span in spans))
-            for spans in zip(*filter(None, recorded), strict=False)
-        ]
+        together = zip(*filter(None, recorded), strict=False)
+        return [(min(span.begin for span in spans), max(span.end for span in spans)) for spans in together]
     spans = timeline.ranks[0].of("communication")
     if not spans:
         return []
@@ -131,7 +128,7 @@ def _picture(analysis: Analysis, title: str, window: Interval) -> Picture:
         for line, category in enumerate(_ROWS):
             y = place * height_of_rank + line * (_ROW + _GAP) + _RANK_GAP // 2
             rows.append((y, f"rank {report.rank.number}" if line == 0 else "", category))
-            bars += (_placed(span, window, y) for span in _coalesced(_seen(report, category, window), least))
+            bars += _bars(report, category, window, y, least)
         marks += (_placed(mark, window, y - _ROW - _GAP) for mark in _marks(report, window))
     return Picture(
         title=title,
@@ -145,13 +142,14 @@ def _picture(analysis: Analysis, title: str, window: Interval) -> Picture:
     )
 
 
-def _seen(report: RankReport, category: str, window: Interval) -> Iterator[Span]:
-    """Yield the spans of a row in a window; exposed communication comes on top."""
-    spans: Iterable[Span] = report.rank.of(category)
-    if category == "communication":
-        exposed = (Span("exposed", "exposed", begin, end) for begin, end in report.exposed)
-        spans = (*spans, *exposed)
-    return (span for span in spans if span.begin < window[1] and span.end > window[0])
+def _bars(report: RankReport, category: str, window: Interval, y: int, least: int) -> Iterator[Bar]:
+    """Yield the bars of a row; the exposed parts of communication lie on it."""
+    spans = [span for span in report.rank.of(category) if span.begin < window[1] and span.end > window[0]]
+    for span in _coalesced(spans, least):
+        parts = clip(report.exposed, span.begin, span.end) if category == "communication" else ()
+        exposed = f"\n{figures.time(length(parts))} of it exposed" if parts else ""
+        yield _placed(span, window, y, exposed)
+        yield from (_placed(Span("exposed", "", *part), window, y) for part in clip(parts, *window))
 
 
 def _marks(report: RankReport, window: Interval) -> Iterator[Span]:
@@ -161,42 +159,44 @@ def _marks(report: RankReport, window: Interval) -> Iterator[Span]:
 
 
 def _coalesced(spans: Iterable[Span], least: int) -> Iterator[Span]:
-    """Draw neighbours of the same kind that are too short to be seen as one."""
-    for category, group in groupby(spans, key=lambda span: span.category):
-        run: list[Span] = []
-        for span in group:
-            short = span.duration < least and run and span.begin - run[-1].end < least
-            if run and not (short and run[-1].duration < least):
-                yield _joined(category, run)
-                run = []
-            run.append(span)
-        yield _joined(category, run)
+    """Draw neighbours that are too short to be seen as one."""
+    run: list[Span] = []
+    for span in spans:
+        if run and max(span.duration, run[-1].duration, span.begin - run[-1].end) >= least:
+            yield _joined(run)
+            run = []
+        run.append(span)
+    if run:
+        yield _joined(run)
 
 
-def _joined(category: str, run: Sequence[Span]) -> Span:
+def _joined(run: Sequence[Span]) -> Span:
+    first, end = run[0], max(span.end for span in run)
     if len(run) == 1:
-        return run[0]
-    args = {"bytes": sum(span.bytes for span in run)}
-    return Span(category, f"{len(run)} × {run[0].name}", run[0].begin, run[-1].end, args)
+        return first
+    return Span(first.category, f"{len(run)} × {first.name}", first.begin, end, {"bytes": sum(s.bytes for s in run)})
 
 
-def _placed(span: Span, window: Interval, y: int) -> Bar:
+def _placed(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
     scale = UNITS / (window[1] - window[0])
     begin, end = max(span.begin, window[0]), min(span.end, window[1])
     width = (end - begin) * scale
-    label = (
-        f"{span.name} {span.args.get('bucket', '')}".strip()
-        if width >= _LABEL * 2
-        else str(span.args.get("bucket", ""))
-    )
     return Bar(
         kind=_class(span),
         x=round((begin - window[0]) * scale, 2),
         width=round(width, 2),
         y=y,
-        title=f"{figures.describe(span)}\nat {figures.time(span.begin)}",
-        label=label if width >= _LABEL and span.category != "exposed" else "",
+        title=f"{figures.describe(span)}{remark}\nat {figures.time(span.begin)}",
+        label=_label(span, width),
     )
+
+
+def _label(span: Span, width: float) -> str:
+    bucket = str(span.args.get("bucket", ""))
+    full = f"{span.name} {bucket}".strip()
+    if width >= len(full) * _LETTER:
+        return full
+    return bucket if width >= len(bucket) * _LETTER else ""
 
 
 def _class(span: Span) -> str:

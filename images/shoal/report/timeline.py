@@ -39,7 +39,10 @@ def show(console: Console, analysis: Analysis) -> None:
     """Print what the timeline shows."""
     for sentence in (*figures.headline(analysis), *notes(analysis)):
         console.print(sentence, markup=False, soft_wrap=True)
-    table = Table(*(name for name, _, _ in figures.COLUMNS), box=None)
+    table = Table(box=None)
+    columns = [column for column in figures.COLUMNS if column.is_brief]
+    for column in columns:
+        table.add_column(column.name, justify="right", no_wrap=True)
     for of in analysis.ranks:
-        table.add_row(*(text(of) for _, _, text in figures.COLUMNS))
+        table.add_row(*(column.text(of) for column in columns))
     console.print(table, soft_wrap=True)

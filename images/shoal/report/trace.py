@@ -1,7 +1,7 @@
 """Chrome traces of the ranks of a job: read, checked and merged.
 
-The ranks write them with `smdistributed.dataparallel.start_profiler`; `smdistributed.core.timeline` says what is in them.
-A trace of several ranks, such as the one that `merged` makes, is read as well.
+The ranks write them with `smdistributed.dataparallel.start_profiler`, and `smdistributed.core.timeline` says what is in
+them. A trace of several ranks, such as the one that `merged` makes, is read as well.
 """
 
 from __future__ import annotations
@@ -233,7 +233,13 @@ def _refuse_two_jobs(ranks: Sequence[Rank]) -> None:
     begun_last = max(ranks, key=lambda rank: _range(rank)[0])
     ended_first = min(ranks, key=lambda rank: _range(rank)[1])
     if _range(ended_first)[1] < _range(begun_last)[0]:
-        raise TraceError(_mixed(ended_first, begun_last, "the first had ended before the second began"))
+        raise TraceError(
+            _mixed(
+                ended_first,
+                begun_last,
+                "the first ended before the second began, or their hosts' clocks differ by that much",
+            )
+        )
 
 
 def _mixed(one: Rank, other: Rank, why: str) -> str:

@@ -202,7 +202,7 @@ def start(
             begun = Recorder(file, rank, world_size, job)
         except OSError as error:
             raise TimelineError(
-                f"The timeline of rank {rank} cannot be written to {file}: {error.strerror}. "
+                f"The timeline of rank {rank} cannot be written to {file} ({error.filename}: {error.strerror}). "
                 "Give a directory this process may write to, or a file name that ends in .json."
             ) from error
         if _clock_offset:

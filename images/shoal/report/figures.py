@@ -54,7 +54,7 @@ def amount(count: int) -> str:
 
 def bandwidth(value: float | None) -> str:
     """Return a bandwidth in GB/s (10⁹ bytes a second)."""
-    return _NONE if value is None else f"{value:.3g} GB/s"
+    return _NONE if value is None else f"{value:#.3g} GB/s"
 
 
 def percent(part: float | None) -> str:
@@ -65,9 +65,10 @@ def percent(part: float | None) -> str:
 def describe(span: Span) -> str:
     """Return what a span is, in lines: name, bytes, duration, bandwidth, dtype and engine."""
     bucket = f", bucket {span.args['bucket']}" if "bucket" in span.args else ""
+    several = f"{span.args['spans']} spans, the longest " if "spans" in span.args else ""
     rate = f"{amount(span.bytes)} in {time(span.duration)}, {bandwidth(rate_of(span))}"
     details = ", ".join(str(span.args[key]) for key in ("dtype", "engine", "group") if key in span.args)
-    return "\n".join(filter(None, (span.name + bucket, rate if span.bytes else time(span.duration), details)))
+    return "\n".join(filter(None, (several + span.name + bucket, rate if span.bytes else time(span.duration), details)))
 
 
 def rate_of(span: Span) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jinja2
 
@@ -159,10 +159,10 @@ def _marks(report: RankReport, window: Interval) -> Iterator[Span]:
 
 
 def _coalesced(spans: Iterable[Span], least: int) -> Iterator[Span]:
-    """Draw neighbours that are too short to be seen as one."""
+    """Join neighbours that are too short to be seen, as far as `least` nanoseconds."""
     run: list[Span] = []
     for span in spans:
-        if run and max(span.duration, run[-1].duration, span.begin - run[-1].end) >= least:
+        if run and span.end - run[0].begin >= least:
             yield _joined(run)
             run = []
         run.append(span)
@@ -171,10 +171,10 @@ def _coalesced(spans: Iterable[Span], least: int) -> Iterator[Span]:
 
 
 def _joined(run: Sequence[Span]) -> Span:
-    first, end = run[0], max(span.end for span in run)
     if len(run) == 1:
-        return first
-    return Span(first.category, f"{len(run)} × {first.name}", first.begin, end, {"bytes": sum(s.bytes for s in run)})
+        return run[0]
+    longest, end = max(run, key=lambda span: span.duration), max(span.end for span in run)
+    return replace(longest, begin=run[0].begin, end=end, args={"bytes": sum(s.bytes for s in run), "spans": len(run)})
 
 
 def _placed(span: Span, window: Interval, y: int, remark: str = "") -> Bar:

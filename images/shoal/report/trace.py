@@ -143,7 +143,7 @@ def _tracks(file: Path) -> Iterator[_Track]:
     for event in events:
         pid = event.get("pid", 0)
         if event.get("ph") == "M" and event.get("name") == "process_name":
-            about[pid].update(event.get("args", {}))
+            about[pid].update(event["args"])
         elif event.get("ph") in ("X", "i", "I"):
             of_pid[pid].append(event)
     if not any(event["ph"] == "X" for events in of_pid.values() for event in events):
@@ -151,6 +151,8 @@ def _tracks(file: Path) -> Iterator[_Track]:
     for pid, recorded in of_pid.items():
         if not isinstance(pid, int):
             raise TraceError(f"{file}: an event has pid {pid!r}: it must be the rank, an integer.")
+        if not isinstance(about[pid].get(_BEGIN, 0), int):
+            raise TraceError(f"{file}: {_BEGIN} is {about[pid][_BEGIN]!r}: it must be an integer.")
         yield _Track(pid, file, complete, about[pid], recorded)
 
 
@@ -169,9 +171,13 @@ def _events(file: Path) -> tuple[list[dict[str, Any]], bool]:
         if not document:
             raise TraceError(f"{file}: not JSON ({error}); {_EXPECTED}.") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+    if not isinstance(events, list) or not all(map(_is_event, events)):
         raise TraceError(f"{file}: JSON, but neither a list of events nor an object with traceEvents; {_EXPECTED}.")
-    return events, complete
+    return [{"args": {}, **event} for event in events], complete
+
+
+def _is_event(event: object) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("args", {}), dict)
 
 
 def _before_the_break(text: str) -> list[Any]:
@@ -198,7 +204,7 @@ def _rank(track: _Track, began: int) -> Rank:
     shift = track.began - began
     try:
         events = sorted((_span(event, shift) for event in track.events), key=lambda event: event[1].begin)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"{track.file}: an event lacks a number of microseconds as ts or dur ({error}); {_EXPECTED}."
         ) from error
@@ -219,7 +225,7 @@ def _rank(track: _Track, began: int) -> Rank:
 def _span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
     begin = round(event["ts"] * 1000) + shift
     end = begin + (round(event["dur"] * 1000) if event["ph"] == "X" else 0)
-    return event["ph"], Span(event.get("cat", ""), event.get("name", ""), begin, end, event.get("args", {}))
+    return event["ph"], Span(event.get("cat", ""), event.get("name", ""), begin, end, event["args"])
 
 
 def _refuse_two_jobs(ranks: Sequence[Rank]) -> None:

@@ -1,4 +1,4 @@
-"""The command `shoal`: list, render, lock, build, run."""
+"""The command `shoal`: list, render, lock, build, run, report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from shoal import builder, embedded, engine, lock, project, render, spec, summar
 from shoal import run as runner
 from shoal.errors import EngineError, ShoalError, SpecError, UsageError
 from shoal.job import JobRequest
+from shoal.report import timeline
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+reports = typer.Typer(help="Pictures and tables of what a job did.", no_args_is_help=True)
+app.add_typer(reports, name="report")
 console = Console(highlight=False)
 Images = Annotated[list[str] | None, typer.Argument(metavar="[IMAGE]...", help="Tags or frameworks; none: all images.")]
 
@@ -179,6 +182,21 @@ def run_job(
         outcome = runner.run(tag, request, console)
     summary.show(console, request, outcome, build_seconds)
     raise typer.Exit(outcome.exit_code)
+
+
+@reports.command("timeline")
+def report_timeline(
+    paths: Annotated[list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="What the ranks have recorded.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("timeline.html"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also write the ranks as one Chrome trace, beside the page.")
+    ] = False,
+) -> None:
+    """Show when the ranks of a job computed, communicated and waited, and who was late."""
+    analysis, written = timeline.report(paths, output, as_json)
+    timeline.show(console, analysis)
+    for path in written:
+        console.print(f"written {path}", markup=False, soft_wrap=True)
 
 
 def _image_to_run(name: str, build: bool) -> tuple[str, float | None]:

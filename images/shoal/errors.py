@@ -48,6 +48,12 @@ class BaseImageError(ShoalError):
     exit_code = 7
 
 
+class TraceError(ShoalError):
+    """A file is not a timeline, or files do not belong together."""
+
+    exit_code = 8
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -1,0 +1,1 @@
+"""`shoal report`: pictures and tables of what a job did, from the files it wrote."""

@@ -1,0 +1,58 @@
+"""Arithmetic on sets of times: tuples of disjoint half-open intervals in ascending order, as `union` makes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]
+
+
+def union(intervals: Iterable[Interval]) -> Intervals:
+    """Return the times in any of `intervals`, which may overlap and be in any order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+def intersection(ones: Intervals, others: Intervals) -> Intervals:
+    """Return the times in both."""
+    common: list[Interval] = []
+    one = other = 0
+    while one < len(ones) and other < len(others):
+        begin, end = max(ones[one][0], others[other][0]), min(ones[one][1], others[other][1])
+        if begin < end:
+            common.append((begin, end))
+        if ones[one][1] < others[other][1]:
+            one += 1
+        else:
+            other += 1
+    return tuple(common)
+
+
+def difference(ones: Intervals, others: Intervals) -> Intervals:
+    """Return the times in `ones` that are not in `others`."""
+    if not ones:
+        return ()
+    begin, end = ones[0][0], ones[-1][1]
+    edges = [begin, *(edge for interval in others for edge in interval), end]
+    return intersection(ones, union(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def clip(intervals: Intervals, begin: int, end: int) -> Intervals:
+    """Return the times from `begin` to `end`, quickly where that is a small part."""
+    first = bisect_right(intervals, begin, key=lambda interval: interval[1])
+    last = bisect_left(intervals, end, key=lambda interval: interval[0])
+    return intersection(intervals[first:last], ((begin, end),))
+
+
+def length(intervals: Intervals) -> int:
+    """Return how long they are together."""
+    return sum(end - begin for begin, end in intervals)

@@ -31,8 +31,8 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) exec "$0" "$@"'
         (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
     ],
 )
-def test_every_collective(mpirun: Mpirun, free_port: int, world_size: int, engine: str, reason: str) -> None:
-    said = mpirun(world_size, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE=engine, **ADDRESS)
+def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: str) -> None:
+    said = mpirun(world_size, RANKS / "smddp.py", SMDDP_ENGINE=engine)
     assert said.count(reason) == world_size  # not by lines: mpirun mixes those of several ranks
     assert not _left_behind()
 
@@ -74,9 +74,9 @@ def test_a_rank_that_is_killed_is_named_by_the_others(free_port: int, millisecon
 
 
 @pytest.mark.mpi
-def test_an_engine_that_there_is_not(mpirun: Mpirun, free_port: int) -> None:
+def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, gloo"):
-        mpirun(1, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE="smh", **ADDRESS)
+        mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 
 
 def _exec_as_rank(script: str) -> str:

@@ -103,10 +103,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 def fill_in(environ: MutableMapping[str, str]) -> None:
     """Set what torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) where mpirun alone started this process.
 
-    Nothing that is set is changed. Without a master's address, rank 0 leaves a free port of this host in the job's
-    session directory, for which the others wait. Raises LaunchError as `read_launch` does, and where the ranks have
+    Nothing is changed where RANK is set. Without a master's address, rank 0 leaves a free port of this host in the
+    job's session directory, for which the others wait. Raises LaunchError as `read_launch` does, and where they have
     neither an address nor a directory.
     """
+    if "RANK" in environ:
+        return
     launch = read_launch(environ)
     if not launch.launched:
         return

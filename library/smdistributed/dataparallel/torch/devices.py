@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import segment
-from smdistributed.core.launch import read_launch
+from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
 
 
@@ -28,7 +28,10 @@ def take_device() -> None:
     devices = torch.cuda.device_count()
     if not devices or torch.cuda.current_device():
         return
-    local_rank = read_launch().local_rank
+    try:
+        local_rank = read_launch().local_rank
+    except LaunchError:  # torch needs no local rank: then the script takes its device
+        return
     if local_rank < devices:
         torch.cuda.set_device(local_rank)
         return

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.core import shared_memory
-from smdistributed.core.shared_memory import SharedMemory
-from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce
+from smdistributed.core.shared_memory import CollectiveError, SharedMemory
+from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 
 _Tensor = torch.Tensor
 _Tensors = Sequence[torch.Tensor]
@@ -68,21 +68,21 @@ class OnHost:
         self._shared.all_reduce(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op, root)
 
     def broadcast(self, flat: _Tensor, root: int) -> None:
-        self._shared.broadcast(flat.data_ptr(), flat.nbytes, root)
+        self._shared.broadcast(flat.data_ptr(), size_of(flat), root)
 
     def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
-        self._shared.gather(flat.data_ptr(), _addresses(outputs), flat.nbytes, root)
+        self._shared.gather(flat.data_ptr(), _addresses(outputs), size_of(flat), root)
 
     def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
-        self._shared.scatter(_addresses(inputs), flat.data_ptr(), flat.nbytes, root)
+        self._shared.scatter(_addresses(inputs), flat.data_ptr(), size_of(flat), root)
 
     def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
         self._shared.reduce_scatter(_addresses(inputs), flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op)
 
     def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
         self._shared.all_to_all(
-            *(_addresses(inputs), [flat.nbytes for flat in inputs]),
-            *(_addresses(outputs), [flat.nbytes for flat in outputs]),
+            *(_addresses(inputs), [size_of(flat) for flat in inputs]),
+            *(_addresses(outputs), [size_of(flat) for flat in outputs]),
         )
 
     def barrier(self) -> None:
@@ -113,7 +113,7 @@ class AcrossHosts:
 
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
         count = flat.numel() // self._size
-        whole = count * self._size if flat.nbytes > SHORT_BYTES else 0
+        whole = count * self._size if size_of(flat) > SHORT_BYTES else 0
         result = flat if root in (-1, self._rank) else torch.empty_like(flat)
         if whole:
             shard = torch.empty(count, dtype=flat.dtype)
@@ -128,25 +128,25 @@ class AcrossHosts:
         if flat.numel():
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
-            self._gloo.broadcast([as_bytes(flat)], options).wait()
+            self._wait(self._gloo.broadcast([as_bytes(flat)], options))
 
     def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
         if not flat.numel():
             return
         received = list(map(as_bytes, outputs))
         if root < 0:
-            self._gloo.allgather([received], [as_bytes(flat)]).wait()
+            self._wait(self._gloo.allgather([received], [as_bytes(flat)]))
             return
         options = dist.GatherOptions()
         options.rootRank = root
-        self._gloo.gather([received] if received else [], [as_bytes(flat)], options).wait()
+        self._wait(self._gloo.gather([received] if received else [], [as_bytes(flat)], options))
 
     def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
         if flat.numel():
             options = dist.ScatterOptions()
             options.rootRank = root
             given = list(map(as_bytes, inputs))
-            self._gloo.scatter([as_bytes(flat)], [given] if given else [], options).wait()
+            self._wait(self._gloo.scatter([as_bytes(flat)], [given] if given else [], options))
 
     def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
         parts = torch.empty(self._size, flat.numel(), dtype=flat.dtype)
@@ -158,12 +158,22 @@ class AcrossHosts:
         sizes = [flat.numel() for flat in wanted]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         sent = torch.cat(given)
-        self._gloo.alltoall_base(received, sent, sizes, [flat.numel() for flat in given]).wait()
+        self._wait(self._gloo.alltoall_base(received, sent, sizes, [flat.numel() for flat in given]))
         for flat, part in zip(wanted, torch.split(received, sizes)):
             flat.copy_(part)
 
+    def _wait(self, work: Any) -> None:
+        """Raises CollectiveError with gloo's own words."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"A rank that rank {self._rank} of {self._size} exchanges with is gone, or late; its own error says "
+                f"why. gloo says: {error}"
+            ) from None
+
     def barrier(self) -> None:
-        self._gloo.barrier().wait()
+        self._wait(self._gloo.barrier())
 
     def set_timeout(self, seconds: float) -> None:
         pass  # whoever has made the gloo group sets it
@@ -194,7 +204,7 @@ class OnHosts:
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
         result = flat if root in (-1, self._rank) else flat.clone()
         count = flat.numel() // self._locals
-        whole = count * self._locals if flat.nbytes > SHORT_BYTES else 0
+        whole = count * self._locals if size_of(flat) > SHORT_BYTES else 0
         if whole:
             shards = result[:whole].chunk(self._locals)
             mine = shards[self._local_rank]

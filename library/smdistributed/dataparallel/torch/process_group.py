@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from smdistributed.core import timeline
 from smdistributed.core.shared_memory import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch import observation
+from smdistributed.dataparallel.torch import buckets, observation
 from smdistributed.dataparallel.torch.devices import open_cuda, take_device
 from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
-from smdistributed.dataparallel.torch.tensors import OPS, Flat, premultiplied_by, read_only
+from smdistributed.dataparallel.torch.tensors import OPS, Flat, premultiplied_by, read_only, size_of
 
 _AT_ONCE_BYTES = 64 << 10  # a thread would take longer than the collective
 
@@ -292,14 +292,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return op
 
     def _run(self, name: str, collective: Callable[[], None], result: _Tensors, opts: Any) -> _Work:
-        size = sum(tensor.nbytes for tensor in result)
+        size = sum(size_of(tensor) for tensor in result)
         is_async = getattr(opts, "asyncOp", True)
 
         def named() -> None:
             try:
                 collective()
             except CollectiveError as error:
-                raise SMDDPError(str(error)) from None
+                bucket = buckets.described(result[0], self) if result else ""
+                raise SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}") from None
 
         if timeline.recorder is not None:
             named = self._observed(name, named, result)
@@ -309,7 +310,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """The same, recorded in the timeline."""
         about = {
             "operation": name,
-            "bytes": sum(tensor.nbytes for tensor in result),
+            "bytes": sum(size_of(tensor) for tensor in result),
             "engine": self.engine.split(":")[0],
         }
         about["dtype"] = str(result[0].dtype).removeprefix("torch.") if result else ""

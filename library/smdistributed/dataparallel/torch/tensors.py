@@ -64,6 +64,11 @@ def premultiplied_by(operation: Any) -> Any:
     return factor
 
 
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes (`nbytes` is younger than torch 2.0)."""
+    return tensor.numel() * tensor.element_size()
+
+
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """The same memory, as bytes. A single element may have any stride, which torch would refuse."""
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -14,7 +14,8 @@ import os
 import torch.distributed
 
 from smdistributed.core.launch import fill_in
-from smdistributed.dataparallel.torch.process_group import create
+from smdistributed.dataparallel.torch import consistency
+from smdistributed.dataparallel.torch.process_group import ProcessGroup, create
 
 BACKEND = "smddp"
 
@@ -30,4 +31,5 @@ def _register() -> None:
 
 
 _register()
+consistency.install(lambda group: isinstance(group, ProcessGroup))
 fill_in(os.environ)

@@ -1,0 +1,36 @@
+"""torch.nn.DataParallel: the batch is not split; the module runs once, on the first device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from smdistributed.rehearsal.torch import devices
+from smdistributed.rehearsal.torch.answers import move
+
+
+def stand_in(_: int) -> None:
+    """Replace the forward."""
+    wrapper: Any = torch.nn.DataParallel
+    forward = wrapper.forward
+
+    @functools.wraps(forward)
+    def once(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.device_ids:
+            return forward(self, *inputs, **kwargs)
+        place = devices.cuda(self.device_ids[0])
+        return self.module(*_moved(inputs, place), **_moved(kwargs, place))
+
+    wrapper.forward = once
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return move(value, place)
+    if isinstance(value, dict):
+        return {key: _moved(item, place) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, place) for item in value)
+    return value

@@ -1,0 +1,74 @@
+"""Where tensors come from that torch's override mechanism does not see, and modes of torch's own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.multiprocessing.reductions
+from torch.utils import _device
+
+from smdistributed.rehearsal.torch.devices import CPU
+from smdistributed.rehearsal.torch.places import common_place, inherit, place_of, put, tensors_in
+
+
+def stand_in(_: int) -> None:
+    """Extend what makes tensors."""
+    _functions()
+    _parameters()
+    if hasattr(_device, "CURRENT_DEVICE"):
+        _default_device()
+    torch.from_numpy = _on_the_cpu(torch.from_numpy)
+    for name in ("rebuild_tensor",):  # what a worker of a DataLoader sends
+        setattr(torch.multiprocessing.reductions, name, _on_the_cpu(getattr(torch.multiprocessing.reductions, name)))
+
+
+def _on_the_cpu(function: Any) -> Any:
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        put(made, CPU)
+        return made
+
+    return make
+
+
+def _functions() -> None:
+    """The results of the script's own autograd functions are where their arguments are."""
+    apply = torch.autograd.Function.__dict__["apply"].__func__
+
+    @functools.wraps(apply)
+    def apply_and_place(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = apply(cls, *args, **kwargs)
+        inherit(result, common_place(tensors_in(args)))
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply_and_place)
+
+
+def _parameters() -> None:
+    """A parameter is where the tensor is that it is made of."""
+    make = torch.nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def make_and_place(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        parameter = make(cls, data, *args, **kwargs)
+        if data is not None:
+            put(parameter, place_of(data))
+        return parameter
+
+    torch.nn.Parameter.__new__ = make_and_place
+
+
+def _default_device() -> None:
+    """Within a function that torch handles, our mode is left, and torch's own would ask for CUDA."""
+    handle = _device.DeviceContext.__torch_function__
+
+    @functools.wraps(handle)
+    def handle_on_cpu(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type == "cuda":
+            return func(*args, **(kwargs or {}))
+        return handle(self, func, types, args, kwargs)
+
+    _device.DeviceContext.__torch_function__ = handle_on_cpu

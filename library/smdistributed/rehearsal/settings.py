@@ -30,6 +30,8 @@ class Settings:
     """The GPUs that this host pretends to have."""
     tells: bool
     """Whether this process says that this is a rehearsal: rank 0, unless a process that started it has said so."""
+    launched: bool
+    """Whether a launcher started this process as a rank."""
 
 
 def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
@@ -54,7 +56,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     launch = _launch(env)
     ranks = 1 if launch is None else max(launch.local_world_size or 1, launch.local_rank + 1)
     gpus = _gpus(env[GPUS]) if env.get(GPUS) else ranks
-    return Settings(gpus, tells=(launch is None or launch.rank == 0) and not env.get(TOLD))
+    tells = (launch is None or launch.rank == 0) and not env.get(TOLD)
+    return Settings(gpus, tells, launched=launch is not None and launch.launched)
 
 
 def _launch(env: Mapping[str, str]) -> Launch | None:

@@ -12,10 +12,10 @@ from smdistributed.rehearsal.torch import (
     amp,
     checkpoints,
     cuda,
-    data_parallel,
     distributed,
     edges,
     mode,
+    modules,
     notice,
     streams,
 )
@@ -27,5 +27,5 @@ if TYPE_CHECKING:
 def rehearse(settings: Settings) -> None:
     """Stand in for CUDA from here on, in this process and the threads it starts."""
     notice.prepare(settings)
-    for part in (cuda, streams, amp, checkpoints, data_parallel, distributed, edges, mode):
+    for part in (cuda, streams, amp, checkpoints, modules, distributed, edges, mode):
         part.stand_in(settings.gpus)

@@ -147,18 +147,19 @@ def _type_name(tensor: Tensor) -> str:
     return name.replace("torch.", "torch.cuda.", 1) if on_cuda(tensor) else name
 
 
-def _backward(mode: Any, tensor: Tensor, *words: Any, **options: Any) -> None:
-    """With the mode entered: the script's own functions run in it."""
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, words)), **options}
-    with mode:
-        torch.autograd.backward(
-            tensor,
-            given.get("gradient"),
-            given.get("retain_graph"),
-            given.get("create_graph", False),
-            inputs=given.get("inputs"),
-        )
+def _parse_to(_: object, *words: Any, **options: Any) -> Any:
+    """What Module.to reads its arguments with: an ordinal is a CUDA device."""
+    if words and type(words[0]) is int:
+        words = (devices.cuda(words[0]), *words[1:])
+    return torch._C._nn._parse_to(*words, **options)
+
+
+def _pack_padded_sequence(_: object, tensor: Tensor, *words: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The lengths of a packed sequence are on the CPU always."""
+    data, batch_sizes = torch._VF._pack_padded_sequence(tensor, *words, **options)
+    put(data, place_of(tensor))
+    put(batch_sizes, CPU)
+    return data, batch_sizes
 
 
 def on_cuda(tensor: Tensor) -> bool:
@@ -170,7 +171,7 @@ def on_cuda(tensor: Tensor) -> bool:
 ANSWERS: dict[Any, Callable[..., Any]] = {
     # They only read a device, and have to return it as it is.
     torch.device: lambda _, *words, **options: torch.device(*words, **options),
-    torch._C._nn._parse_to: lambda _, *words, **options: torch._C._nn._parse_to(*words, **options),
+    torch._C._nn._parse_to: _parse_to,
     Tensor.to: _to,
     Tensor.cuda: _cuda,
     Tensor.cpu: _cpu,
@@ -185,5 +186,5 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.__array__: _array,
     Tensor.type: _type,
-    Tensor.backward: _backward,
+    torch._VF._pack_padded_sequence: _pack_padded_sequence,
 }

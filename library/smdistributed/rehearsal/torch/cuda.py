@@ -68,7 +68,13 @@ def stand_in(count: int) -> None:
     if hasattr(torch, "accelerator"):
         _replace(torch.accelerator, _ACCELERATOR)
     _replace(torch.backends.cudnn, _CUDNN)
+    _replace(cuda.nccl, {"version": lambda: (2, 21, 5)})
+    if hasattr(torch, "get_device_module"):
+        module_of = torch.get_device_module
+        torch.get_device_module = lambda device=None: module_of("cuda" if device is None else device)
     _generators()
+    for name in _TYPES:
+        setattr(cuda, f"{name}Tensor", _TensorType(f"{name}Tensor", (), {}))
 
 
 def _replace(module: Any, names: dict[str, Any]) -> None:
@@ -144,6 +150,20 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
         set_rng_state(state, ordinal)
 
 
+class _TensorType(type):
+    """In the place of types such as torch.cuda.FloatTensor, which make a tensor or are compared with one."""
+
+    @property
+    def cuda_type_name(cls) -> str:
+        return f"torch.cuda.{cls.__name__}"
+
+    def __call__(cls, *args: Any, **_: Any) -> torch.Tensor:
+        return getattr(torch, cls.__name__)(*args).cuda()  # type: ignore[no-any-return]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.type() == cls.cuda_type_name
+
+
 @contextlib.contextmanager
 def _nothing(*_: Any, **__: Any) -> Iterator[None]:
     yield
@@ -181,11 +201,12 @@ _DEVICES: dict[str, Any] = {
     "memory_snapshot": lambda *args, **kwargs: [],
     "get_arch_list": lambda: ["sm_80"],
     "_lazy_init": lambda: None,
-    "_lazy_call": lambda callable, **kwargs: callable(),
+    "_lazy_call": lambda call, **kwargs: call(),
     "_get_device_index": lambda device, optional=False, allow_cpu=False: _ordinal(device),
     "_exchange_device": devices.make_current,
     "_maybe_exchange_device": devices.make_current,
 }
+_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 _NOTHING = (
     *("init", "empty_cache", "ipc_collect", "set_per_process_memory_fraction", "set_sync_debug_mode"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "_sleep"),

@@ -1,4 +1,4 @@
-"""torch.distributed: NCCL is answered by gloo; other backends are as they are."""
+"""torch.distributed: NCCL is answered by gloo; other backends are as they are, and see CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def stand_in(_: int) -> None:
     if not dist.is_available():
         return
     dist.is_nccl_available = lambda: True
+    register = dist.Backend.register_backend
+
+    @functools.wraps(register)
+    def register_unseen(name: str, func: Any, *args: Any, **kwargs: Any) -> None:
+        register(name, _creator(func), *args, **kwargs)
+
+    dist.Backend.register_backend = staticmethod(register_unseen)
     for name in ("init_process_group", "new_group"):
         _replace(name, _without_nccl)
     _replace("barrier", _without_device_ids)
@@ -83,3 +90,26 @@ class _Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+def _creator(create: Any) -> Any:
+    """A backend written in Python works on the tensors themselves, which lie in CPU memory."""
+
+    @functools.wraps(create)
+    def create_unseen(*args: Any, **kwargs: Any) -> Any:
+        group = _unseen(create)(*args, **kwargs)
+        for name, method in list(vars(type(group)).items()):
+            if inspect.isfunction(method) and not name.startswith("__") and not hasattr(method, "__wrapped__"):
+                setattr(type(group), name, _unseen(method))
+        return group
+
+    return create_unseen
+
+
+def _unseen(function: Any) -> Any:
+    @functools.wraps(function)
+    def without_mode(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_mode

@@ -15,10 +15,13 @@ from smdistributed.rehearsal.torch.places import common_place, inherit, place_of
 
 def stand_in(_: int) -> None:
     """Extend what makes tensors."""
-    _functions()
+    apply = torch.autograd.Function.__dict__["apply"].__func__
+    torch.autograd.Function.apply = classmethod(_where_the_arguments_are(apply))
     _parameters()
     if hasattr(_device, "CURRENT_DEVICE"):
         _default_device()
+    else:  # torch 2.0, where indexing is not seen either
+        torch.Tensor.__getitem__ = _where_the_arguments_are(torch.Tensor.__getitem__)  # type: ignore[method-assign]
     torch.from_numpy = _on_the_cpu(torch.from_numpy)
     for name in ("rebuild_tensor",):  # what a worker of a DataLoader sends
         setattr(torch.multiprocessing.reductions, name, _on_the_cpu(getattr(torch.multiprocessing.reductions, name)))
@@ -34,17 +37,14 @@ def _on_the_cpu(function: Any) -> Any:
     return make
 
 
-def _functions() -> None:
-    """The results of the script's own autograd functions are where their arguments are."""
-    apply = torch.autograd.Function.__dict__["apply"].__func__
-
-    @functools.wraps(apply)
-    def apply_and_place(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        result = apply(cls, *args, **kwargs)
-        inherit(result, common_place(tensors_in(args)))
+def _where_the_arguments_are(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        inherit(result, common_place(tensors_in((*args, *kwargs.values()))))
         return result
 
-    torch.autograd.Function.apply = classmethod(apply_and_place)
+    return call
 
 
 def _parameters() -> None:
@@ -62,12 +62,12 @@ def _parameters() -> None:
 
 
 def _default_device() -> None:
-    """Within a function that torch handles, our mode is left, and torch's own would ask for CUDA."""
+    """Torch's own mode for a default device lies below ours: what runs while ours is left would get CUDA from it."""
     handle = _device.DeviceContext.__torch_function__
 
     @functools.wraps(handle)
     def handle_on_cpu(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not torch._C._len_torch_function_stack():
             return func(*args, **(kwargs or {}))
         return handle(self, func, types, args, kwargs)
 

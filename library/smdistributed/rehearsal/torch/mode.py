@@ -6,6 +6,7 @@ leaves a mode while it handles a function: what runs inside then sees CPU tensor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def _to_cpu(words: list[Any], options: dict[str, Any]) -> Place:
 
 def _default(func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Place:
     """Return where a new tensor is that is not asked for on a device: by torch.set_default_device, else on the CPU."""
-    if func not in _device._device_constructors():
+    if func not in _device._device_constructors() or options.get("device") is not None:
         return None
     default: Place = getattr(_device, "CURRENT_DEVICE", None)  # torch 2.0 has its own mode above ours, and none such
     if default is not None and default.type == "cuda":
@@ -74,10 +75,33 @@ def stand_in(_: int) -> None:
 
     @functools.wraps(start)
     def start_rehearsing(thread: threading.Thread) -> None:
-        thread.run = _under(mode, thread.run)  # type: ignore[method-assign]
+        if torch._C._is_torch_function_mode_enabled():  # not for a thread of what works on the tensors as they are
+            thread.run = _under(mode, thread.run)  # type: ignore[method-assign]
         start(thread)
 
     threading.Thread.start = start_rehearsing  # type: ignore[method-assign]
+    torch.autograd.Variable._execution_engine = _Engine(mode, torch.autograd.Variable._execution_engine)
+
+
+class _Engine:
+    """Autograd's engine, which calls the script's own functions while torch handles a backward: they see the mode."""
+
+    def __init__(self, mode: Rehearsal, engine: Any) -> None:
+        self._mode = mode
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch.autograd.backward."""
+        with contextlib.nullcontext() if _is_entered() else self._mode:
+            return self._engine.run_backward(*args, **kwargs)
+
+
+def _is_entered() -> bool:
+    stack = range(torch._C._len_torch_function_stack())
+    return any(isinstance(torch._C._get_function_stack_at(index), Rehearsal) for index in stack)
 
 
 def _under(mode: TorchFunctionMode, run: Callable[[], None]) -> Callable[[], None]:

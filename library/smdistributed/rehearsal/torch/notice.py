@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from smdistributed.rehearsal.settings import Settings
 
 _untold: list[str] = []
+_launched = False
 
 
 def prepare(settings: Settings) -> None:
     """Compose what is said; it needs the real torch.cuda, which is about to be replaced."""
+    global _launched
+    _launched = settings.launched
     if not settings.tells:
         return
     real = torch.cuda.device_count()
@@ -30,6 +33,8 @@ def prepare(settings: Settings) -> None:
 
 def tell() -> None:
     """Say it, unless it has been said; processes started from here on do not repeat it."""
+    if not _launched and "torch.distributed.run" in sys.modules:
+        return  # torchrun itself, which looks for GPUs and is no rank
     while _untold:
         os.environ[TOLD] = "1"
         print(_untold.pop(), file=sys.stderr, flush=True)

@@ -1,4 +1,8 @@
-"""torch.nn.DataParallel: the batch is not split; the module runs once, on the first device."""
+"""Modules of torch.nn that torch has for CUDA alone.
+
+DataParallel does not split its batch: the module runs once, on the first device. SyncBatchNorm normalises by each
+rank's own batch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,12 @@ from smdistributed.rehearsal.torch.answers import move
 
 
 def stand_in(_: int) -> None:
-    """Replace the forward."""
+    """Replace their forward."""
+    _data_parallel()
+    torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+
+
+def _data_parallel() -> None:
     wrapper: Any = torch.nn.DataParallel
     forward = wrapper.forward
 

@@ -1,7 +1,7 @@
-"""Modules of torch.nn that torch has for CUDA alone.
+"""What torch does with a module on CUDA alone.
 
 DataParallel does not split its batch: the module runs once, on the first device. SyncBatchNorm normalises by each
-rank's own batch.
+rank's own batch. And torch.compile compiles nothing: what it made for the CPU would tell nothing about CUDA.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from smdistributed.rehearsal.torch.answers import move
 
 
 def stand_in(_: int) -> None:
-    """Replace their forward."""
+    """Replace their forward, and torch.compile."""
     _data_parallel()
     torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+
+
+    if hasattr(torch, "compile"):
+        torch.compile = _not_compiled
+    if hasattr(torch.nn.Module, "compile"):
+        torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """Return the model or function; without one, a decorator that does."""
+    return (lambda decorated: decorated) if model is None else model
 
 
 def _data_parallel() -> None:

@@ -106,10 +106,6 @@ def _is_pinned(_: object, tensor: Tensor, *words: Any, **options: Any) -> bool:
     return tensor in _pinned
 
 
-def _record_stream(_: object, tensor: Tensor, stream: object) -> None:
-    """Memory is not shared between streams here."""
-
-
 def _numpy(_: object, tensor: Tensor, *, force: bool = False) -> Any:
     if not force:
         _refuse_numpy(tensor)
@@ -182,7 +178,6 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,
     Tensor.pin_memory: _pin_memory,
     Tensor.is_pinned: _is_pinned,
-    Tensor.record_stream: _record_stream,
     Tensor.numpy: _numpy,
     Tensor.__array__: _array,
     Tensor.type: _type,

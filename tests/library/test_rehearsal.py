@@ -32,7 +32,7 @@ def start_up(tmp_path: Path) -> dict[str, str]:
     site.mkdir()
     shutil.copy(LIBRARY / "shoal-rehearsal.pth", site)
     (site / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})")
-    return {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(LIBRARY)])}
 
 
 def python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -104,7 +104,7 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 def test_importing_the_library_is_enough() -> None:
-    ran = python("-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", **REHEARSE)
+    ran = python("-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE)
     assert ran.stdout == "cuda:0\n", ran.stderr
 
 

@@ -60,9 +60,9 @@ elif distributed:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
 
-started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 losses = []
 if not args.cpu:
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     started.record()
 for _ in range(2):
     for batch, target in loader:

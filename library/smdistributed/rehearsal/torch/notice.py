@@ -33,7 +33,7 @@ def prepare(settings: Settings) -> None:
 
 def tell() -> None:
     """Say it, unless it has been said; processes started from here on do not repeat it."""
-    if not _launched and "torch.distributed.run" in sys.modules:
+    if not _launched and "torch.distributed.launcher.api" in sys.modules:
         return  # torchrun itself, which looks for GPUs and is no rank
     while _untold:
         os.environ[TOLD] = "1"

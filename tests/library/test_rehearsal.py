@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.library.conftest import clean_environment
 
+from smdistributed.rehearsal.settings import RehearsalError, Settings, read_settings
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -104,21 +106,28 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 def test_importing_the_library_is_enough() -> None:
-    ran = python("-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE)
+    ran = python(
+        "-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE
+    )
     assert ran.stdout == "cuda:0\n", ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("SHOAL_REHEARSE", "maybe", "SHOAL_REHEARSE='maybe' in the environment: allowed are 1, true, yes, on"),
-        ("SHOAL_REHEARSE_GPUS", "two", "SHOAL_REHEARSE_GPUS='two' in the environment: it must be a whole number from 1 to 128"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_the_import_of_torch(
-    start_up: dict[str, str], name: str, value: str, words: str
-) -> None:
-    ran = python("-c", "import torch; print('imported')", **{**start_up, **REHEARSE, name: value})
+def test_what_cannot_be_is_refused_by_the_import_of_torch(start_up: dict[str, str]) -> None:
+    ran = python("-c", "import torch; print('imported')", SHOAL_REHEARSE="maybe", **start_up)
     assert ran.returncode == 1
-    assert "RehearsalError" in ran.stderr and words in ran.stderr
+    assert "SHOAL_REHEARSE='maybe' in the environment: allowed are 1, true, yes, on" in ran.stderr
     assert "imported" not in ran.stdout
+
+
+@pytest.mark.parametrize("value", ["0", "129", "two", "-1"])
+def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
+    with pytest.raises(RehearsalError, match=f"SHOAL_REHEARSE_GPUS='{value}' in the environment: it must be a whole"):
+        read_settings({"SHOAL_REHEARSE_GPUS": value})
+
+
+def test_as_many_gpus_as_ranks_on_the_host() -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_settings({}) == Settings(gpus=1, tells=True, launched=False)
+    assert read_settings(ranks) == Settings(gpus=4, tells=False, launched=True)
+    assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
+    assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"

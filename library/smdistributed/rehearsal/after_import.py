@@ -10,7 +10,7 @@ from types import ModuleType
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
     """Call `function` once the module's own code has run, and before the import returns; it may raise."""
-    sys.meta_path.insert(0, _Finder(name, function))  # type: ignore[arg-type]  # find_spec alone is asked of it
+    sys.meta_path.insert(0, _Finder(name, function))
 
 
 class _Finder:
@@ -40,7 +40,7 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             execute(module)
             if self in sys.meta_path:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]
+                sys.meta_path.remove(self)
                 self._function()
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]

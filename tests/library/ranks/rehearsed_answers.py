@@ -1,5 +1,6 @@
 """No launcher, two pretended GPUs: what a script sees of them, check by check. Prints the checks that were made."""
 
+# mypy: disable-error-code="no-untyped-call,attr-defined,var-annotated"
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""What a tensor answers in a rehearsal where a CPU tensor would answer otherwise: its device, and moves between them."""
+"""What a tensor answers where a CPU tensor would answer otherwise: its device, and moves between devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from smdistributed.rehearsal.torch.devices import CPU, UNKNOWN
 from smdistributed.rehearsal.torch.places import Place, inherit, place_of, put
 
 Tensor = torch.Tensor
+_Tensor: Any = torch.Tensor  # its descriptors are typed as their values
 _pinned: Any = WeakTensorKeyDictionary()
 
 
@@ -114,14 +115,14 @@ def _numpy(_: object, tensor: Tensor, *, force: bool = False) -> Any:
 
 def _array(_: object, tensor: Tensor, *words: Any, **options: Any) -> Any:
     _refuse_numpy(tensor)
-    return tensor.__array__(*words, **options)
+    return _Tensor.__array__(tensor, *words, **options)
 
 
 def _refuse_numpy(tensor: Tensor) -> None:
     if on_cuda(tensor):
         raise TypeError(
-            f"can't convert {place_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
+            f"can't convert {place_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
         )
 
 
@@ -168,18 +169,18 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     # They only read a device, and have to return it as it is.
     torch.device: lambda _, *words, **options: torch.device(*words, **options),
     torch._C._nn._parse_to: _parse_to,
-    Tensor.to: _to,
-    Tensor.cuda: _cuda,
-    Tensor.cpu: _cpu,
-    Tensor.device.__get__: _device,
-    Tensor.is_cuda.__get__: _is_cuda,
-    Tensor.is_cpu.__get__: _is_cpu,
-    Tensor.get_device: _get_device,
-    Tensor.data.__set__: _set_data,
-    Tensor.pin_memory: _pin_memory,
-    Tensor.is_pinned: _is_pinned,
-    Tensor.numpy: _numpy,
-    Tensor.__array__: _array,
-    Tensor.type: _type,
+    _Tensor.to: _to,
+    _Tensor.cuda: _cuda,
+    _Tensor.cpu: _cpu,
+    _Tensor.device.__get__: _device,
+    _Tensor.is_cuda.__get__: _is_cuda,
+    _Tensor.is_cpu.__get__: _is_cpu,
+    _Tensor.get_device: _get_device,
+    _Tensor.data.__set__: _set_data,
+    _Tensor.pin_memory: _pin_memory,
+    _Tensor.is_pinned: _is_pinned,
+    _Tensor.numpy: _numpy,
+    _Tensor.__array__: _array,
+    _Tensor.type: _type,
     torch._VF._pack_padded_sequence: _pack_padded_sequence,
 }

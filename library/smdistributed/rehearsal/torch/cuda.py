@@ -70,8 +70,9 @@ def stand_in(count: int) -> None:
     _replace(torch.backends.cudnn, _CUDNN)
     _replace(cuda.nccl, {"version": lambda: (2, 21, 5)})
     if hasattr(torch, "get_device_module"):
-        module_of = torch.get_device_module
-        torch.get_device_module = lambda device=None: module_of("cuda" if device is None else device)
+        module_of: Any = torch.get_device_module
+        of_cuda = {"get_device_module": lambda device=None: module_of("cuda" if device is None else device)}
+        _replace(torch, of_cuda)
     _generators()
     for name in _TYPES:
         setattr(cuda, f"{name}Tensor", _TensorType(f"{name}Tensor", (), {}))
@@ -172,9 +173,11 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 def _generators() -> None:
     """torch.Generator(device="cuda") is one of the CPU."""
 
-    class Generator(torch._C.Generator):
+    base: Any = torch._C.Generator
+
+    class Generator(base):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
-            return super().__new__(cls, "cpu" if devices.is_cuda(device) else device)
+            return base.__new__(cls, "cpu" if devices.is_cuda(device) else device)
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     torch.Generator = Generator  # type: ignore[misc]

@@ -17,13 +17,14 @@ def stand_in(_: int) -> None:
     if not dist.is_available():
         return
     dist.is_nccl_available = lambda: True
-    register = dist.Backend.register_backend
+    backends: Any = dist.Backend
+    register = backends.register_backend
 
     @functools.wraps(register)
     def register_unseen(name: str, func: Any, *args: Any, **kwargs: Any) -> None:
         register(name, _creator(func), *args, **kwargs)
 
-    dist.Backend.register_backend = staticmethod(register_unseen)
+    backends.register_backend = staticmethod(register_unseen)
     for name in ("init_process_group", "new_group"):
         _replace(name, _without_nccl)
     _replace("barrier", _without_device_ids)

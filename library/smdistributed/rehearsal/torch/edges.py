@@ -15,16 +15,17 @@ from smdistributed.rehearsal.torch.places import common_place, inherit, place_of
 
 def stand_in(_: int) -> None:
     """Extend what makes tensors."""
-    apply = torch.autograd.Function.__dict__["apply"].__func__
-    torch.autograd.Function.apply = classmethod(_where_the_arguments_are(apply))
     _parameters()
+    tensor: Any = torch.Tensor
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(_where_the_arguments_are(function.__dict__["apply"].__func__))
     if hasattr(_device, "CURRENT_DEVICE"):
         _default_device()
     else:  # torch 2.0, where indexing is not seen either
-        torch.Tensor.__getitem__ = _where_the_arguments_are(torch.Tensor.__getitem__)  # type: ignore[method-assign]
+        tensor.__getitem__ = _where_the_arguments_are(tensor.__getitem__)
     torch.from_numpy = _on_the_cpu(torch.from_numpy)
-    for name in ("rebuild_tensor",):  # what a worker of a DataLoader sends
-        setattr(torch.multiprocessing.reductions, name, _on_the_cpu(getattr(torch.multiprocessing.reductions, name)))
+    reductions: Any = torch.multiprocessing.reductions  # what a worker of a DataLoader sends
+    reductions.rebuild_tensor = _on_the_cpu(reductions.rebuild_tensor)
 
 
 def _on_the_cpu(function: Any) -> Any:
@@ -49,7 +50,8 @@ def _where_the_arguments_are(function: Any) -> Any:
 
 def _parameters() -> None:
     """A parameter is where the tensor is that it is made of."""
-    make = torch.nn.Parameter.__new__
+    parameters: Any = torch.nn.Parameter
+    make = parameters.__new__
 
     @functools.wraps(make)
     def make_and_place(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -58,12 +60,13 @@ def _parameters() -> None:
             put(parameter, place_of(data))
         return parameter
 
-    torch.nn.Parameter.__new__ = make_and_place
+    parameters.__new__ = make_and_place
 
 
 def _default_device() -> None:
     """Torch's own mode for a default device lies below ours: what runs while ours is left would get CUDA from it."""
-    handle = _device.DeviceContext.__torch_function__
+    context: Any = _device.DeviceContext
+    handle = context.__torch_function__
 
     @functools.wraps(handle)
     def handle_on_cpu(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,4 +74,4 @@ def _default_device() -> None:
             return func(*args, **(kwargs or {}))
         return handle(self, func, types, args, kwargs)
 
-    _device.DeviceContext.__torch_function__ = handle_on_cpu
+    context.__torch_function__ = handle_on_cpu

@@ -23,7 +23,7 @@ from smdistributed.rehearsal.torch.mixing import refuse_mixture
 from smdistributed.rehearsal.torch.places import Place, common_place, inherit, put, tensors_in
 
 
-class Rehearsal(TorchFunctionMode):  # type: ignore[misc]  # torch's class is not typed
+class Rehearsal(TorchFunctionMode):
     """The mode itself."""
 
     def __torch_function__(
@@ -69,9 +69,11 @@ def _default(func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) ->
 
 def stand_in(_: int) -> None:
     """Enter the mode here, and in every thread that is started from now on."""
-    mode = Rehearsal()
+    mode: Any = Rehearsal()
     mode.__enter__()
-    start = threading.Thread.start
+    thread_class: Any = threading.Thread
+    variable: Any = torch.autograd.Variable
+    start = thread_class.start
 
     @functools.wraps(start)
     def start_rehearsing(thread: threading.Thread) -> None:
@@ -79,8 +81,8 @@ def stand_in(_: int) -> None:
             thread.run = _under(mode, thread.run)  # type: ignore[method-assign]
         start(thread)
 
-    threading.Thread.start = start_rehearsing  # type: ignore[method-assign]
-    torch.autograd.Variable._execution_engine = _Engine(mode, torch.autograd.Variable._execution_engine)
+    thread_class.start = start_rehearsing
+    variable._execution_engine = _Engine(mode, variable._execution_engine)
 
 
 class _Engine:

@@ -20,7 +20,6 @@ def stand_in(_: int) -> None:
     _data_parallel()
     torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
 
-
     if hasattr(torch, "compile"):
         torch.compile = _not_compiled
     if hasattr(torch.nn.Module, "compile"):

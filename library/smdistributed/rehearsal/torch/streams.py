@@ -111,7 +111,8 @@ def stand_in(_: int) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    torch.Tensor.record_stream = lambda self, stream: None  # torch would refuse a stream that is not its own
+    # torch would refuse a stream that is not its own
+    setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
     for name in ("Stream", "Event"):
         setattr(torch.cuda.streams, name, replaced[name])
     if hasattr(torch, "accelerator"):

@@ -64,6 +64,7 @@ class SharedMemory:
         self._look = native.LOOK(self._on_look)  # held here: the engine calls it
         self._raised: BaseException | None = None
         self._broken, self._closed = "", False
+        self._lost: list[int] = []
         self._told = 0  # the last collective of which a warning was given
         spins = SETTINGS["spins"] if len(os.sched_getaffinity(0)) >= self.size else 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -173,9 +174,10 @@ class SharedMemory:
     def _on_look(self, rank: int, waited: float) -> int:
         """Called by the engine while this rank waits for another; what is not 0 ends that."""
         try:
-            if self._native.engine_broken(self._engine) is not None:
+            self._lost = [other for other in self._others() if not self._processes[other].lives]
+            if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
                 return native.BROKEN
-            if not self._processes[rank].lives:
+            if rank in self._lost:
                 return _LOST
             if waited > self.seconds:
                 return _LATE
@@ -188,19 +190,17 @@ class SharedMemory:
 
     def _reason(self, code: int) -> str:
         here = self._doing(self.rank)
-        said = self._native.engine_broken(self._engine)
-        if said is not None:  # first: who has said it may have ended since
-            text = said.decode(errors="replace")
-            return f"Another rank has given up while rank {self.rank} was in {_described(here)}. It says, {text}"
+        if code == native.BROKEN:
+            said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
+            return f"Another rank has given up while rank {self.rank} was in {_described(here)}. It says, {said}"
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
             return (
                 f"The ranks have come apart: rank {self.rank} calls {_described(here)}, "
                 f"rank {other} calls {_described(self._doing(other))}."
             )
-        lost = [rank for rank in self._others() if not self._processes[rank].lives]
-        if lost and code == _LOST:
-            return f"{self._named(lost)} ended while rank {self.rank} waited in {_described(here)}."
+        if code == _LOST:
+            return f"{self._named(self._lost)} ended while rank {self.rank} waited in {_described(here)}."
         return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{self._where(here)}"
 
     def _warn(self, waited: float) -> None:

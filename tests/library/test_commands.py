@@ -21,7 +21,14 @@ def start(name: str, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("smddprun", []), ("smddpmprun", []), ("smddpmprun", MODEL_PARALLEL)], ids=str
+    ("name", "options"),
+    [
+        ("smddprun", []),
+        ("smddprun", ["-n", "2", "-x", "PATH", "-x", "HOME"]),
+        ("smddpmprun", []),
+        ("smddpmprun", MODEL_PARALLEL),
+    ],
+    ids=str,
 )
 def test_the_command_takes_their_place(name: str, options: list[str]) -> None:
     process = start(name, *options, sys.executable, "-c", TELL, "-i", "a b", "--allow-bypass", "")
@@ -62,3 +69,14 @@ def test_what_cannot_be_run_is_said(name: str, words: list[str], code: int, said
     assert process.returncode == code
     assert error.startswith((f"usage: {name}", f"{name}: "))
     assert said in error
+
+
+def test_explain_names_the_rank_and_its_engine() -> None:
+    environ = {**os.environ, "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    environ.update(MASTER_ADDR="algo-1", MASTER_PORT="7777", SMDDP_ENGINE="gloo")
+    said = subprocess.run(
+        [Path(sys.executable).with_name("smddprun"), "--explain"], env=environ, capture_output=True, text=True
+    ).stdout
+    assert "rank 1 of 4, local rank 1 of 2; ranks meet at algo-1:7777" in said
+    assert "SMDDP_ENGINE=gloo: gloo everywhere" in said
+    assert "MiB for 2 local ranks, pieces of 256 KiB" in said

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RANKS = Path(__file__).parent / "ranks"
 ADDRESS = {"MASTER_ADDR": "127.0.0.1"}
-BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) exec "$0" "$@"'
+BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "$0" "$@"'
 
 
 @pytest.mark.mpi
@@ -38,15 +38,16 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("world_size", "by", "reason"),
+    ("world_size", "by", "engine", "reason"),
     [
-        (4, "/2", "shm+gloo: 2 hosts × 2 ranks"),
-        (4, "%2", "shm+gloo: 2 hosts × 2 ranks"),  # the ranks of a host are not in a row
-        (3, "%2", "gloo: the hosts hold different numbers of ranks"),
+        (4, "/2", "auto", "shm+gloo: 2 hosts × 2 ranks"),
+        (4, "%2", "auto", "shm+gloo: 2 hosts × 2 ranks"),  # the ranks of a host are not in a row
+        (3, "%2", "auto", "gloo: the hosts hold different numbers of ranks"),
+        (4, "/2", "mpi", "shm+mpi: 2 hosts × 2 ranks"),
     ],
 )
-def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str, reason: str) -> None:
-    hosts = ["-c", _exec_as_rank(BY_RANK.format(by=by)), RANKS / "smddp.py"]
+def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str, engine: str, reason: str) -> None:
+    hosts = ["-c", _exec_as_rank(BY_RANK.format(by=by, engine=engine)), RANKS / "smddp.py"]
     said = mpirun(world_size, *hosts, MASTER_PORT=str(free_port), **ADDRESS)
     assert said.count(reason) == world_size
     assert not _left_behind()
@@ -130,7 +131,7 @@ def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
 
 @pytest.mark.mpi
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
-    with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, gloo"):
+    with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, mpi, gloo"):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 
 

@@ -1,10 +1,12 @@
 """`smddprun`, `smddpsinglenode` and `smddpmprun`: what is put before each rank's command.
 
-    smddprun [--rehearse] COMMAND [ARGUMENT ...]
+    smddprun [-n RANKS] [-x VARIABLE ...] [--rehearse] COMMAND [ARGUMENT ...]
+    smddprun --explain
     smddpsinglenode [--rehearse] COMMAND [ARGUMENT ...]
     smddpmprun [-i INSTANCE_TYPE] [--allow-bypass] [--rehearse] COMMAND [ARGUMENT ...]
 
 SageMaker's own toolkit uses them where they are on PATH: `smddprun` on several hosts, `smddpsinglenode` on one.
+`--explain` prints which engine a rank's job chooses, and why (run it under the job's launcher, one rank is enough).
 `--rehearse` sets SHOAL_REHEARSE=1: the command runs without GPUs (see `smdistributed.rehearsal`).
 
 They are transparent: this library prepares nothing outside the rank, so the command takes their place, with the same
@@ -20,13 +22,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from smdistributed.core.explain import explain
+
 # As a shell says it.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
 def smddprun() -> NoReturn:
-    """Become the command."""
-    _become(_parser("smddprun", ""), sys.argv[1:])
+    """Become the command; AWS's options are taken and dropped: mpirun, which calls this, has been told the same."""
+    if sys.argv[1:] == ["--explain"]:
+        print(explain())
+        sys.exit()
+    parser = _parser("smddprun", "[-n RANKS] [-x VARIABLE ...] ")
+    parser.add_argument("-n", metavar="RANKS", type=int)
+    parser.add_argument("-x", metavar="VARIABLE", action="append")
+    _become(parser, sys.argv[1:])
 
 
 def smddpsinglenode() -> NoReturn:

@@ -288,7 +288,7 @@ class Member:
 
 def meet(store: Store, rank: int, size: int) -> list[Member]:
     """Return all ranks of a group, in their order. store: of this group alone."""
-    mine = json.dumps([*segment.this_process(), _without_engine()])
+    mine = json.dumps([*segment.this_process(), without_engine()])
     told = [json.loads(text) for text in exchange(store, "process", rank, size, mine)]
     return [Member(Process(*process), problem) for *process, problem in told]
 
@@ -309,7 +309,7 @@ def share(store: Store, rank: int, processes: Sequence[Process], seconds: float)
     return SharedMemory(memory, rank, processes, slot_bytes, seconds)
 
 
-def _without_engine() -> str:
+def without_engine() -> str:
     """Why this machine cannot run the engine; empty where it can."""
     try:
         native.load()
@@ -337,16 +337,22 @@ def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str
         return None, 0, str(error)
 
 
+def choose_slot_bytes(size: int) -> tuple[int, int]:
+    """The largest slot for which there is room, and what `size` ranks share with it; both in bytes."""
+    lengths = {slot: int(native.load().engine_bytes(size, slot)) for slot in SETTINGS["slot_bytes"]}
+    slot = next((slot for slot, length in lengths.items() if length <= segment.room() // 2), min(lengths))
+    return slot, lengths[slot]
+
+
 def _make(store: Store, size: int) -> tuple[mmap.mmap, int]:
-    lengths = {native.load().engine_bytes(size, slot): slot for slot in SETTINGS["slot_bytes"]}
-    length = next((length for length in lengths if length <= segment.room() // 2), min(lengths))
+    slot_bytes, length = choose_slot_bytes(size)
     try:
         path, memory = segment.create(length)
     except OSError:
         store.set("path", f"0:{_NOWHERE}")
         raise
-    store.set("path", f"{lengths[length]}:{path}")
-    return memory, lengths[length]
+    store.set("path", f"{slot_bytes}:{path}")
+    return memory, slot_bytes
 
 
 def _pointers(addresses: Sequence[int]) -> Any:

@@ -9,15 +9,15 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from smdistributed.core.explain import CHOICES
 from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts
-
-CHOICES = ("auto", "shm", "gloo")
+from smdistributed.dataparallel.torch.mpi import open_mpi
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
-    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE (auto, shm, gloo) may ask for one.
+    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE (auto, shm, mpi, gloo) may ask for one.
 
     store: of this group alone. gloo: torch's own group of the same ranks.
 
@@ -26,24 +26,29 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
         raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
-    everybody = AcrossHosts(gloo, rank, size)
     if wanted == "gloo":
-        return everybody, "gloo: SMDDP_ENGINE asks for it"
+        return AcrossHosts(gloo, rank, size), "gloo: SMDDP_ENGINE asks for it"
     members = meet(store, rank, size)
+    mover, name = (open_mpi(store, rank, range(size)), "mpi") if wanted == "mpi" else (gloo, "gloo")
+    everybody = AcrossHosts(mover, rank, size)
     grid = _hosts(members)
     local, problem = _open_local(store, rank, members, grid, timeout)
     if local is None:
         if wanted == "shm":
             raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
-        return everybody, f"gloo: {problem}"
+        return everybody, f"{name}: {problem}"
     if len(grid) == 1:
         return OnHost(local), f"shm: {_counted(size, 'rank')} on one host"
     column = local.rank
     host = next(host for host, ranks in enumerate(grid) if rank in ranks)
-    between = dist.ProcessGroupGloo(PrefixStore(f"across-{column}", store), host, len(grid), timeout)
+    between: object
+    if wanted == "mpi":
+        between = open_mpi(store, rank, [ranks[column] for ranks in grid])
+    else:
+        between = dist.ProcessGroupGloo(PrefixStore(f"across-{column}", store), host, len(grid), timeout)
     across = AcrossHosts(between, host, len(grid))
     return OnHosts(OnHost(local), across, everybody, grid, rank), (
-        f"shm+gloo: {len(grid)} hosts × {_counted(local.size, 'rank')}"
+        f"shm+{name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
 
 

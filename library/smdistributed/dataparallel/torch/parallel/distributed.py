@@ -26,7 +26,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     broadcast_buffers: copy rank 0's buffers to all before each forward in training mode.
     process_group: of torch.distributed, or `group.WORLD`.
     bucket_cap_mb: gradients travel in buckets of this size, in MiB; None for 25.
+    gradient_accumulation_steps: taken (published scripts give it) and not needed: what has been averaged stays the same
+        when it is averaged again with the next gradients. `.no_sync()` saves the traffic.
     torch_options: the further options of torch's own class (`find_unused_parameters`, …).
+
+    A module on the CPU goes to this rank's CUDA device, where there is one: published scripts wrap first, then move it.
 
     A forward in evaluation mode under `torch.no_grad()` starts no collective: rank 0 may evaluate alone (published
     scripts).
@@ -42,9 +46,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         broadcast_buffers: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
         bucket_cap_mb: int | None = None,
+        gradient_accumulation_steps: int = 1,
         **torch_options: Any,
     ) -> None:
         require_init()
+        _onto_device(module)
         _refuse_unknown(torch_options)
         if not broadcast_buffers:  # torch's default is True; naming the option warns since 2.13
             torch_options["broadcast_buffers"] = False
@@ -60,6 +66,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def will_sync_module_buffers(self) -> bool:
         """Buffers do not change in evaluation mode, so there is nothing to copy."""
         return self.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+
+def _onto_device(module: torch.nn.Module) -> None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    if on_cpu and torch.cuda.is_available():
+        module.cuda(torch.cuda.current_device())
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:

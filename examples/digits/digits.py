@@ -51,6 +51,11 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def current_device() -> torch.device:
+    """The GPU that joining the job has given to this rank, or the CPU of a host without."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
     """The training and the test digits, from digits.npz in the channel, else from scikit-learn."""
     if data_dir is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 import torch
-from digits import Net, accuracy, arguments_parser, load_digits, save, train_epoch
+from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,8 +23,8 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the network is small: the cores are for the ranks
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
+    device = current_device()
     training, test = load_digits(arguments.data_dir)
     sampler: DistributedSampler[object] = DistributedSampler(
         training, num_replicas=world_size, rank=rank, seed=arguments.seed

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import Net, accuracy, arguments_parser, load_digits, save, train_epoch
+from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import DataLoader
@@ -25,12 +26,13 @@ WRAP_PARAMETERS = 4096  # layers from this size on are gathered one by one; a la
 
 def main() -> None:
     arguments = arguments_parser(__doc__).parse_args()
-    dist.init_process_group(backend="smddp")
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend="smddp", **alone)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = take_device()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the network is small: the cores are for the ranks
 
+    device = current_device()
     training, test = load_digits(arguments.data_dir)
     sampler: DistributedSampler[object] = DistributedSampler(training, seed=arguments.seed)
     loader = DataLoader(training, batch_size=arguments.batch_size, sampler=sampler)
@@ -70,15 +72,6 @@ def main() -> None:
         }
         save(weights, metrics, arguments)
     dist.destroy_process_group()
-
-
-def take_device() -> torch.device:
-    """This rank's own GPU, or the CPU of a host without."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 if __name__ == "__main__":

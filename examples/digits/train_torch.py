@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import Net, accuracy, arguments_parser, load_digits, save, train_epoch
+from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -27,12 +27,13 @@ def main() -> None:
         "--checkpoint-dir", type=Path, help="go on from checkpoint.pt in it, and write it after each epoch"
     )
     arguments = parser.parse_args()
-    dist.init_process_group(backend="smddp")
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend="smddp", **alone)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = take_device()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the network is small: the cores are for the ranks
 
+    device = current_device()
     training, test = load_digits(arguments.data_dir)
     sampler: DistributedSampler[object] = DistributedSampler(training, seed=arguments.seed)
     loader = DataLoader(training, batch_size=arguments.batch_size, sampler=sampler)
@@ -66,15 +67,6 @@ def main() -> None:
         }
         save(model.module.state_dict(), metrics, arguments)
     dist.destroy_process_group()
-
-
-def take_device() -> torch.device:
-    """This rank's own GPU, or the CPU of a host without."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 def resume(directory: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -39,8 +39,8 @@ def test_digits_alone(alone: Alone, tmp_path: Path, script: str) -> None:
     check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)
 
 
-@each_script
 @pytest.mark.mpi
+@each_script
 def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: str) -> None:
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)

@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -85,7 +86,7 @@ def _named(module: ModuleType, name: str) -> Iterator[str]:
     if home != module.__name__ and home in MODULES:
         yield f"### {name}\n\nThe same as `{home}.{name}`."
     elif not callable(value):
-        yield f"### {name}\n\n```python\n{name} = {value!r}\n```"
+        yield f"### {name}\n\n```python\n{name} = {_literal(value)}\n```"
     else:
         yield f"### {name}\n\n```python\n{_signature(value)}\n```"
         yield _prose(_docstring(value, f"{module.__name__}.{name}"))
@@ -98,7 +99,8 @@ def _signature(value: Any) -> str:
         return _shown("def ", node)
     assert isinstance(node, ast.ClassDef)
     if issubclass(value, Enum):
-        return f"class {node.name}(Enum):\n    " + "\n    ".join(f"{each.name} = {each.value!r}" for each in value)
+        members = [f"{each.name} = {_literal(each.value)}" for each in value]
+        return "\n    ".join([f"class {node.name}(Enum):", *members])
     bases = ", ".join(map(ast.unparse, node.bases))
     initial = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if initial is None:
@@ -106,6 +108,10 @@ def _signature(value: Any) -> str:
         return "\n    ".join([f"class {node.name}{bases and f'({bases})'}{':' if fields else ''}", *fields])
     initial.name, initial.returns, initial.args.args = node.name, None, initial.args.args[1:]
     return _shown("class ", initial)
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _shown(word: str, function: ast.FunctionDef) -> str:

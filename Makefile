@@ -16,7 +16,7 @@ $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check render lock bench-launch bench-logs bench-dataparallel bench-images clean
+.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,11 +50,12 @@ endif
 
 test: check test-fast test-integration conformance faults ## everything: checks, and all the tests below
 
-check: setup ## ruff, mypy strict, rendered Dockerfiles fresh
+check: setup ## ruff, mypy strict, rendered Dockerfiles and docs/api fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(SHOAL) render --check
+	@$(BIN)/python scripts/api_docs.py --check
 
 test-fast: setup ## the tests that need no Docker
 	@$(BIN)/pytest tests/test_walls.py tests/images tests/toolkit tests/library -n $(WORKERS)
@@ -69,6 +70,9 @@ conformance: setup engine ## the same jobs through the stock toolkit and through
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 faults: image ## what goes wrong in real containers, and how long it takes to end (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
+
+docs: setup ## write docs/api from the library's docstrings
+	@$(BIN)/python scripts/api_docs.py
 
 render: setup ## render the Dockerfiles from the templates
 	@$(SHOAL) render

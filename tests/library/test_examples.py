@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py"
 BAR = 0.96
+each_script = pytest.mark.parametrize("script", ["train.py", "train_torch.py", "train_fsdp.py"])
 
 
 def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:
@@ -31,20 +32,44 @@ def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int
     assert not any(name.startswith("module.") for name in weights)
 
 
-def test_digits_alone(alone: Alone, tmp_path: Path) -> None:
-    log = alone(DIGITS / "train.py", "--epochs", "8", "--lr", "0.003")
+@each_script
+def test_digits_alone(alone: Alone, tmp_path: Path, script: str) -> None:
+    log = alone(DIGITS / script, "--epochs", "8", "--lr", "0.003")
     assert log.count("epoch ") == 8
     check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)
 
 
 @pytest.mark.mpi
-def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+@each_script
+def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: str) -> None:
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)
     contract = {f"SM_{name}": str(tmp_path / name) for name in ("MODEL_DIR", "OUTPUT_DATA_DIR")}
-    log = mpirun(2, DIGITS / "train.py", "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
+    log = mpirun(2, DIGITS / script, "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
     assert log.count("epoch ") == 10, "rank 0 alone prints"
     check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
+
+
+@each_script
+def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int, script: str) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}")
+    log = alone(*torchrun, DIGITS / script, "--epochs", "10")
+    assert log.count("epoch ") == 10, "rank 0 alone prints"
+    check_digits(tmp_path / "model", tmp_path / "output", epochs=10, world_size=2)
+
+
+def test_digits_go_on_from_a_checkpoint(alone: Alone, tmp_path: Path) -> None:
+    """As if they had not been stopped, bit for bit."""
+
+    def train(epochs: int, checkpoints: str, model: str) -> str:
+        options = {"epochs": epochs, "checkpoint-dir": tmp_path / checkpoints, "model-dir": tmp_path / model}
+        return alone(DIGITS / "train_torch.py", *(f"--{name}={value}" for name, value in options.items()))
+
+    train(1, "stopped", "first")
+    assert train(2, "stopped", "resumed").count("epoch ") == 1
+    train(2, "not-stopped", "at-once")
+    resumed, at_once = (torch.load(tmp_path / model / "model.pt") for model in ("resumed", "at-once"))
+    assert all(torch.equal(resumed[name], at_once[name]) for name in at_once)
 
 
 def test_prepare_writes_the_same_bytes(alone: Alone, tmp_path: Path) -> None:

@@ -8,4 +8,4 @@ class SMDDPError(RuntimeError):
 
 
 class SMDDPNCCLError(SMDDPError):
-    """NCCL failed."""
+    """NCCL failed (AWS names it so). Here torch raises its own `torch.distributed.DistBackendError` instead."""

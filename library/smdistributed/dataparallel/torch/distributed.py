@@ -120,9 +120,9 @@ def all_reduce(
 ) -> Work | None:
     """Combine `tensor` over the ranks, in place: same shape and dtype on all, bitwise the same result on all.
 
-    AVERAGE is the sum divided by the number of ranks; it raises TypeError for integers, whose average is none.
-    Returns a work handle when `async_op` (the result is there after its `wait()`), else None. Raises SMDDPError before
-    `init_process_group`.
+    So says the AWS developer guide. AVERAGE is the sum divided by the number of ranks; it raises TypeError for
+    integers, whose average is none. Returns a work handle when `async_op` (the result is there after its `wait()`),
+    else None. Raises SMDDPError before `init_process_group`.
     """
     require_init()
     work: Work | None = torch.distributed.all_reduce(tensor, _torch_op(op, tensor), group, async_op)
@@ -141,7 +141,7 @@ def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: ProcessGroup | None = group.WORLD, async_op: bool = False
 ) -> Work | None:
-    """Copy rank `src`'s `tensor` into that of every rank, in place: same shape and dtype on all.
+    """Copy rank `src`'s `tensor` into that of every rank, in place: same shape, and any dtype, on all (AWS guide).
 
     Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
     """
@@ -188,7 +188,7 @@ def all_to_all_single(
 
 
 def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) -> Work | None:
-    """Wait until every rank is here.
+    """Wait until every rank is here (AWS developer guide).
 
     Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
     """

@@ -44,6 +44,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if not dist.is_initialized():  # the first group, of all ranks
             take_device()
         self._store, self._rank, self._timeout = store, rank, timeout
+        self._name = self._description = ""
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._on_cuda: Any = None
         self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, self._gloo)
@@ -55,6 +56,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
         return "smddp"
+
+    # torch keeps the two with the backends of a group, of which one in Python has none; meshes ask for the name.
+    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
+        """Take the name that torch gives to the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 (torch's name)
+        """Return the group's name: torch.distributed.ProcessGroup.group_name."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
+        """Take the description that torch gives to the group."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
+        """Return the group's description: torch.distributed.ProcessGroup.group_desc."""
+        return self._description
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce."""

@@ -3,7 +3,15 @@
     import smdistributed.dataparallel.torch.torch_smddp
     torch.distributed.init_process_group(backend="smddp")
 
-Where mpirun alone has started this process, it also sets RANK, WORLD_SIZE and the rest of what torch's `env://` reads.
+Then torch.distributed has all its collectives, of tensors on the CPU and on CUDA devices, of any shape and strides:
+sums and averages of real and complex dtypes (float16 and bfloat16 are added up in float32), minima, maxima, products,
+and what integers have. All ranks get bitwise the same result. `ReduceOp.AVG`, `new_group` and other backends beside
+this one work, which AWS's lacks. torch's own DistributedDataParallel, FullyShardedDataParallel and
+ZeroRedundancyOptimizer run on it.
+
+Where mpirun alone has started this process, importing also sets RANK, WORLD_SIZE and the rest of what torch's `env://`
+reads. Raises LaunchError where the launch environment contradicts itself; the collectives raise SMDDPError when a rank
+is gone, does not come in time or calls another one, and where a dtype has no such reduction.
 """
 
 from __future__ import annotations

@@ -1,0 +1,277 @@
+"""One rank: what torch puts around a model, on the backend `smddp`, trains as one process does on the ranks' batches.
+
+That process is computed on every rank: it adds up the gradients of all ranks' shares, in the order of the ranks.
+Arguments: the names of checks; without, all of them.
+
+Not here, as torch refuses them on a CPU: SyncBatchNorm ("expected input tensor to be on cuda or …") and
+bf16_compress_hook ("required CUDA 11+ and NCCL 2.10+ …").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+
+STEPS, SAMPLES, FEATURES, CLASSES = 6, 12, 10, 3
+EXACT = 1e-6
+
+dist.init_process_group(backend="smddp")
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+Loss = Callable[[torch.nn.Module, int, int], torch.Tensor]
+"""Of a model, in a step, on a rank's share."""
+
+
+class Net(torch.nn.Module):
+    """Two layers, and two branches of which a forward takes one: inputs (n, 10) to scores (n, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(FEATURES, 16)
+        self.outer = torch.nn.Linear(16, CLASSES)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, branch: int | None = None) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(inputs))
+        taken = self.branches if branch is None else [self.branches[branch]]
+        for layer in taken:
+            hidden = torch.tanh(layer(hidden))
+        return self.outer(hidden)  # type: ignore[no-any-return]
+
+
+def new_model(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int, **options: Any) -> torch.Tensor:
+    inputs, labels = share(step, rank)
+    return torch.nn.functional.cross_entropy(model(inputs, **options), labels)
+
+
+def branching(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A branch that the ranks do not share in every other step, and one that nobody takes in the others."""
+    return loss_of(model, step, rank, branch=(step + rank * (step % 2)) % 2)
+
+
+def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+
+
+def train(
+    model: torch.nn.Module,
+    loss: Loss = loss_of,
+    ranks: Iterable[int] = (RANK,),
+    steps: int = STEPS,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """The mean loss of the ranks' shares in each step."""
+    optimizer = optimizer or sgd(model.parameters())
+    shares = list(ranks)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        found = torch.zeros(())
+        for rank in shares:
+            part = loss(model, step, rank) / len(shares)
+            part.backward()  # type: ignore[no-untyped-call]
+            found += part.detach()
+        optimizer.step()
+        losses.append(float(found))
+    return losses
+
+
+def check(model: torch.nn.Module, losses: list[float], loss: Loss = loss_of, tolerance: float = EXACT) -> None:
+    """Against one process."""
+    one_process = new_model()
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    expected = train(one_process, loss, range(SIZE))
+    torch.testing.assert_close(mean, torch.tensor(expected), rtol=0, atol=tolerance)
+    same(parameters_of(model), one_process.parameters(), tolerance)
+
+
+def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=tolerance)
+
+
+def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The whole parameters, of a sharded model too."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+    return [getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in model.parameters()]
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    """Other first weights on every rank: wrapping makes them equal."""
+    return DistributedDataParallel(new_model(seed=RANK), **options)
+
+
+def ddp() -> None:
+    for options in (
+        {},
+        {"bucket_cap_mb": 0.0005},  # several buckets, in flight together
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+    ):
+        model = wrapped(**options)
+        check(model, train(model))
+
+
+def unused_parameters() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        model = wrapped(find_unused_parameters=True, **options)
+        check(model, train(model, branching), branching)
+
+
+def no_sync() -> None:
+    """A share in pieces of which the last alone starts a collective."""
+    model = wrapped()
+    pieces = 3
+
+    def in_pieces(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        inputs, labels = share(step, rank)
+        total = torch.zeros(())
+        for number, (some, theirs) in enumerate(zip(inputs.chunk(pieces), labels.chunk(pieces)), 1):
+            last = number == pieces
+            with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
+                part = torch.nn.functional.cross_entropy(model(some), theirs) / pieces
+                if last:
+                    return total + part
+                part.backward()  # type: ignore[no-untyped-call]
+                total += part.detach()
+        raise AssertionError
+
+    check(model, train(model, in_pieces))
+
+
+def hooks() -> None:
+    for hook, tolerance in ((default_hooks.allreduce_hook, EXACT), (default_hooks.fp16_compress_hook, 5e-3)):
+        model = wrapped()
+        model.register_comm_hook(None, hook)
+        check(model, train(model), tolerance=tolerance)
+
+
+def power_sgd() -> None:
+    """Of full rank, after steps of all-reduce: as the gradients are, but for rounding."""
+    model = wrapped()
+    state = PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2, min_compression_rate=0)
+    model.register_comm_hook(state, powerSGD_hook)
+    check(model, train(model), tolerance=1e-2)
+
+
+def uneven_inputs() -> None:
+    """Rank r has r steps less; a rank that has none left takes part with zeros."""
+
+    def until_the_end(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        return loss_of(model, step, rank) * (step < STEPS - rank)
+
+    model = wrapped()
+    with model.join():
+        train(model, steps=STEPS - RANK)
+    one_process = new_model()
+    train(one_process, until_the_end, range(SIZE))
+    same(parameters_of(model), one_process.parameters(), EXACT)
+
+
+def zero_redundancy() -> None:
+    model = wrapped()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9)
+    check(model, train(model, optimizer=optimizer))
+
+
+def zero_redundancy_with_uneven_inputs() -> None:
+    """torch's Join of two: a rank that ended goes on updating its part."""
+    model = wrapped(gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3)
+    with Join([model, optimizer]):
+        train(model, steps=STEPS - RANK, optimizer=optimizer)
+    same(parameters_of(model), _broadcast(parameters_of(model)), 0)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        copy = tensor.detach().clone()
+        dist.broadcast(copy, src=0)
+        yield copy
+
+
+def fsdp() -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        model = _fsdp(sharding_strategy=strategy)
+        check(model, train(model))
+
+
+def hybrid() -> None:
+    """Not with shards on one rank each: torch does not average those over their replicas, on gloo neither."""
+    for mesh in meshes({1, SIZE // 2} - {SIZE}):
+        model = _fsdp(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+        check(model, train(model))
+
+
+def meshes(numbers: Iterable[int]) -> Iterator[Any]:
+    """Of so many replicas, sharded over the ranks of each."""
+    for replicas in sorted(numbers):
+        yield init_device_mesh("cpu", (replicas, SIZE // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _fsdp(**options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        new_model(),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, torch.nn.Linear),
+        **options,
+    )
+
+
+def fully_sharded() -> None:
+    """The second version of FSDP; with a mesh of two dimensions, hybrid."""
+    for mesh in (init_device_mesh("cpu", (SIZE,)), *meshes({1, SIZE // 2, SIZE})):
+        model = new_model()
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        check(model, train(model))
+
+
+def fsdp_in_bfloat16() -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = _fsdp(mixed_precision=low)
+    check(model, train(model), tolerance=5e-2)
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    *(ddp, unused_parameters, no_sync, hooks, power_sgd, uneven_inputs),
+    *(zero_redundancy, zero_redundancy_with_uneven_inputs, fsdp, hybrid, fully_sharded, fsdp_in_bfloat16),
+)
+for each in CHECKS:
+    if each.__name__ in sys.argv[1:] or not sys.argv[1:]:
+        try:
+            each()
+        except Exception as error:
+            raise AssertionError(f"{each.__name__} on rank {RANK}") from error
+dist.destroy_process_group()

@@ -1,0 +1,24 @@
+"""What torch offers to train with, on the backend `smddp`: the checks are those of ranks/wrappers.py, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Mpirun
+
+WRAPPERS = Path(__file__).parent / "ranks" / "wrappers.py"
+
+
+@pytest.mark.mpi
+def test_every_wrapper_trains_as_one_process(mpirun: Mpirun) -> None:
+    mpirun(2, WRAPPERS)
+
+
+@pytest.mark.mpi
+def test_replicas_of_shards(mpirun: Mpirun) -> None:
+    """Needs two ranks for each of the two."""
+    mpirun(4, WRAPPERS, "hybrid", "fully_sharded")

@@ -32,6 +32,7 @@ def main(words: Sequence[str]) -> None:
     mpi = MPI.COMM_WORLD
     os.environ.update(RANK=str(mpi.rank), WORLD_SIZE=str(mpi.size), LOCAL_RANK=str(mpi.rank))
     dist.init_process_group(backend="smddp")
+    torch.set_num_threads(1)
     groups: dict[str, Any] = {"smddp": None, "gloo": dist.new_group(backend="gloo")}
     times: dict[str, dict[str, float]] = {}
     for size in sizes:
@@ -61,8 +62,30 @@ def others(mpi: Any, groups: dict[str, Any], rounds: int) -> dict[str, dict[str,
         "copies": measure(mpi, {"smddp": copies}, rounds),
         "all-gather-64MB": measure(mpi, gather, rounds),
         "reduce-scatter-64MB": measure(mpi, scatter, rounds),
+        "ddp-cnn": measure(mpi, convolutions(), rounds),
         "ddp-mlp": measure(mpi, {name: step(group) for name, group in groups.items()}, max(5, rounds // 2)),
     }
+
+
+def convolutions() -> dict[str, Callable[[], None]]:
+    """A step of a CNN, whose gradients are small beside its computation; with them reduced, and without."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for width, wider in ((3, 32), (32, 64), (64, 128)):
+        layers += [torch.nn.Conv2d(width, wider, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    network = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 4 * 4, 10))
+    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    images = torch.randn(64, 3, 32, 32)
+
+    def reduced() -> None:
+        model(images).square().mean().backward()
+        model.zero_grad(set_to_none=False)
+
+    def alone() -> None:
+        with model.no_sync():
+            reduced()
+
+    return {"smddp": reduced, "no_sync": alone}
 
 
 def step(group: Any) -> Callable[[], None]:

@@ -81,12 +81,15 @@ def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int])
 
 def environment(hosts: tuple[Host, Host], rank: int, ranks: int) -> dict[str, str]:
     """The variables of a rank."""
-    host = rank // ranks
+    meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
     return {
         **os.environ,
-        **{"RANK": str(rank), "WORLD_SIZE": str(2 * ranks), "LOCAL_RANK": str(rank % ranks), "OMP_NUM_THREADS": "1"},
-        **{"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": INTERFACE},
-        "SMDDP_HOST": hosts[host].namespace,
+        **meeting,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(2 * ranks),
+        "LOCAL_RANK": str(rank % ranks),
+        "SMDDP_HOST": hosts[rank // ranks].namespace,
+        "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of each address without a name
     }
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def measure(gloo: Any, runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
+def measure(gloo: Any, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
     """Return medians; the engines take turns, and each round counts for its slowest rank."""
     found: dict[str, list[Measured]] = {name: [] for name in runs}
     for _ in range(rounds + 1):  # one to warm up

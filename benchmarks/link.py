@@ -7,7 +7,8 @@ the engines take turns; a round's time is that of its slowest rank, after a barr
 ranks, which knows no hosts. With R ranks on each of two hosts:
 
 - `link-all-reduce-64MB-2xR`: float32, against gloo;
-- `link-bytes-64MB-2xR`: what passed the wire, in the direction with more, against the least that can: the whole tensor;
+- `link-bytes-64MB-2xR`: what passed the wire, in the direction with more, against the least that can: the whole tensor.
+  The interface counts 64 KiB as one packet, so headers hardly count here; for the rate they do, packet by packet;
 - `link-float16-2xR`: as many float16, which are half the bytes, against float32.
 """
 

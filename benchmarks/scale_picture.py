@@ -8,16 +8,17 @@ from math import log2
 from textwrap import wrap
 from typing import Any
 
-WIDTH, HEIGHT = 880, 600
+WIDTH, HEIGHT = 880, 570
 LEFT, RIGHT, TOP, BOTTOM = 70, 850, 120, 440  # of the plot
 STYLE = """
-  svg { background: #fff; font: 14px system-ui, sans-serif }
-  text { fill: #1f2933 } .title { font-size: 20px; font-weight: 600 } .quiet { fill: #5c6773; font-size: 12px }
+  svg { font: 14px system-ui, sans-serif }
+  .page { fill: #fff } text { fill: #1f2933 } .title { font-size: 20px; font-weight: 600 }
+  .quiet { fill: #5c6773; font-size: 12px }
   .warning { fill: #b4540a; font-weight: 600 } .grid { stroke: #d9dee4 } .curve { fill: none; stroke-width: 2.5 }
   .c0 { stroke: #0b6bcb } .c1 { stroke: #12855a; stroke-dasharray: 7 4 } .c2 { stroke: #a33ea1; stroke-dasharray: 2 4 }
   .point { fill: #d1495b; stroke: #fff; stroke-width: 2 } .published { fill: #b03548; font-weight: 600 }
   @media (prefers-color-scheme: dark) {
-    svg { background: #14181d } text { fill: #e4e8ec } .quiet { fill: #9aa5b1 } .warning { fill: #f0a35e }
+    .page { fill: #14181d } text { fill: #e4e8ec } .quiet { fill: #9aa5b1 } .warning { fill: #f0a35e }
     .grid { stroke: #333b45 } .c0 { stroke: #58a6ff } .c1 { stroke: #3fc18a } .c2 { stroke: #d98ad7 }
     .point { fill: #ff7b8a; stroke: #14181d } .published { fill: #ff97a3 }
   }"""
@@ -29,7 +30,8 @@ def draw(ranks: Sequence[int], curves: Mapping[str, Sequence[float]], constants:
     def x(number: float) -> float:
         return LEFT + (RIGHT - LEFT) * log2(number / ranks[0]) / log2(ranks[-1] / ranks[0])
 
-    parts = [*heading(constants), *grid()]
+    parts = ['<rect class="page" width="100%" height="100%" rx="8"/>', *heading(constants), *grid()]
+    parts.append(f'<rect class="page" x="{LEFT + 4}" y="{BOTTOM - 84}" width="580" height="76"/>')  # behind the legend
     parts += [text(x(number), BOTTOM + 20, f"{number:,}", "quiet", "middle") for number in ranks]
     parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 40, "ranks (8 on each host)", "quiet", "middle"))
     for number, (name, curve) in enumerate(curves.items()):

@@ -322,19 +322,9 @@ def groups() -> None:
 
 
 for check in (
-    *(all_reduce, long, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced),
-    *(
-        premultiplied,
-        strides,
-        any_shape_and_strides,
-        broadcast,
-        all_gather,
-        reduce_scatter,
-        reduce,
-        gather_and_scatter,
-        all_to_all,
-    ),
-    *(uneven, messages, coalesced, in_flight, groups),
+    *(all_reduce, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
+    *(strides, any_shape_and_strides, broadcast, all_gather, reduce_scatter, reduce, gather_and_scatter, all_to_all),
+    *(long, uneven, messages, coalesced, in_flight, groups),
 ):
     try:
         check()

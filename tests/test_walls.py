@@ -41,8 +41,12 @@ def offences(room: str, forbidden: tuple[str, ...]) -> list[str]:
         ("images", ("shoal_toolkit", "smdistributed", "torch", "tensorflow")),
         ("toolkit", ("shoal", "smdistributed", "torch", "tensorflow")),
         ("library", ("shoal", "shoal_toolkit")),
-        ("library/smdistributed/core", ("smdistributed.dataparallel", "smdistributed.modelparallel")),
-        ("library/smdistributed/dataparallel", ("smdistributed.modelparallel",)),
+        (
+            "library/smdistributed/core",
+            ("smdistributed.dataparallel", "smdistributed.modelparallel", "smdistributed.rehearsal"),
+        ),
+        ("library/smdistributed/dataparallel", ("smdistributed.modelparallel", "smdistributed.rehearsal")),
+        ("library/smdistributed/rehearsal", ("smdistributed.dataparallel", "smdistributed.modelparallel")),
     ],
 )
 def test_rooms_do_not_import_each_other(room: str, forbidden: tuple[str, ...]) -> None:

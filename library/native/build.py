@@ -18,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "smdistributed" / "core" / "_engine.so"
+PTH = "shoal-rehearsal.pth"
 OPTIONS = "-std=c11 -O3 -ffp-contract=off -Wall -Wextra -fPIC -shared -Wl,--build-id=none"
 
 
@@ -31,6 +32,7 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"].append(str(RESULT.relative_to(HERE.parent)))
+        build_data["force_include_editable"][str(HERE.parent / PTH)] = PTH
 
 
 def compile_engine() -> Path:

@@ -10,13 +10,15 @@
 enum collective { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL };
 
 typedef struct {
-    _Atomic int32_t broken;
+    _Atomic int32_t broken; /* 1: somebody writes the reason, 2: it is there */
     char unused[LINE - 4];
+    char reason[ENGINE_REASON_BYTES];
 } state_t;
 
 typedef struct {
-    count_t given, reduced;
+    count_t given, reduced, asked, answered;
     doing_t doing[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
+    char answer[ENGINE_ANSWER_BYTES];
 } place_t;
 
 struct engine {
@@ -84,14 +86,56 @@ int engine_differs(engine_t *e)
     return e->differs;
 }
 
-void engine_break(engine_t *e)
+void engine_break(engine_t *e, const char *reason)
 {
-    atomic_store(&e->state->broken, 1);
+    int32_t whole = 0;
+    if (atomic_compare_exchange_strong(&e->state->broken, &whole, 1)) {
+        strncpy(e->state->reason, reason, sizeof e->state->reason - 1);
+        atomic_store(&e->state->broken, 2);
+    }
 }
 
-int engine_is_broken(engine_t *e)
+const char *engine_broken(engine_t *e)
 {
-    return atomic_load(&e->state->broken);
+    return atomic_load(&e->state->broken) == 2 ? e->state->reason : NULL;
+}
+
+/* questions: what is a rank about that others wait for? */
+
+uint32_t engine_ask(engine_t *e, int rank)
+{
+    count_t *asked = &e->places[rank].asked;
+    uint32_t question = atomic_load(&asked->value) + 1;
+    count_raise(asked, question);
+    return question;
+}
+
+static int go_on(int rank, double seconds)
+{
+    (void)rank;
+    (void)seconds;
+    return 0;
+}
+
+uint32_t engine_await_question(engine_t *e, uint32_t answered)
+{
+    patience_t patience = {0, 3600, go_on};
+    count_t *asked = &e->places[e->rank].asked;
+    count_await(asked, answered + 1, e->rank, &patience);
+    return atomic_load(&asked->value);
+}
+
+void engine_answer(engine_t *e, uint32_t question, const char *text)
+{
+    place_t *mine = &e->places[e->rank];
+    strncpy(mine->answer, text, sizeof mine->answer - 1);
+    count_raise(&mine->answered, question);
+}
+
+const char *engine_answer_of(engine_t *e, int rank, uint32_t question)
+{
+    place_t *place = &e->places[rank];
+    return (int32_t)(atomic_load(&place->answered.value) - question) >= 0 ? place->answer : NULL;
 }
 
 /* slots and counts */
@@ -121,7 +165,7 @@ static int await(engine_t *e, int rank, uint32_t value)
         e->differs = rank;
         said = DIFFERENT;
     }
-    return said ? said : atomic_load_explicit(&e->state->broken, memory_order_relaxed) ? BROKEN : 0;
+    return said ? said : atomic_load_explicit(&e->state->broken, memory_order_relaxed) == 2 ? BROKEN : 0;
 }
 
 static int await_all(engine_t *e, uint32_t value)

@@ -45,9 +45,19 @@ void engine_close(engine_t *engine);
 void engine_doing(engine_t *engine, int rank, doing_t *doing);
 /* The rank that has differed after DIFFERENT. */
 int engine_differs(engine_t *engine);
-/* Tell all ranks that this one goes no further. */
-void engine_break(engine_t *engine);
-int engine_is_broken(engine_t *engine);
+/* Tell all ranks that this one goes no further, and why; the first to do so is heard. */
+#define ENGINE_REASON_BYTES 4096
+void engine_break(engine_t *engine, const char *reason);
+/* What a rank has said when it broke the engine; NULL: none has. */
+const char *engine_broken(engine_t *engine);
+
+/* What a rank is about, in words. Each answers in a thread that waits for questions: how many there were comes back. */
+#define ENGINE_ANSWER_BYTES 4096
+uint32_t engine_ask(engine_t *engine, int rank);
+uint32_t engine_await_question(engine_t *engine, uint32_t answered);
+void engine_answer(engine_t *engine, uint32_t question, const char *text);
+/* NULL: there is none yet. */
+const char *engine_answer_of(engine_t *engine, int rank, uint32_t question);
 
 int engine_barrier(engine_t *engine);
 /* root: the rank that gets the result, in place; -1: all do. */

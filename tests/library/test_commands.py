@@ -30,6 +30,17 @@ def test_the_command_takes_their_place(name: str, options: list[str]) -> None:
     assert process.returncode == 7
 
 
+@pytest.mark.parametrize("name", ["smddprun", "smddpsinglenode", "smddpmprun"])
+def test_a_rank_rehearses_where_it_is_asked_to(name: str) -> None:
+    """By the function: the commands of an older installation know nothing of it."""
+    start = f"import sys; from smdistributed.core.commands import {name}; sys.argv[0] = {name!r}; {name}()"
+    tell = "import os; print(os.environ.get('SHOAL_REHEARSE'))"
+    for options, said in ((["--rehearse"], "1"), ([], "None")):
+        command = [sys.executable, "-c", start, *options, sys.executable, "-c", tell]
+        environ = {key: value for key, value in os.environ.items() if key != "SHOAL_REHEARSE"}
+        assert subprocess.run(command, capture_output=True, text=True, env=environ, check=True).stdout == f"{said}\n"
+
+
 def test_a_command_is_looked_for_on_path() -> None:
     assert start("smddprun", "true").wait(timeout=60) == 0
 

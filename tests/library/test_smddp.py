@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +30,8 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) exec "$0" "$@"'
         (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
     ],
 )
-def test_every_collective(mpirun: Mpirun, free_port: int, world_size: int, engine: str, reason: str) -> None:
-    said = mpirun(world_size, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE=engine, **ADDRESS)
+def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: str) -> None:
+    said = mpirun(world_size, RANKS / "smddp.py", SMDDP_ENGINE=engine)
     assert said.count(reason) == world_size  # not by lines: mpirun mixes those of several ranks
     assert not _left_behind()
 
@@ -53,30 +52,86 @@ def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str,
     assert not _left_behind()
 
 
-@pytest.mark.parametrize("milliseconds", [0, 10])
-def test_a_rank_that_is_killed_is_named_by_the_others(free_port: int, milliseconds: int) -> None:
-    common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": "3", "SMDDP_ENGINE": "shm"}
-    command = [sys.executable, str(RANKS / "smddp_lost.py")]
+def _guarded(free_port: int, what: str, world_size: int = 2, **environ: str) -> list[str]:
+    """What each rank of smddp_guards.py has printed; a stopped one is ended when the others have."""
+    common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": str(world_size), **environ}
+    command = [sys.executable, str(RANKS / "smddp_guards.py"), what]
     with ExitStack() as undo:
-        environments = [{**common, "RANK": rank} for rank in "012"]
+        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
         ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environments]
         for rank in ranks:
             undo.enter_context(rank)
             undo.callback(rank.kill)
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "up\n"
-        time.sleep(milliseconds / 1000)  # anywhere within a collective
-        ranks[1].kill()
-        said = [rank.communicate(timeout=5)[0] for rank in (ranks[0], ranks[2])]
-    assert all(f"rank 1 (process {ranks[1].pid}) ended" in text for text in said), said
-    assert not _left_behind()
+        first = ranks[0].communicate(timeout=60)[0]
+        if what == "stopped":
+            ranks[1].kill()
+        return [first, *(rank.communicate(timeout=60)[0] for rank in ranks[1:])]
+
+
+def test_a_late_rank_is_named_with_what_it_does(free_port: int) -> None:
+    first, second = _guarded(free_port, "late")
+    assert "SMDDPError: rank 1 (process " in first
+    assert "did not come to all_reduce of float32 with sum, 40 bytes" in first
+    assert "within 3 s, the group's timeout" in first
+    assert "Rank 1 has last called no collective yet. Its main thread is at:" in first
+    assert "in dawdle\n    time.sleep(seconds)" in first
+    assert "SMDDPError: Another rank has given up" in second
+    assert "It says, rank 0: rank 1 (process " in second
+
+
+def test_who_waits_says_so_before_giving_up(free_port: int) -> None:
+    first, second = _guarded(free_port, "late_but_in_time", SMDDP_STALL_SECONDS="0.5")
+    assert first.count("smddp: rank 1") == 1
+    assert "in dawdle\n" in first
+    assert first.endswith("reduced\n")
+    assert second == "up\nreduced\n"
+
+
+def test_a_stopped_rank_does_not_answer(free_port: int) -> None:
+    first, second = _guarded(free_port, "stopped")
+    assert "It does not answer: it may be stopped." in first
+    assert second == "up\nstopping\n"
+
+
+def test_ranks_that_call_different_collectives_are_told(free_port: int) -> None:
+    said = _guarded(free_port, "apart", world_size=3)
+    assert all("SMDDPError: " in text for text in said)
+    apart = [text for text in said if "The ranks have come apart" in text]
+    assert apart
+    assert "all_reduce of float32 with sum, 40 bytes" in apart[0]
+    assert "broadcast with root 0, 20 bytes" in apart[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("another_model", "0.weight: (3, 2) float32 on rank 0, (4, 2) float32 on rank 1"),
+        ("another_order", "parameter 0 is first on rank 0, second on rank 1: another order"),
+    ],
+)
+def test_models_that_differ_are_refused_on_all_ranks(free_port: int, what: str, difference: str) -> None:
+    for said in _guarded(free_port, what):
+        assert "SMDDPError: The model of rank 1 is not that of rank 0:" in said
+        assert difference in said
+
+
+def test_weights_that_come_apart_are_told_if_asked_for(free_port: int) -> None:
+    for said in _guarded(free_port, "weights_apart", SMDDP_CHECK_WEIGHTS="1"):
+        assert "SMDDPError: The weights of rank 1 have come apart from those of rank 0:\n  bias: " in said
+    assert all("went on" in said for said in _guarded(free_port, "weights_apart"))
+
+
+def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
+    first, _ = _guarded(free_port, "ended_in_backward")
+    assert "ended while rank 0 waited in all_reduce" in first
+    assert "The tensor is bucket " in first
+    assert "of the gradients (" in first
 
 
 @pytest.mark.mpi
-def test_an_engine_that_there_is_not(mpirun: Mpirun, free_port: int) -> None:
+def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, gloo"):
-        mpirun(1, RANKS / "smddp.py", MASTER_PORT=str(free_port), SMDDP_ENGINE="smh", **ADDRESS)
+        mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 
 
 def _exec_as_rank(script: str) -> str:

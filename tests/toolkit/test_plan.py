@@ -318,3 +318,53 @@ def test_explain_says_what_is_wrong(tree: Tree, run: Run) -> None:
     done = run("--explain", SAGEMAKER_PROGRAM="train.py")
     assert (done.code, done.out) == (2, "")
     assert "The script 'train.py' is not in" in done.err
+
+
+# Rehearsal
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "asked", "environ", "gpus"),
+    [
+        ("ml.g5.12xlarge", {}, {}, 4),
+        ("ml.g5.12xlarge", {}, {"SHOAL_REHEARSE_GPUS": "2"}, 2),
+        ("local", {"sagemaker_mpi_num_of_processes_per_host": 3}, {}, 3),
+        ("local", {}, {}, 1),
+    ],
+)
+def test_a_rehearsal_has_the_ranks_of_the_instance(
+    tree: Tree, instance_type: str, asked: dict[str, int], environ: dict[str, str], gpus: int
+) -> None:
+    tree.hyperparameters(sagemaker_torch_distributed_enabled=True, **asked)
+    tree.hosts("algo-1", "algo-1", "algo-2", current_instance_type=instance_type)
+    made = planned(tree, MACHINE, (), SHOAL_REHEARSE="true", **environ)
+    assert made.ranks == {"algo-1": gpus, "algo-2": gpus}
+    assert (made.env["SHOAL_REHEARSE"], made.env["SHOAL_REHEARSE_GPUS"]) == ("1", str(gpus))
+    assert made.env["SM_NUM_GPUS"] == str(gpus)
+    assert any(note.startswith("REHEARSAL, because SHOAL_REHEARSE=true: ") for note in made.notes)
+
+
+def test_no_rehearsal_is_planned_unless_it_is_asked_for(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_torch_distributed_enabled=True)
+    tree.hosts("algo-1", "algo-1", current_instance_type="ml.g5.12xlarge")
+    environs: tuple[dict[str, str], ...] = ({}, {"SHOAL_REHEARSE": "0"})
+    for environ in environs:
+        made = planned(tree, MACHINE, (), **environ)
+        assert made.ranks == {"algo-1": 1}
+        assert "SHOAL_REHEARSE_GPUS" not in made.env
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SHOAL_REHEARSE": "maybe"}, "SHOAL_REHEARSE is 'maybe'; allowed are 1, true, yes, on to rehearse"),
+        (
+            {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "200"},
+            "SHOAL_REHEARSE_GPUS is '200'; it must be a whole number",
+        ),
+    ],
+)
+def test_a_rehearsal_that_cannot_be_is_refused(tree: Tree, environ: dict[str, str], words: str) -> None:
+    tree.hyperparameters()
+    with pytest.raises(ContractError, match=words):
+        planned(tree, MACHINE, (), **environ)

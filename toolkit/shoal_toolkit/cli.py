@@ -2,6 +2,7 @@
 
 train [--] [argument ...]  run the job; the arguments go to the script, after those from the hyperparameters
 train --explain [--json]   print what would be run, and start nothing
+train --rehearse [...]     any of these without GPUs: CUDA is pretended (sets SHOAL_REHEARSE=1; on every host)
 train --help, train --version
 
 The script's own `--help` is asked for with `train -- --help`.
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--help"] or words == ["-h"]:
         print(__doc__.strip())
         return 0
+    if words[:1] == ["--rehearse"]:
+        os.environ["SHOAL_REHEARSE"] = "1"
+        words = words[1:]
     if words[:1] == ["--explain"]:
         return explain(words[1:])
     words = words[1:] if words[:1] == ["--"] else words

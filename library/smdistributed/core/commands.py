@@ -1,7 +1,11 @@
-"""`smddprun` and `smddpmprun`: what SageMaker's own toolkit puts before each rank's command, where they are on PATH.
+"""`smddprun`, `smddpsinglenode` and `smddpmprun`: what is put before each rank's command.
 
-    smddprun COMMAND [ARGUMENT ...]
-    smddpmprun [-i INSTANCE_TYPE] [--allow-bypass] COMMAND [ARGUMENT ...]
+    smddprun [--rehearse] COMMAND [ARGUMENT ...]
+    smddpsinglenode [--rehearse] COMMAND [ARGUMENT ...]
+    smddpmprun [-i INSTANCE_TYPE] [--allow-bypass] [--rehearse] COMMAND [ARGUMENT ...]
+
+SageMaker's own toolkit uses them where they are on PATH: `smddprun` on several hosts, `smddpsinglenode` on one.
+`--rehearse` sets SHOAL_REHEARSE=1: the command runs without GPUs (see `smdistributed.rehearsal`).
 
 They are transparent: this library prepares nothing outside the rank, so the command takes their place, with the same
 process ID, environment and streams. They belong to the library, not to a launcher: a container that brings SageMaker's
@@ -25,6 +29,11 @@ def smddprun() -> NoReturn:
     _become(_parser("smddprun", ""), sys.argv[1:])
 
 
+def smddpsinglenode() -> NoReturn:
+    """Become the command."""
+    _become(_parser("smddpsinglenode", ""), sys.argv[1:])
+
+
 def smddpmprun() -> NoReturn:
     """Become the command; the options, which concern AWS's library, are taken and dropped."""
     parser = _parser("smddpmprun", "[-i INSTANCE_TYPE] [--allow-bypass] ")
@@ -34,13 +43,18 @@ def smddpmprun() -> NoReturn:
 
 
 def _parser(name: str, options: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(name, f"{name} {options}COMMAND [ARGUMENT ...]", allow_abbrev=False)
+    usage = f"{name} {options}[--rehearse] COMMAND [ARGUMENT ...]"
+    parser = argparse.ArgumentParser(name, usage, allow_abbrev=False)
+    parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
 
 
 def _become(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
-    command = parser.parse_args(words).command
+    options = parser.parse_args(words)
+    command: list[str] = options.command
+    if options.rehearse:
+        os.environ["SHOAL_REHEARSE"] = "1"
     if not command:
         parser.error("no command is given. Name what a rank runs, such as: python train.py")
     try:

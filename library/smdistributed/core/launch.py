@@ -1,6 +1,6 @@
 """The launch environment: which rank this process is, of how many, and how the ranks find each other.
 
-The only module that reads it. Two families of variables tell it, by these rules:
+The only module that reads it, and fills in what torch reads. Two families of variables tell it, by these rules:
 
 1. RANK and WORLD_SIZE, with LOCAL_RANK (or SMDATAPARALLEL_LOCAL_RANK) and LOCAL_WORLD_SIZE: torchrun, `train`.
 2. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE: Open MPI's mpirun.
@@ -17,17 +17,20 @@ data parallel launcher on several hosts), else, when mpirun started them all on 
 from __future__ import annotations
 
 import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, MutableMapping
 
 _RANK_NAMES = ("RANK", "WORLD_SIZE")
 _MPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
+_PORT_SECONDS, _PORT_LOOK_SECONDS = 300.0, 0.01
 
 
 class LaunchError(RuntimeError):
@@ -95,6 +98,52 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         master=_master(env) if world_size > 1 else None,
         session_dir=_session_dir(env) if alone_on_host and mpi == place else None,
     )
+
+
+def fill_in(environ: MutableMapping[str, str]) -> None:
+    """Set what torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) where mpirun alone started this process.
+
+    Nothing is changed where RANK is set. Without a master's address, rank 0 leaves a free port of this host in the
+    job's session directory, for which the others wait. Raises LaunchError as `read_launch` does, and where they have
+    neither an address nor a directory.
+    """
+    if "RANK" in environ:
+        return
+    launch = read_launch(environ)
+    if not launch.launched:
+        return
+    named = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": launch.local_rank}
+    if launch.local_world_size is not None:
+        named["LOCAL_WORLD_SIZE"] = launch.local_world_size
+    for name, value in named.items():
+        environ.setdefault(name, str(value))
+    if "MASTER_ADDR" not in environ and (launch.master or launch.session_dir or launch.world_size == 1):
+        master = launch.master or Address("127.0.0.1", _agreed_port(launch))
+        environ.update(MASTER_ADDR=master.host, MASTER_PORT=str(master.port))
+
+
+def _agreed_port(launch: Launch) -> int:
+    """A port that is free on this host, the same on all ranks: rank 0 writes it down, the others wait for that."""
+    if launch.rank == 0 or launch.session_dir is None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port: int = probe.getsockname()[1]
+    if launch.session_dir is None:
+        return port
+    path = launch.session_dir / "smdistributed-port"
+    if launch.rank == 0:
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(str(port))
+        unfinished.replace(path)
+        return port
+    deadline = time.monotonic() + _PORT_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Rank 0 has not imported smdistributed within {_PORT_SECONDS:.0f} s, rank {launch.rank} waits for the "
+                f"port that it writes to {path}: set MASTER_ADDR and MASTER_PORT, or import it on all ranks."
+            )
+        time.sleep(_PORT_LOOK_SECONDS)
+    return int(path.read_text())
 
 
 def _place(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -40,8 +40,12 @@ _FUNCTIONS = {
     "engine_close": (None, _ENGINE),
     "engine_doing": (None, _ENGINE, c_int, POINTER(Doing)),
     "engine_differs": (c_int, _ENGINE),
-    "engine_break": (None, _ENGINE),
-    "engine_is_broken": (c_int, _ENGINE),
+    "engine_break": (None, _ENGINE, ctypes.c_char_p),
+    "engine_broken": (ctypes.c_char_p, _ENGINE),
+    "engine_ask": (c_uint32, _ENGINE, c_int),
+    "engine_await_question": (c_uint32, _ENGINE, c_uint32),
+    "engine_answer": (None, _ENGINE, c_uint32, ctypes.c_char_p),
+    "engine_answer_of": (ctypes.c_char_p, _ENGINE, c_int, c_uint32),
     "engine_barrier": (c_int, _ENGINE),
     "engine_all_reduce": (c_int, _ENGINE, c_void_p, c_size_t, c_int, c_int, c_int),
     "engine_broadcast": (c_int, _ENGINE, c_void_p, c_size_t, c_int),

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 import os
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +26,15 @@ from smdistributed.core.segment import Process
 
 SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("engine.json").read_text())
 """Measured: slots of these sizes (bytes; the largest that fits), what counts as short (bytes), how often a rank looks
-before it sleeps, and how long (seconds) until it looks whether the others live."""
+before it sleeps, how long (seconds) until it looks whether the others live, and how long another may take to answer."""
 
 _DTYPES = {name: number for number, name in enumerate(native.DTYPES)}
 _OPS = {name: number for number, name in enumerate(native.OPS)}
 _LOST, _LATE, _RAISED = 1, 2, 3
 _NOWHERE = "nowhere"
+_STACK_CALLS = 8
+
+_log = logging.getLogger(__name__)
 
 
 class CollectiveError(RuntimeError):
@@ -56,19 +63,35 @@ class SharedMemory:
         self._native = native.load()
         self._look = native.LOOK(self._on_look)  # held here: the engine calls it
         self._raised: BaseException | None = None
-        self._broken = ""
+        self._broken, self._closed = "", False
+        self._lost: list[int] = []
+        self._told = 0  # the last collective of which a warning was given
         spins = SETTINGS["spins"] if len(os.sched_getaffinity(0)) >= self.size else 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         short = min(SETTINGS["short_bytes"], 4 * SETTINGS["short_bytes"] // self.size)
         self._engine = self._native.engine_open(
             address, rank, self.size, slot_bytes, slot_bytes, short, spins, SETTINGS["look_seconds"], self._look
         )
+        self._answering = threading.Thread(target=self._answer, name="smddp-answers", daemon=True)
+        self._answering.start()
 
     def close(self) -> None:
         """Give the memory back; the group is of no use any more."""
-        if self._engine is not None:
+        if not self._closed:
+            self._closed, self._broken = True, "the group was closed"
+            self._native.engine_ask(self._engine, self.rank)
+            self._answering.join()
             self._native.engine_close(self._engine)
-            self._engine, self._broken = None, "the group was closed"
+            self._memory.close()
+
+    def _answer(self) -> None:
+        """Tell other ranks, when they ask, where this one's script is. Runs in a thread of its own."""
+        answered = 0
+        while True:
+            answered = self._native.engine_await_question(self._engine, answered)
+            if self._closed:
+                return
+            self._native.engine_answer(self._engine, answered, main_stack().encode(errors="replace"))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -135,47 +158,82 @@ class SharedMemory:
     def _end(self, code: int) -> None:
         if code == _RAISED and self._raised is not None:
             raised, self._raised = self._raised, None
-            self._broken = f"an earlier collective was interrupted ({type(raised).__name__})"
-            self._native.engine_break(self._engine)
+            self._break(f"a collective was interrupted ({type(raised).__name__})")
             raise raised
         self._fail(self._reason(code))
 
     def _fail(self, reason: str) -> None:
-        self._broken = reason
-        self._native.engine_break(self._engine)
+        self._break(reason)
         raise CollectiveError(reason)
+
+    def _break(self, reason: str) -> None:
+        """Let no rank begin another collective."""
+        self._broken = reason
+        self._native.engine_break(self._engine, f"rank {self.rank}: {reason}".encode(errors="replace"))
 
     def _on_look(self, rank: int, waited: float) -> int:
         """Called by the engine while this rank waits for another; what is not 0 ends that."""
         try:
-            if not self._processes[rank].lives:
-                return _LOST
-            if self._native.engine_is_broken(self._engine):
+            self._lost = [other for other in self._others() if not self._processes[other].lives]
+            if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
                 return native.BROKEN
-            return _LATE if waited > self.seconds else 0
+            if rank in self._lost:
+                return _LOST
+            if waited > self.seconds:
+                return _LATE
+            if waited > stall_seconds():
+                self._warn(waited)
+            return 0
         except BaseException as error:  # an interrupt arrives here; beyond is C
             self._raised = error
             return _RAISED
 
     def _reason(self, code: int) -> str:
         here = self._doing(self.rank)
+        if code == native.BROKEN:
+            said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
+            return f"Another rank has given up while rank {self.rank} was in {_described(here)}. It says, {said}"
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
             return (
                 f"The ranks have come apart: rank {self.rank} calls {_described(here)}, "
                 f"rank {other} calls {_described(self._doing(other))}."
             )
-        lost = [rank for rank in self._others() if not self._processes[rank].lives]
-        if lost:
-            return f"{self._named(lost)} ended while rank {self.rank} waited in {_described(here)}."
-        late = [rank for rank in self._others() if self._doing(rank).number < here.number]
-        if code == _LATE:
-            where = "; ".join(f"rank {rank} has last called {_described(self._doing(rank))}" for rank in late)
-            return (
-                f"{self._named(late or self._others())} did not come to {_described(here)} within "
-                f"{self.seconds:.0f} s (the group's timeout). {where}".rstrip()
+        if code == _LOST:
+            return f"{self._named(self._lost)} ended while rank {self.rank} waited in {_described(here)}."
+        return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{self._where(here)}"
+
+    def _warn(self, waited: float) -> None:
+        here = self._doing(self.rank)
+        if self._told != here.number:
+            self._told = here.number
+            left = self.seconds - waited
+            _log.warning(
+                f"smddp: {self._late(here)} for {waited:.0f} s; this rank gives up in {left:.0f} s.{self._where(here)}"
             )
-        return f"Another rank has given up while rank {self.rank} was in {_described(here)}; its own error says why."
+
+    def _late(self, here: native.Doing) -> str:
+        return f"{self._named(self._behind(here))} did not come to {_described(here)}"
+
+    def _behind(self, here: native.Doing) -> list[int]:
+        return [rank for rank in self._others() if self._doing(rank).number < here.number] or self._others()
+
+    def _where(self, here: native.Doing) -> str:
+        """What those who are late have called last, and where they are now."""
+        asked = {rank: self._native.engine_ask(self._engine, rank) for rank in self._behind(here)}
+        deadline = time.monotonic() + SETTINGS["answer_seconds"]
+        told: dict[int, str] = {}
+        while asked.keys() - told.keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for rank, question in asked.items():
+                answer = self._native.engine_answer_of(self._engine, rank, question)
+                if answer is not None:
+                    told[rank] = answer.decode(errors="replace")
+        return "".join(
+            f"\nRank {rank} has last called {_described(self._doing(rank))}. "
+            + (f"Its main thread is at:\n{told[rank]}" if rank in told else "It does not answer: it may be stopped.")
+            for rank in asked
+        )
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -187,6 +245,30 @@ class SharedMemory:
 
     def _named(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in ranks)
+
+
+def stall_seconds() -> float:
+    """After how many seconds a rank that waits says so: SMDDP_STALL_SECONDS, else 60.
+
+    Raises CollectiveError when that is no number above 0.
+    """
+    text = os.environ.get("SMDDP_STALL_SECONDS") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise CollectiveError(f"SMDDP_STALL_SECONDS={text!r} is not a number of seconds above 0.")
+    return seconds
+
+
+def main_stack() -> str:
+    """Where the main thread is, innermost last: the last calls, with their lines."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident if ident is not None else 0)
+    if frame is None:
+        return "  (it has ended)"
+    return "".join(traceback.format_stack(frame)[-_STACK_CALLS:]).rstrip()
 
 
 def reduces(dtype: str, op: str) -> bool:

@@ -5,7 +5,6 @@ Every rank knows what the others give: rank r gives `given(r, …)`. References 
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
-from smdistributed.core.launch import read_launch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -31,8 +29,6 @@ BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 
-launch = read_launch()
-os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank))
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 EVERYBODY = range(SIZE)
@@ -236,7 +232,7 @@ def all_to_all() -> None:
     wanted = [sizes[rank][RANK] for rank in EVERYBODY]
     output = torch.empty(sum(wanted), 5, dtype=torch.int16)
     dist.all_to_all_single(output, sent, wanted, sizes[RANK])
-    theirs = [given(rank, (sum(sizes[rank]), 5), torch.int16).split(sizes[rank])[RANK] for rank in EVERYBODY]
+    theirs = [torch.split(given(rank, (sum(sizes[rank]), 5), torch.int16), sizes[rank])[RANK] for rank in EVERYBODY]
     assert torch.equal(output, torch.cat(theirs))
     outputs = [torch.empty(rank + 1) for rank in EVERYBODY]
     dist.all_to_all(outputs, [torch.full((RANK + 1,), float(rank)) for rank in EVERYBODY])

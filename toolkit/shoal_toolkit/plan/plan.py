@@ -90,6 +90,7 @@ class LaunchPlan(NamedTuple):
 
 def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) -> LaunchPlan:
     """Plan the job on this host. `free_port` is the rendezvous port for a job of one host."""
+    machine, pretence, rehearsal = _rehearsal(job, machine)
     chosen, why = launcher.choose(job, machine)
     hosts = launcher.members(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)
@@ -97,7 +98,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     arguments = [*script_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
     part = PROCESS if job.cluster.current_host in outside else chosen
     network = fabric.choose(job, machine, part)
-    variables = {**_environment(job, machine, part, hosts, arguments, free_port), **network.variables}
+    variables = {**_environment(job, machine, part, hosts, arguments, free_port), **network.variables, **pretence}
     env, large = environment.within_limits(variables, job.paths.config)
     script = entry.command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
     launched, more = for_mpirun(script) if part in BY_MPIRUN else (script, {})
@@ -116,9 +117,21 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         cwd=job.code_dir,
         env=env,
         interface=machine.interface,
-        notes=(*_notes(job, machine), *why, *_outside_notes(job, outside), *network.notes, *notes, *large),
+        notes=(*rehearsal, *_notes(job, machine), *why, *_outside_notes(job, outside), *network.notes, *notes, *large),
         reasons=network.reasons,
     )
+
+
+def _rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
+    """Return the machine to plan for, and what a rehearsal adds: variables and a remark."""
+    if not job.environ.get("SHOAL_REHEARSE"):
+        return machine, {}, []
+    from shoal_toolkit.plan import rehearsal
+
+    if not rehearsal.is_asked_for(job.environ):
+        return machine, {}, []
+    pretended, variables, note = rehearsal.pretended(job, machine)
+    return pretended, variables, [note]
 
 
 def _launch_command(

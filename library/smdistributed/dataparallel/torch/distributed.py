@@ -1,30 +1,34 @@
 """The first-generation collectives, customarily imported `as dist` (AWS developer guide, 1.x).
 
-Underneath is torch.distributed, which `init_process_group` initialises: other libraries in the process may use it
-directly (published scripts rely on that). CUDA tensors travel by NCCL, others by gloo. What torch.distributed raises
-(RuntimeError when a rank is gone) passes through.
+Underneath is torch.distributed with the backend `smddp`, which `init_process_group` initialises: other libraries in the
+process may use it directly (published scripts rely on that). What the backend raises passes through: SMDDPError when a
+rank is gone, does not come in time, or calls another collective.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from smdistributed.core.launch import read_launch
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.torch.lend import lend
-from smdistributed.dataparallel.torch.rendezvous import agree_on_backend, open_store, take_device
+from smdistributed.dataparallel.torch.rendezvous import open_store
+from smdistributed.dataparallel.torch.torch_smddp import BACKEND
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup, Work
 
 __all__ = [
     "ReduceOp",
+    "all_gather",
     "all_reduce",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "get_local_rank",
@@ -38,11 +42,15 @@ __all__ = [
 ]
 
 _TORCH_OPS = {
-    ReduceOp.AVERAGE: torch.distributed.ReduceOp.SUM,
+    ReduceOp.AVERAGE: torch.distributed.ReduceOp.AVG,
     ReduceOp.SUM: torch.distributed.ReduceOp.SUM,
     ReduceOp.MIN: torch.distributed.ReduceOp.MIN,
     ReduceOp.MAX: torch.distributed.ReduceOp.MAX,
 }
+_DEPRECATED = (
+    "smdistributed.dataparallel.torch.distributed is the deprecated first generation: import "
+    "smdistributed.dataparallel.torch.torch_smddp and call torch.distributed.init_process_group(backend='smddp')."
+)
 
 
 class group:  # noqa: N801 (the published name)
@@ -65,15 +73,17 @@ def init_process_group(*args: object, **kwargs: object) -> None:
     All arguments are ignored: callers pass `backend="smddp"` or nothing (published scripts). Does nothing when
     torch.distributed is initialised already. A process that no launcher started becomes a job of one rank.
 
+    Rank 0 warns that this generation is deprecated, as AWS's does from 1.4 on.
+
     Raises LaunchError (`smdistributed.core.launch`) when the environment is incomplete or contradicts itself.
     """
     if is_initialized():
         return
     launch = read_launch()
-    has_device = take_device(launch)
     store = open_store(launch)
-    backend = agree_on_backend(store, launch, has_device)
-    torch.distributed.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+    if launch.rank == 0:
+        warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=2)
+    torch.distributed.init_process_group(BACKEND, store=store, rank=launch.rank, world_size=launch.world_size)
 
 
 def is_initialized() -> bool:
@@ -110,28 +120,22 @@ def all_reduce(
 ) -> Work | None:
     """Combine `tensor` over the ranks, in place: same shape and dtype on all, bitwise the same result on all.
 
-    AVERAGE is the sum, then divided by the number of ranks; it raises TypeError for integers, whose average is none.
+    AVERAGE is the sum divided by the number of ranks; it raises TypeError for integers, whose average is none.
     Returns a work handle when `async_op` (the result is there after its `wait()`), else None. Raises SMDDPError before
     `init_process_group`.
     """
     require_init()
-    work: Work | None = torch.distributed.all_reduce(lend(tensor), _torch_op(op, tensor), group, async_op)
-    if op is not ReduceOp.AVERAGE:
-        return work
-    world_size = torch.distributed.get_world_size(group)
-    if work is not None:
-        return _divided_after(work, tensor, world_size)
-    tensor.div_(world_size)
-    return None
+    work: Work | None = torch.distributed.all_reduce(tensor, _torch_op(op, tensor), group, async_op)
+    return work
 
 
 def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
-    """Sum `tensor` over the ranks into rank `dst`'s; what the others hold then is undefined (published scripts).
+    """Sum `tensor` over the ranks into rank `dst`'s; the others keep theirs (published scripts).
 
     Raises SMDDPError before `init_process_group`.
     """
     require_init()
-    torch.distributed.reduce(lend(tensor), dst)
+    torch.distributed.reduce(tensor, dst)
 
 
 def broadcast(
@@ -142,7 +146,44 @@ def broadcast(
     Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
     """
     require_init()
-    work: Work | None = torch.distributed.broadcast(lend(tensor), src, group, async_op)
+    work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
+    return work
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = group.WORLD,
+    async_op: bool = False,
+) -> Work | None:
+    """Copy every rank's `tensor` into that of `tensor_list` which has its number; all of the same shape and dtype.
+
+    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    """
+    require_init()
+    work: Work | None = torch.distributed.all_gather(tensor_list, tensor, group, async_op)
+    return work
+
+
+def all_to_all_single(
+    output_t: torch.Tensor,
+    input_t: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = group.WORLD,
+    async_op: bool = False,
+) -> Work | None:
+    """Cut `input_t` along its first dimension, give each rank its part, and join what all give in `output_t`.
+
+    output_split_sizes, input_split_sizes: rows from and for each rank; None: all the same.
+
+    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`, and when a rank
+    gives another number of rows than the one that gets them expects.
+    """
+    require_init()
+    work: Work | None = torch.distributed.all_to_all_single(
+        output_t, input_t, output_split_sizes, input_split_sizes, group, async_op
+    )
     return work
 
 
@@ -170,14 +211,3 @@ def _torch_op(op: ReduceOp, tensor: torch.Tensor) -> torch.distributed.ReduceOp.
             f"{op} needs a floating-point tensor, not {tensor.dtype}: use ReduceOp.SUM, or convert it first."
         )
     return _TORCH_OPS[op]
-
-
-def _divided_after(work: Work, tensor: torch.Tensor, divisor: int) -> Work:
-    """A handle that completes when `work` has and `tensor` is divided."""
-
-    def divide(done: torch.futures.Future[object]) -> None:
-        done.value()  # raises what the work raised
-        tensor.div_(divisor)
-
-    averaged: Work = _create_work_from_future(work.get_future().then(divide))
-    return averaged

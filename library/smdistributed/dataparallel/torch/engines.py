@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.core import shared_memory
-from smdistributed.core.shared_memory import SharedMemory
-from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce
+from smdistributed.core.shared_memory import CollectiveError, SharedMemory
+from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 
 _Tensor = torch.Tensor
 _Tensors = Sequence[torch.Tensor]
@@ -72,21 +72,21 @@ class OnHost:
         self._shared.all_reduce(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op, root)
 
     def broadcast(self, flat: _Tensor, root: int) -> None:
-        self._shared.broadcast(flat.data_ptr(), flat.nbytes, root)
+        self._shared.broadcast(flat.data_ptr(), size_of(flat), root)
 
     def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
-        self._shared.gather(flat.data_ptr(), _addresses(outputs), flat.nbytes, root)
+        self._shared.gather(flat.data_ptr(), _addresses(outputs), size_of(flat), root)
 
     def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
-        self._shared.scatter(_addresses(inputs), flat.data_ptr(), flat.nbytes, root)
+        self._shared.scatter(_addresses(inputs), flat.data_ptr(), size_of(flat), root)
 
     def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
         self._shared.reduce_scatter(_addresses(inputs), flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op)
 
     def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
         self._shared.all_to_all(
-            *(_addresses(inputs), [flat.nbytes for flat in inputs]),
-            *(_addresses(outputs), [flat.nbytes for flat in outputs]),
+            *(_addresses(inputs), [size_of(flat) for flat in inputs]),
+            *(_addresses(outputs), [size_of(flat) for flat in outputs]),
         )
 
     def barrier(self) -> None:
@@ -116,7 +116,7 @@ class AcrossHosts:
         return True
 
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
-        whole = flat.numel() // self._size * self._size if flat.nbytes > SHORT_BYTES else 0
+        whole = flat.numel() // self._size * self._size if size_of(flat) > SHORT_BYTES else 0
         result = flat if root in (-1, self._rank) else flat.clone()
         take_turns(self.all_reduce_stages(piece, op) for piece in pieces(result[:whole], self._size))
         if whole < flat.numel():
@@ -135,11 +135,11 @@ class AcrossHosts:
         parts[self._rank] = mine
         messages = self._exchange(shards, parts)
         yield
-        _wait(messages)
+        self._wait(*messages)
         reduce(parts, mine, op)
         messages = self._exchange([mine] * self._size, shards)
         yield
-        _wait(messages)
+        self._wait(*messages)
 
     def _exchange(self, inputs: _Tensors, outputs: _Tensors) -> list[Any]:
         """Start to send to each other rank what has its number, and to receive from it, where that is not empty.
@@ -157,25 +157,25 @@ class AcrossHosts:
         if flat.numel():
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
-            self._gloo.broadcast([as_bytes(flat)], options).wait()
+            self._wait(self._gloo.broadcast([as_bytes(flat)], options))
 
     def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
         if not flat.numel():
             return
         received = list(map(as_bytes, outputs))
         if root < 0:
-            self._gloo.allgather([received], [as_bytes(flat)]).wait()
+            self._wait(self._gloo.allgather([received], [as_bytes(flat)]))
             return
         options = dist.GatherOptions()
         options.rootRank = root
-        self._gloo.gather([received] if received else [], [as_bytes(flat)], options).wait()
+        self._wait(self._gloo.gather([received] if received else [], [as_bytes(flat)], options))
 
     def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
         if flat.numel():
             options = dist.ScatterOptions()
             options.rootRank = root
             given = list(map(as_bytes, inputs))
-            self._gloo.scatter([as_bytes(flat)], [given] if given else [], options).wait()
+            self._wait(self._gloo.scatter([as_bytes(flat)], [given] if given else [], options))
 
     def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
         parts = torch.empty(self._size, flat.numel(), dtype=flat.dtype)
@@ -185,10 +185,21 @@ class AcrossHosts:
     def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
         messages = self._exchange(inputs, outputs)
         outputs[self._rank].copy_(inputs[self._rank])
-        _wait(messages)
+        self._wait(*messages)
+
+    def _wait(self, *works: Any) -> None:
+        """Raises CollectiveError with gloo's own words."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"A rank that rank {self._rank} of {self._size} exchanges with is gone, or late; its own error says "
+                f"why. gloo says: {error}"
+            ) from None
 
     def barrier(self) -> None:
-        self._gloo.barrier().wait()
+        self._wait(self._gloo.barrier())
 
     def set_timeout(self, seconds: float) -> None:
         pass  # whoever has made the gloo group sets it
@@ -219,7 +230,7 @@ class OnHosts:
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
         result = flat if root in (-1, self._rank) else flat.clone()
         ranks = self._hosts * self._locals
-        whole = flat.numel() // ranks * ranks if flat.nbytes > SHORT_BYTES else 0
+        whole = flat.numel() // ranks * ranks if size_of(flat) > SHORT_BYTES else 0
         take_turns(self._all_reduce_stages(piece, op) for piece in pieces(result[:whole], ranks))
         if whole < flat.numel():
             self._all_reduce_short(result[whole:], op)
@@ -308,11 +319,6 @@ def _go_on(running: deque[Iterator[None]]) -> None:
     for collective in list(running):
         if next(collective, running) is running:
             running.remove(collective)
-
-
-def _wait(messages: Iterable[Any]) -> None:
-    for message in messages:
-        message.wait()
 
 
 def _step(flat: _Tensor, op: str) -> str:

@@ -13,6 +13,7 @@ from torch.distributed import Work
 
 _Tensors = Sequence[torch.Tensor]
 _Future = torch.futures.Future
+_AT_MOST_SECONDS = 5.0  # a collective whose other ranks are gone must not keep the process
 _Task = Optional[tuple[Callable[[], object], list[torch.Tensor], "_Future[list[torch.Tensor]]"]]
 
 
@@ -47,12 +48,23 @@ class Ordered:
         self._perform(collective)
         return _completed(list(result)) if is_async else self._done  # nobody looks at that one
 
-    def close(self) -> None:
-        """Let the thread end after what it has been asked for."""
+    def close(self) -> bool:
+        """End the thread after what it has been asked for; False: that does not end."""
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join()
+            self._thread.join(_AT_MOST_SECONDS)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is a collective that runs in the thread."""
+        return threading.current_thread() is self._thread
+
+    def is_last(self) -> bool:
+        """Whether nothing has been asked for after what runs."""
+        return self._waiting <= 1
 
     def _start(self) -> None:
         if self._thread is None:

@@ -6,7 +6,9 @@ messages from one rank to another through gloo. A call goes the same way on ever
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -16,17 +18,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from smdistributed.core import timeline
 from smdistributed.core.shared_memory import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.torch import buckets, observation
+from smdistributed.dataparallel.torch.devices import open_cuda, take_device
 from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
-from smdistributed.dataparallel.torch.tensors import OPS, Flat, read_only
+from smdistributed.dataparallel.torch.tensors import OPS, Flat, premultiplied_by, read_only, size_of
 
 _AT_ONCE_BYTES = 64 << 10  # a thread would take longer than the collective
 
 _log = logging.getLogger(__name__)
 _Tensors = Sequence[torch.Tensor]
 _Work = Any
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 _Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those below by position
 
 
@@ -35,11 +41,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._store, self._rank = store, rank
+        if not dist.is_initialized():  # the first group, of all ranks
+            take_device()
+        self._store, self._rank, self._timeout = store, rank, timeout
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._nccl: Any = None
+        self._on_cuda: Any = None
         self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, self._gloo)
         self._ordered = Ordered(f"smddp-{rank}")
+        self._operations: dict[tuple[torch.dtype, Any], str] = {}
+        _groups.add(self)
         _log.info("smddp: rank %d of %d, engine %s", rank, size, self.engine)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -51,7 +61,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         options = opts or dist.AllreduceOptions()
         if _on_cuda(tensors):
             return self._cuda().allreduce(list(tensors), options)
-        return self._run(lambda: self._reduce(tensors, options.reduceOp), tensors, opts)
+        return self._run("all_reduce", lambda: self._reduce(tensors, options.reduceOp), tensors, opts)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce_coalesced."""
@@ -62,14 +72,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         options = opts or dist.ReduceOptions()
         if _on_cuda(tensors):
             return self._cuda().reduce(list(tensors), options)
-        return self._run(lambda: self._reduce(tensors, options.reduceOp, options.rootRank), tensors, opts)
+        return self._run("reduce", lambda: self._reduce(tensors, options.reduceOp, options.rootRank), tensors, opts)
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
         for tensor in tensors:
-            op = self._operation(tensor, operation)
+            op, factor = self._operation(tensor, operation)
+            if factor is None and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_complex():
+                self._engine.all_reduce(tensor, op, root)  # a bucket, or a short message: nothing to prepare
+                continue
             with Flat(tensor) as flat:
-                _premultiply(flat, operation)
-                self._engine.all_reduce(flat, op, root)
+                self._engine.all_reduce(flat if factor is None else flat.mul_(factor), op, root)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.broadcast."""
@@ -82,7 +94,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 with Flat(tensor) as flat:
                     self._engine.broadcast(flat, options.rootRank)
 
-        return self._run(collective, tensors, opts)
+        return self._run("broadcast", collective, tensors, opts)
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather; tensors of several sizes are broadcast one by one."""
@@ -96,7 +108,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 else:
                     self._gather_uneven(parts, tensor)
 
-        return self._run(collective, [part for parts in outputs for part in parts], opts)
+        return self._run("all_gather", collective, [part for parts in outputs for part in parts], opts)
 
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
         with ExitStack() as given_back:
@@ -125,7 +137,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                         read_only(tensor), flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
                     )
 
-        return self._run(collective, outputs, opts)
+        return self._run("all_gather_into_tensor", collective, outputs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather_coalesced: `outputs` has a list for each rank."""
@@ -137,7 +149,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if _on_cuda(inputs):
             return self._cuda().gather(list(map(list, outputs)), list(inputs), options)
         parts = list(outputs[0]) if outputs else []
-        return self._run(lambda: self._gather(parts, inputs[0], options.rootRank), parts or inputs, opts)
+        return self._run("gather", lambda: self._gather(parts, inputs[0], options.rootRank), parts or inputs, opts)
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
         """See torch.distributed.scatter."""
@@ -150,7 +162,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             with Flat(outputs[0]) as flat:
                 self._engine.scatter(list(map(read_only, parts)), flat, options.rootRank)
 
-        return self._run(collective, outputs, opts)
+        return self._run("scatter", collective, outputs, opts)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
         """See torch.distributed.reduce_scatter; tensors of several sizes are reduced one by one."""
@@ -165,13 +177,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 else:
                     self._reduce_scatter_uneven(output, parts, options.reduceOp)
 
-        return self._run(collective, outputs, opts)
+        return self._run("reduce_scatter", collective, outputs, opts)
 
     def _reduce_scatter(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
-        op = self._operation(output, operation)
+        op, factor = self._operation(output, operation)
         given = list(map(read_only, parts))
-        if _factor(operation) is not None:
-            given = [_premultiply(part.clone(), operation) for part in given]
+        if factor is not None:
+            given = [part * factor for part in given]
         with Flat(output) as flat:
             self._engine.reduce_scatter(given, flat, op)
 
@@ -201,7 +213,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 flats = [given_back.enter_context(Flat(output)) for output in outputs]
                 self._engine.all_to_all(list(map(read_only, inputs)), flats)
 
-        return self._run(collective, outputs, opts)
+        return self._run("all_to_all", collective, outputs, opts)
 
     def alltoall_base(
         self,
@@ -223,11 +235,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 rows = _rows(given, tensor, input_sizes or [tensor.shape[0] // self.size()] * self.size())
                 self._engine.all_to_all(rows, into)
 
-        return self._run(collective, [output], opts)
+        return self._run("all_to_all_single", collective, [output], opts)
 
     def barrier(self, opts: Any = None) -> _Work:
         """See torch.distributed.barrier."""
-        return self._run(self._engine.barrier, [], opts)
+        return self._run("barrier", self._engine.barrier, [], opts)
 
     def send(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
         """See torch.distributed.send."""
@@ -248,43 +260,80 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See torch.distributed.distributed_c10d._set_pg_timeout."""
+        self._timeout = timeout
         self._gloo.set_timeout(timeout)
         self._engine.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """End the threads of this group: those of gloo that outlive the interpreter would abort the process."""
-        self._ordered.close()
-        self._engine.close()
-        self._gloo = self._nccl = None
+        """Give up the engines, unless a collective that cannot end still uses them.
 
-    def _operation(self, tensor: torch.Tensor, operation: Any) -> str:
-        """The reduction by its name. Raises SMDDPError where the engine has none such for the tensor."""
+        gloo's threads must not outlive the interpreter: letting go of a tensor then, they would abort the process.
+        """
+        if self._ordered.close():
+            self._engine.close()
+            self._gloo = self._on_cuda = None
+
+    def _operation(self, tensor: torch.Tensor, operation: Any) -> tuple[str, Any]:
+        """The reduction by its name, and the factor of a premultiplied sum.
+
+        Raises SMDDPError where the engine has none such for the tensor.
+        """
         kind = getattr(operation, "op", operation)
+        found = self._operations.get((tensor.dtype, kind))
+        if found is None:
+            found = self._operations[tensor.dtype, kind] = self._find_operation(tensor, kind)
+        return found, premultiplied_by(operation) if kind == dist.ReduceOp.PREMUL_SUM else None
+
+    def _find_operation(self, tensor: torch.Tensor, kind: Any) -> str:
         op = "sum" if kind == dist.ReduceOp.PREMUL_SUM else OPS.get(kind, str(kind))
         dtype = torch.view_as_real(tensor).dtype if tensor.is_complex() and op in ("sum", "avg") else tensor.dtype
         if not self._engine.reduces(dtype, op):
             raise SMDDPError(f"The backend smddp does not reduce {tensor.dtype} with {op}: convert the tensor first.")
         return op
 
-    def _run(self, collective: Callable[[], None], result: _Tensors, opts: Any) -> _Work:
+    def _run(self, name: str, collective: Callable[[], None], result: _Tensors, opts: Any) -> _Work:
+        size = sum(size_of(tensor) for tensor in result)
+        is_async = getattr(opts, "asyncOp", True)
+
         def named() -> None:
             try:
                 collective()
             except CollectiveError as error:
-                raise SMDDPError(str(error)) from None
+                bucket = buckets.described(result[0], self) if result else ""
+                raise SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}") from None
 
-        small = sum(tensor.nbytes for tensor in result) <= _AT_ONCE_BYTES
-        return self._ordered.run(named, result, small, getattr(opts, "asyncOp", True))
+        if timeline.recorder is not None:
+            named = self._observed(name, named, result)
+        return self._ordered.run(named, result, size <= _AT_ONCE_BYTES, is_async)
+
+    def _observed(self, name: str, collective: Callable[[], None], result: _Tensors) -> Callable[[], None]:
+        """The same, recorded in the timeline."""
+        about = {
+            "operation": name,
+            "bytes": sum(size_of(tensor) for tensor in result),
+            "engine": self.engine.split(":")[0],
+        }
+        about["dtype"] = str(result[0].dtype).removeprefix("torch.") if result else ""
+        if self is not dist.group.WORLD:
+            about["group"] = self.group_name
+        return observation.observed(name, collective, about, self._ordered)
 
     def _cuda(self) -> Any:
-        """torch's own group for tensors on a CUDA device."""
-        if self._nccl is None:
-            options = dist.ProcessGroupNCCL.Options()
-            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self.size(), options)
-        return self._nccl
+        """What carries tensors on CUDA devices."""
+        if self._on_cuda is None:
+            store = PrefixStore("cuda", self._store)
+            self._on_cuda = open_cuda(store, self._rank, self.size(), self._timeout, self)
+        return self._on_cuda
 
     def _group_of(self, tensors: _Tensors) -> Any:
         return self._cuda() if _on_cuda(tensors) else self._gloo
+
+
+@atexit.register
+def _shut_down() -> None:
+    """What a script has not destroyed: a model wrapped in DistributedDataParallel holds its group to the end."""
+    for group in list(_groups):
+        group.shutdown()
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -294,19 +343,6 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGro
 
 def _on_cuda(tensors: _Tensors) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
-
-
-def _factor(operation: Any) -> Any:
-    """The factor of a premultiplied sum (torch keeps it for pickling), else None."""
-    if getattr(operation, "op", operation) != dist.ReduceOp.PREMUL_SUM:
-        return None
-    _, factor = operation.__getstate__()
-    return factor
-
-
-def _premultiply(flat: torch.Tensor, operation: Any) -> torch.Tensor:
-    factor = _factor(operation)
-    return flat if factor is None else flat.mul_(factor)
 
 
 def _rows(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]) -> _Tensors:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -55,6 +56,17 @@ class Flat:
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, flat; a copy where they do not lie side by side."""
     return Flat(tensor).flat
+
+
+def premultiplied_by(operation: Any) -> Any:
+    """The factor of a premultiplied sum, a number or a tensor: torch shows it where it pickles one."""
+    _, factor = operation.__getstate__()
+    return factor
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes (`nbytes` is younger than torch 2.0)."""
+    return tensor.numel() * tensor.element_size()
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""Are the models of all ranks the same? Checked when one is wrapped, and every SMDDP_CHECK_WEIGHTS steps if set.
+
+torch's DistributedDataParallel takes parameters by their order: models that differ train each other's, or hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.torch import buckets
+
+_MOST_LINES = 10
+_Row = tuple[str, str]  # a parameter's name, and what it is
+
+
+def install(is_ours: Callable[[Any], bool]) -> None:
+    """Let torch's DistributedDataParallel compare the ranks' models first, where its process group `is_ours`."""
+    original = DistributedDataParallel.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        given = signature.bind(self, *arguments, **options).arguments
+        group = given.get("process_group") or (dist.group.WORLD if dist.is_initialized() else None)
+        checked = is_ours(group) and given.get("device_mesh") is None
+        if checked:
+            compare_models(given["module"], group)
+        original(self, *arguments, **options)
+        if checked:
+            _check_weights_now_and_then(self, group)
+            buckets.remember(self, group)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def compare_models(module: torch.nn.Module, group: Any) -> None:
+    """Raise SMDDPError on all ranks where a rank's parameters differ from rank 0's in name, shape, dtype or order."""
+    rows = [
+        (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
+        for name, parameter in module.named_parameters()
+    ]
+    _agree(
+        rows,
+        group,
+        lambda rank, difference: (
+            f"The model of rank {rank} is not that of rank 0:\n{difference}\nBuild the same model on all ranks."
+        ),
+    )
+
+
+def compare_weights(module: torch.nn.Module, group: Any) -> None:
+    """Raise SMDDPError on all ranks where a parameter's values differ from rank 0's in any bit."""
+    rows = [(name, _hash(parameter)) for name, parameter in module.named_parameters()]
+    _agree(
+        rows,
+        group,
+        lambda rank, difference: (
+            f"The weights of rank {rank} have come apart from those of rank 0:\n{difference}\n"
+            "Something changes them on one rank alone: another optimizer state, or code that depends on the rank."
+        ),
+    )
+
+
+def _agree(rows: Sequence[_Row], group: Any, told: Callable[[int, str], str]) -> None:
+    digest = torch.frombuffer(bytearray(hashlib.sha256(repr(rows).encode()).digest()), dtype=torch.uint8)
+    size = dist.get_world_size(group)
+    digests = [torch.empty_like(digest) for _ in range(size)]
+    dist.all_gather(digests, digest, group=group)
+    if all(torch.equal(other, digests[0]) for other in digests):
+        return
+    everybodys: list[Any] = [None] * size
+    dist.all_gather_object(everybodys, list(rows), group=group)
+    rank = next(rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0])
+    raise SMDDPError(told(rank, difference(everybodys[0], everybodys[rank], rank)))
+
+
+def difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
+    """What differs between rank 0's rows and those of `rank`, a line each."""
+    ours, theirs = dict(first), dict(other)
+    lines = [
+        f"  {name}: {ours[name]} on rank 0, {theirs[name]} on rank {rank}"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
+    ]
+    lines += [f"  {name}: {ours[name]} on rank 0, missing on rank {rank}" for name in ours if name not in theirs]
+    lines += [f"  {name}: {theirs[name]} on rank {rank}, missing on rank 0" for name in theirs if name not in ours]
+    if not lines:
+        place = next(place for place, (one, two) in enumerate(zip(first, other)) if one != two)
+        lines = [f"  parameter {place} is {first[place][0]} on rank 0, {other[place][0]} on rank {rank}: another order"]
+    more = len(lines) - _MOST_LINES
+    return "\n".join([*lines[:_MOST_LINES], *([f"  and {more} more"] if more > 0 else [])])
+
+
+def _check_weights_now_and_then(wrapper: DistributedDataParallel, group: Any) -> None:
+    """Every SMDDP_CHECK_WEIGHTS forward passes in training mode. Raises SMDDPError where that is no number above 0."""
+    text = os.environ.get("SMDDP_CHECK_WEIGHTS")
+    if not text:
+        return
+    if not text.isdecimal() or not int(text):
+        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is not a number of steps above 0.")
+    every, passes = int(text), 0
+
+    def check(module: torch.nn.Module, _: object) -> None:
+        nonlocal passes
+        if module.training:
+            passes += 1
+            if passes % every == 0:
+                compare_weights(wrapper.module, group)
+
+    wrapper.register_forward_pre_hook(check)
+
+
+def _trained(parameter: torch.Tensor) -> str:
+    return "" if parameter.requires_grad else ", not trained"
+
+
+def _hash(parameter: torch.Tensor) -> str:
+    flat = parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]

@@ -1,0 +1,257 @@
+"""The functions of torch.cuda and torch.accelerator, on the pretended devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from smdistributed.rehearsal.torch import devices
+from smdistributed.rehearsal.torch.answers import on_cuda
+from smdistributed.rehearsal.torch.devices import DeviceLike
+
+NAME = "Shoal rehearsal (no GPU)"
+CAPABILITY = (8, 0)
+MEMORY_BYTES = 40 << 30  # pretended: nothing is counted
+_rng_states: dict[int, torch.Tensor] = {}
+
+
+class Properties:
+    """In the place of what torch.cuda.get_device_properties returns; the figures are an A100's."""
+
+    name = NAME
+    major, minor = CAPABILITY
+    total_memory = MEMORY_BYTES
+    multi_processor_count = 108
+    is_integrated = is_multi_gpu_board = 0
+    gcnArchName = ""  # noqa: N815 (torch's name)
+
+    def __repr__(self) -> str:
+        return f"_CudaDeviceProperties(name='{NAME}', major={self.major}, minor={self.minor})"
+
+
+class Device:
+    """In the place of torch.cuda.device: a device is current inside."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else _ordinal(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = devices.make_current(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        devices.make_current(self.prev_idx)
+
+
+class DeviceOf(Device):
+    """In the place of torch.cuda.device_of: the device of a tensor is current inside, if it is on one."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(tensor.get_device() if on_cuda(tensor) else None)
+
+
+def stand_in(count: int) -> None:
+    """Replace the functions; those that only ask or tell about memory answer with zero, the others do nothing."""
+    devices.pretend(count)
+    cuda: Any = torch.cuda
+    _replace(cuda, _DEVICES)
+    _replace(cuda, dict.fromkeys(_NOTHING, lambda *args, **kwargs: None))
+    _replace(cuda, dict.fromkeys(_ZERO, lambda *args, **kwargs: 0))
+    _replace(cuda, _RANDOM)
+    _replace(cuda.random, _RANDOM)
+    cuda.default_generators = tuple(torch.Generator() for _ in range(count))
+    _replace(cuda.memory, {name: getattr(cuda, name) for name in (*_NOTHING, *_ZERO) if hasattr(cuda.memory, name)})
+    _replace(cuda.nvtx, _NVTX)
+    if hasattr(torch, "accelerator"):
+        _replace(torch.accelerator, _ACCELERATOR)
+    _replace(torch.backends.cudnn, _CUDNN)
+    _replace(cuda.nccl, {"version": lambda: (2, 21, 5)})
+    if hasattr(torch, "get_device_module"):
+        module_of: Any = torch.get_device_module
+        of_cuda = {"get_device_module": lambda device=None: module_of("cuda" if device is None else device)}
+        _replace(torch, of_cuda)
+    _generators()
+    for name in _TYPES:
+        setattr(cuda, f"{name}Tensor", _TensorType(f"{name}Tensor", (), {}))
+
+
+def _replace(module: Any, names: dict[str, Any]) -> None:
+    """By name, where this version of torch has the name."""
+    for name, value in names.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
+
+
+def _ordinal(device: Any) -> int:
+    return int(devices.cuda(device).index)
+
+
+def set_device(device: DeviceLike) -> None:
+    """Make a device current. Raises for one that does not exist as CUDA does."""
+    devices.make_current(device if isinstance(device, int) else _ordinal(device))
+
+
+def current_device() -> int:
+    """Return the current device."""
+    devices.count()
+    return devices.current()
+
+
+def get_device_properties(device: DeviceLike = None) -> Properties:
+    """Return what is pretended of a device that exists."""
+    _ordinal(device)
+    return Properties()
+
+
+def get_device_name(device: DeviceLike = None) -> str:
+    """Return the name of a device that exists."""
+    _ordinal(device)
+    return NAME
+
+
+def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
+    """Return the capability of a device that exists."""
+    _ordinal(device)
+    return CAPABILITY
+
+
+def synchronize(device: DeviceLike = None) -> None:
+    """Everything is done on a device that exists."""
+    _ordinal(device)
+
+
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """Return the free bytes and all."""
+    _ordinal(device)
+    return MEMORY_BYTES, MEMORY_BYTES
+
+
+def get_rng_state(device: DeviceLike = "cuda") -> torch.Tensor:
+    """Return a device's state, which nothing draws from: random numbers come from the CPU's generator."""
+    state = _rng_states.get(_ordinal(device))
+    return torch.zeros(16, dtype=torch.uint8) if state is None else state.clone()
+
+
+def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "cuda") -> None:
+    """Keep a state, to be returned."""
+    _rng_states[_ordinal(device)] = new_state.clone()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Return the states of all devices."""
+    return [get_rng_state(ordinal) for ordinal in range(devices.count())]
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    """Keep the states of all devices."""
+    for ordinal, state in enumerate(new_states):
+        set_rng_state(state, ordinal)
+
+
+class _TensorType(type):
+    """In the place of types such as torch.cuda.FloatTensor, which make a tensor or are compared with one."""
+
+    @property
+    def cuda_type_name(cls) -> str:
+        return f"torch.cuda.{cls.__name__}"
+
+    def __call__(cls, *args: Any, **_: Any) -> torch.Tensor:
+        return getattr(torch, cls.__name__)(*args).cuda()  # type: ignore[no-any-return]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.type() == cls.cuda_type_name
+
+
+@contextlib.contextmanager
+def _nothing(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+def _generators() -> None:
+    """torch.Generator(device="cuda") is one of the CPU."""
+
+    base: Any = torch._C.Generator
+
+    class Generator(base):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return base.__new__(cls, "cpu" if devices.is_cuda(device) else device)
+
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+_DEVICES: dict[str, Any] = {
+    "is_available": lambda: devices.count() > 0,
+    "is_initialized": lambda: True,
+    "is_bf16_supported": lambda *args, **kwargs: True,
+    "is_current_stream_capturing": lambda: False,
+    "device_count": devices.count,
+    "device": Device,
+    "device_of": DeviceOf,
+    "set_device": set_device,
+    "current_device": current_device,
+    "get_device_properties": get_device_properties,
+    "get_device_name": get_device_name,
+    "get_device_capability": get_device_capability,
+    "can_device_access_peer": lambda device, peer_device: True,
+    "synchronize": synchronize,
+    "mem_get_info": mem_get_info,
+    "memory_stats": lambda device=None: {},
+    "memory_summary": lambda device=None, abbreviated=False: "no memory is counted in a rehearsal",
+    "memory_snapshot": lambda *args, **kwargs: [],
+    "get_arch_list": lambda: ["sm_80"],
+    "_lazy_init": lambda: None,
+    "_lazy_call": lambda call, **kwargs: call(),
+    "_get_device_index": lambda device, optional=False, allow_cpu=False: _ordinal(device),
+    "_exchange_device": devices.make_current,
+    "_maybe_exchange_device": devices.make_current,
+}
+_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_NOTHING = (
+    *("init", "empty_cache", "ipc_collect", "set_per_process_memory_fraction", "set_sync_debug_mode"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "_sleep"),
+    "reset_accumulated_memory_stats",
+)
+_ZERO = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached"),
+    *("max_memory_cached", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
+)
+_RANDOM: dict[str, Callable[..., Any]] = {
+    "manual_seed": lambda seed: None,
+    "manual_seed_all": lambda seed: None,
+    "seed": lambda: None,
+    "seed_all": lambda: None,
+    "initial_seed": lambda: 0,
+    "get_rng_state": get_rng_state,
+    "get_rng_state_all": get_rng_state_all,
+    "set_rng_state": set_rng_state,
+    "set_rng_state_all": set_rng_state_all,
+}
+_NVTX: dict[str, Callable[..., Any]] = {
+    "range_push": lambda msg: 0,
+    "range_pop": lambda: 0,
+    "range_start": lambda msg: 0,
+    "range_end": lambda range_id: None,
+    "mark": lambda msg: None,
+    "range": _nothing,
+}
+_CUDNN: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: True,
+    "is_acceptable": lambda tensor: False,  # asked before its own functions are called, which the CPU does not have
+    "version": lambda: 8902,
+}
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: devices.count() > 0,
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    "device_count": devices.count,
+    "current_device_index": current_device,
+    "current_device_idx": current_device,
+    "set_device_index": set_device,
+    "set_device_idx": set_device,
+    "synchronize": synchronize,
+    "empty_cache": lambda: None,
+    "device_index": Device,
+}

@@ -1,0 +1,51 @@
+"""The error that CUDA scripts meet most: tensors on different devices in one operation.
+
+Given for the operations that take their tensors from a model, its input and its targets, and only where both places are
+known: a rehearsal must not fail where the real run would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional
+
+from smdistributed.rehearsal.torch.places import place_of
+
+_LAYERS = (
+    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("embedding", "embedding_bag", "batch_norm", "layer_norm", "group_norm", "instance_norm", "lstm", "gru"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward"),
+)
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+_OPERATIONS = (
+    *("add", "sub", "mul", "div", "true_divide", "matmul", "mm", "bmm", "addmm", "baddbmm", "cat", "stack"),
+    *("eq", "ne", "add_", "sub_", "mul_", "div_", "__matmul__", "__eq__", "__ne__"),
+)
+_NEED_ONE_DEVICE = {
+    getattr(owner, name)
+    for owner in (torch.nn.functional, torch, torch.Tensor)
+    for name in (*_LAYERS, *_LOSSES, *_OPERATIONS)
+    if hasattr(owner, name)
+}
+
+
+def refuse_mixture(func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise RuntimeError, in CUDA's words, when `func` needs its tensors on one device and they are not.
+
+    Tensors without dimensions may be on the CPU, as with CUDA.
+    """
+    if len(tensors) < 2 or func not in _NEED_ONE_DEVICE:
+        return
+    found = {place for tensor in tensors if tensor.dim() and (place := place_of(tensor)) is not None}
+    if len(found) > 1:
+        named = " and ".join(sorted(map(str, found), reverse=True)[:2])
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {named}! "
+            f"(in {getattr(func, '__name__', func)}; found by the rehearsal)"
+        )

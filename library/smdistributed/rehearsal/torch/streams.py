@@ -1,0 +1,120 @@
+"""torch.cuda's streams and events: work is done when it is given, so streams keep no order of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from smdistributed.rehearsal.torch import devices
+from smdistributed.rehearsal.torch.devices import DeviceLike
+
+
+class Stream:
+    """In the place of torch.cuda.Stream."""
+
+    def __init__(self, device: DeviceLike = None, priority: int = 0, **_: Any) -> None:
+        self.device = devices.cuda(device)
+        self.priority = priority
+        self.cuda_stream = 0
+
+    @property
+    def device_index(self) -> int:
+        return int(self.device.index)
+
+    def synchronize(self) -> None:
+        """Everything is done."""
+
+    def wait_event(self, event: Event) -> None:
+        """Everything is done."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Everything is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Event | None = None) -> Event:
+        recorded = Event() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Event:
+    """In the place of torch.cuda.Event; times are of the CPU, and real."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self._recorded: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds between the two. Raises as CUDA does: without timing (ValueError by torch 2.13,
+        RuntimeError before), or before both are recorded (RuntimeError)."""
+        if not (self.enable_timing and end_event.enable_timing):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if self._recorded is None or end_event._recorded is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._recorded - self._recorded) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Everything is done."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Everything is done."""
+
+
+class StreamContext:
+    """In the place of torch.cuda.stream(…)."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def current_stream(device: DeviceLike = None) -> Stream:
+    """Return a stream of the device; they are all alike."""
+    return Stream(device)
+
+
+def stand_in(_: int) -> None:
+    """Replace torch.cuda's."""
+    replaced: dict[str, Any] = {
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "set_stream": lambda stream: None,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    # torch would refuse a stream that is not its own
+    setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda.streams, name, replaced[name])
+    if hasattr(torch, "accelerator"):
+        for name in ("current_stream", "set_stream"):
+            setattr(torch.accelerator, name, replaced[name])

@@ -1,0 +1,104 @@
+"""One rank of a training script as people write them for CUDA; with --cpu, the same script as it is written for CPUs.
+
+Writes a JSON file a rank: its losses, and what it was told of its device.
+"""
+
+# mypy: disable-error-code="no-untyped-call,attr-defined,var-annotated"
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F  # noqa: N812 (the customary name)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--amp", action="store_true")
+parser.add_argument("--backend", default="nccl")
+parser.add_argument("--out", type=Path, required=True)
+args = parser.parse_args()
+
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    os.environ.update({name: os.environ[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK")})
+    os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
+if args.backend == "smddp":
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+
+torch.manual_seed(7)
+if args.cpu:
+    device = torch.device("cpu")
+else:
+    assert torch.cuda.is_available()
+    assert local_rank < torch.cuda.device_count()
+    torch.cuda.set_device(local_rank)
+    torch.cuda.manual_seed_all(7)
+    torch.backends.cudnn.benchmark = True
+    device = torch.device("cuda", local_rank)
+if distributed:
+    dist.init_process_group("gloo" if args.cpu else args.backend)
+
+images, labels = torch.rand(96, 1, 12, 12), torch.arange(96) % 10
+dataset = TensorDataset(images, labels)
+sampler = DistributedSampler(dataset, shuffle=False) if distributed else None
+loader = DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=1, pin_memory=not args.cpu)
+
+network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(400, 10)).to(device)
+model: nn.Module = network
+if distributed and args.cpu:
+    model = DistributedDataParallel(network)
+elif distributed:
+    model = DistributedDataParallel(network, device_ids=[local_rank], output_device=local_rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+
+losses = []
+if not args.cpu:
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+for _ in range(2):
+    for batch, target in loader:
+        if args.cpu:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch), target)
+            loss.backward()
+            optimizer.step()
+        else:
+            batch, target = batch.cuda(non_blocking=True), target.to(device, non_blocking=True)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.amp.autocast(enabled=args.amp):
+                loss = F.cross_entropy(model(batch), target)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(loss.item())
+told = {"is_cuda": loss.is_cuda, "device": str(next(model.parameters()).device), "milliseconds": 0.0}
+if not args.cpu:
+    ended.record()
+    torch.cuda.synchronize()
+    told["milliseconds"] = started.elapsed_time(ended)
+
+path = args.out / "model.pt"
+if rank == 0:
+    torch.save(network.state_dict(), path)
+if distributed:
+    dist.barrier()
+where = "cpu" if args.cpu else {"cuda:0": f"cuda:{local_rank}"}
+network.load_state_dict(torch.load(path, map_location=where))
+network.eval()
+with torch.no_grad():
+    scores = network(images.to(device)).cpu().numpy()
+(args.out / f"rank-{rank}.json").write_text(
+    json.dumps({"losses": losses, "mean_score": float(scores.mean()), "devices": torch.cuda.device_count(), **told})
+)
+if distributed:
+    dist.destroy_process_group()

@@ -1,0 +1,223 @@
+"""No launcher, two pretended GPUs: what a script sees of them, check by check. Prints the checks that were made."""
+
+# mypy: disable-error-code="no-untyped-call,attr-defined,var-annotated"
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F  # noqa: N812 (the customary name)
+from torch.utils.checkpoint import checkpoint
+
+CUDA = torch.device("cuda", 0)
+OTHER = torch.device("cuda:1")
+
+
+def raises(error: type[Exception], words: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error as raised:
+        assert words in str(raised), raised
+    else:
+        raise AssertionError(f"no {error.__name__}: {words}")
+
+
+def devices() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 2
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        assert torch.zeros(1).cuda().device == OTHER
+    assert torch.zeros(1, device="cuda").device == CUDA
+    assert str(torch.device("cuda")) == "cuda"
+    assert torch.cuda.get_device_properties(0).total_memory > 0
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated("cuda:1") == 0
+    torch.cuda.empty_cache()
+
+
+def ordinals() -> None:
+    words = "CUDA error: invalid device ordinal"
+    for call in (
+        lambda: torch.cuda.set_device(5),
+        lambda: torch.zeros(1).cuda(2),
+        lambda: torch.zeros(1).to("cuda:2"),
+        lambda: torch.zeros(1, device="cuda:9"),
+        lambda: nn.Linear(2, 2).to(torch.device("cuda", 3)),
+        lambda: torch.cuda.get_device_name(2),
+        lambda: torch.load(io.BytesIO(saved(torch.zeros(1))), map_location="cuda:2"),
+    ):
+        raises(RuntimeError, words, call)
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def moves_copy() -> None:
+    there = torch.zeros(3)
+    moved = there.to("cuda")
+    moved += 1
+    assert moved.is_cuda and not moved.is_cpu and moved.get_device() == 0
+    assert not there.is_cuda and there.tolist() == [0, 0, 0]
+    assert moved.to(CUDA) is moved
+    back = moved.cpu()
+    back += 1
+    assert not back.is_cuda and moved.tolist() == [1, 1, 1]
+    assert there.to(moved).is_cuda
+    assert there.to(0).device == CUDA
+    assert there.to(device="cuda:1", dtype=torch.float64).device == OTHER
+
+
+def results_are_where_their_arguments_are() -> None:
+    x = torch.ones(3, 3, device=CUDA, requires_grad=True)
+    for made in (x + 1, x[0], x[torch.tensor([0])], torch.stack([x, x]), x.new_zeros(2), torch.zeros_like(x), x.half()):
+        assert made.is_cuda, made
+    assert torch.empty(2, device=x.device).is_cuda
+    assert copy.deepcopy(nn.Linear(2, 2).cuda()).weight.is_cuda
+    (x * 2).sum().backward()
+    assert x.grad is not None and x.grad.is_cuda
+    assert not torch.ones(2).is_cuda and not torch.empty(1, device="meta").is_cuda
+
+
+def modules_move() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    weight = model[0].weight
+    assert not weight.is_cuda
+    model.cuda(1)
+    assert model[0].weight is weight and weight.device == OTHER
+    assert all(buffer.is_cuda for buffer in model.buffers())
+    assert not any(parameter.is_cuda for parameter in model.to("cpu").parameters())
+
+
+def mixtures_are_refused() -> None:
+    words = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
+    model, x = nn.Linear(2, 2).cuda(), torch.ones(2, 2)
+    raises(RuntimeError, words, lambda: model(x))
+    raises(RuntimeError, words, lambda: F.cross_entropy(model(x.cuda()), torch.zeros(2, dtype=torch.long)))
+    raises(RuntimeError, words, lambda: nn.Linear(2, 2)(x.cuda()))
+    assert (x.cuda() * torch.tensor(2.0)).is_cuda, "a tensor without dimensions may be on the CPU"
+    raises(TypeError, "can't convert cuda:0 device type tensor to numpy", lambda: x.cuda().numpy())
+    raises(RuntimeError, "only dense CPU tensors can be pinned", lambda: x.cuda().pin_memory())
+    assert x.pin_memory().is_pinned() and not x.is_pinned()
+
+
+class Twice(torch.autograd.Function):
+    """A script's own function, which makes tensors on CUDA in backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_cuda
+        return x * torch.full((1,), 2.0, device="cuda")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.full((1,), 2.0, device="cuda")
+
+
+def functions_of_the_script() -> None:
+    x, layer = torch.ones(2, 2, device=CUDA, requires_grad=True), nn.Linear(2, 2).cuda()
+    doubled = Twice.apply(x)
+    assert doubled.is_cuda
+    layer(doubled).sum().backward()
+    for reentrant in (True, False):
+        checkpoint(lambda y: layer(y) + torch.ones(2, device="cuda"), x, use_reentrant=reentrant).sum().backward()
+    torch.autograd.grad(Twice.apply(x).sum(), x)
+
+
+def threads() -> None:
+    found: list[torch.device] = []
+    thread = threading.Thread(target=lambda: found.append(torch.zeros(1, device="cuda:1").device))
+    thread.start()
+    thread.join()
+    assert found == [OTHER]
+
+
+def defaults() -> None:
+    torch.set_default_device("cuda")
+    assert torch.zeros(1).is_cuda and nn.Linear(1, 1).weight.is_cuda
+    torch.set_default_device("cpu")
+    with torch.device("cuda:1"):
+        assert torch.ones(1).device == OTHER
+    assert not torch.ones(1).is_cuda
+
+
+def checkpoints_bear_no_trace() -> None:
+    model = nn.Linear(2, 2)
+    before = saved(model.state_dict())
+    assert saved(model.cuda().state_dict()) == before
+    restored = torch.load(io.BytesIO(before), map_location="cuda:1")
+    assert torch.equal(restored["bias"].cpu(), model.bias.detach().cpu())
+
+
+def legacy_types() -> None:
+    assert torch.cuda.FloatTensor([1.0]).device == CUDA
+    x = torch.zeros(2).type("torch.cuda.HalfTensor")
+    assert x.type() == "torch.cuda.HalfTensor" and isinstance(x, torch.cuda.HalfTensor)
+    assert not isinstance(x.cpu(), torch.cuda.HalfTensor)
+
+
+def streams_and_events() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.ones(2, device="cuda")
+    x.record_stream(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    raises(RuntimeError, "must be recorded", lambda: first.elapsed_time(second))
+    first.record()
+    second.record()
+    assert first.elapsed_time(second) >= 0
+    raises(RuntimeError, "enable_timing=True", lambda: first.elapsed_time(torch.cuda.Event()))
+
+
+def mixed_precision() -> None:
+    layer, x = nn.Linear(2, 2).cuda(), torch.ones(2, 2, device="cuda")
+    with torch.autocast("cuda"):
+        assert torch.is_autocast_enabled()
+        assert layer(x).dtype in (torch.float16, torch.bfloat16), "bfloat16 where the CPU has no float16 (torch 2.0)"
+        with torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype is torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    scaler = torch.cuda.amp.GradScaler(init_scale=4.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler.scale(layer(x * float("inf")).sum()).backward()
+    before = layer.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before), "a step of gradients that are not finite is skipped"
+    assert scaler.get_scale() == 2.0
+
+
+def on_several_gpus() -> None:
+    model = nn.DataParallel(nn.Linear(2, 2).cuda())
+    assert model(torch.ones(4, 2)).device == CUDA
+
+
+CHECKS = (
+    devices,
+    ordinals,
+    moves_copy,
+    results_are_where_their_arguments_are,
+    modules_move,
+    mixtures_are_refused,
+    functions_of_the_script,
+    threads,
+    defaults,
+    checkpoints_bear_no_trace,
+    legacy_types,
+    streams_and_events,
+    mixed_precision,
+    on_several_gpus,
+)
+if __name__ == "__main__":
+    for check in CHECKS:
+        check()
+        print(check.__name__)

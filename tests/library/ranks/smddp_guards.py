@@ -1,0 +1,94 @@
+"""A rank of a job in which something goes wrong; it prints what it is told. `smddp_guards.py WHAT`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+
+def dawdle(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def late() -> None:
+    """Rank 1 comes after the others have given up, and is told so."""
+    if RANK == 1:
+        dawdle(6)
+    dist.all_reduce(torch.ones(10))
+
+
+def late_but_in_time() -> None:
+    if RANK == 1:
+        dawdle(2)
+    dist.all_reduce(torch.ones(10))
+    print("reduced")
+
+
+def stopped() -> None:
+    if RANK == 1:
+        print("stopping", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(10))
+
+
+def apart() -> None:
+    """What one rank alone does, the others do not wait for: nothing is mixed up."""
+    if RANK == 1:
+        dist.broadcast(torch.ones(5), src=0)
+    else:
+        dist.all_reduce(torch.ones(10))
+    dist.barrier()
+
+
+def another_model() -> None:
+    layers = [torch.nn.Linear(2, 3 + RANK), torch.nn.Linear(4, 4)]
+    DistributedDataParallel(torch.nn.Sequential(*layers))
+
+
+def another_order() -> None:
+    model = torch.nn.Module()
+    for name in ("first", "second")[:: 1 - 2 * RANK]:
+        model.register_parameter(name, torch.nn.Parameter(torch.ones(3)))
+    DistributedDataParallel(model)
+
+
+def weights_apart() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for step in range(5):
+        model(torch.ones(1, 2)).sum().backward()
+        if step == 2 and RANK == 1:
+            torch.nn.init.zeros_(model.module.bias)
+    print("went on")
+
+
+def ended_in_backward() -> None:
+    """Rank 1 ends when its first bucket is ready; the others name that bucket."""
+    layers = [torch.nn.Linear(300, 300) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.5)
+    for _ in range(4):  # buckets are formed anew after the first
+        model(torch.ones(1, 300)).sum().backward()
+    if RANK == 1:
+        layers[2].weight.register_hook(lambda _: os._exit(3))  # type: ignore[no-untyped-call]
+    model(torch.ones(1, 300)).sum().backward()
+
+
+timeout = timedelta(seconds=3 if sys.argv[1] in ("late", "stopped") else 60)
+dist.init_process_group(backend="smddp", timeout=timeout)
+RANK = dist.get_rank()
+print("up", flush=True)
+try:
+    globals()[sys.argv[1]]()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")

@@ -1,0 +1,133 @@
+"""Rehearsals: CUDA scripts on a machine without GPUs, by the launchers that users have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.library.conftest import clean_environment
+
+from smdistributed.rehearsal.settings import RehearsalError, Settings, read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.library.conftest import Mpirun
+
+RANKS = Path(__file__).parent / "ranks"
+LIBRARY = Path(__file__).parents[2] / "library"
+SCRIPT = RANKS / "rehearsed.py"
+NOTICE = "SHOAL REHEARSAL: this is not a training run"
+REHEARSE = {"SHOAL_REHEARSE": "1"}
+
+
+@pytest.fixture
+def start_up(tmp_path: Path) -> dict[str, str]:
+    """Variables with which each Python process reads the .pth file at its start, as where the wheel is installed."""
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(LIBRARY / "shoal-rehearsal.pth", site)
+    (site / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})")
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(LIBRARY)])}
+
+
+def python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**clean_environment(), **environ}
+    return subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=100)
+
+
+def torchrun(*arguments: object) -> Sequence[object]:
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments)
+
+
+def told(directory: Path, world_size: int) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def check_training(directory: Path, world_size: int) -> list[list[float]]:
+    ranks = told(directory, world_size)
+    for rank, heard in enumerate(ranks):
+        assert heard["is_cuda"] and heard["device"] == f"cuda:{rank}"
+        assert heard["devices"] == world_size
+        assert heard["milliseconds"] > 0
+        assert all(loss == pytest.approx(2.5, abs=1) for loss in heard["losses"])  # finite, too
+    return [rank["losses"] for rank in ranks]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cuda_script_trains_as_the_same_script_for_cpus(
+    start_up: dict[str, str], tmp_path: Path, world_size: int
+) -> None:
+    launcher = torchrun if world_size > 1 else lambda *arguments: arguments
+    for name in ("cpu", "cuda"):
+        (tmp_path / name).mkdir()
+    rehearsed = python(*launcher(SCRIPT, "--out", tmp_path / "cuda"), **start_up, **REHEARSE)
+    assert rehearsed.returncode == 0, rehearsed.stderr
+    assert rehearsed.stderr.count(NOTICE) == 1
+    assert f"GPUs pretended per host: {world_size} " in rehearsed.stderr
+    plain = python(*launcher(SCRIPT, "--cpu", "--out", tmp_path / "cpu"), **start_up)
+    assert plain.returncode == 0, plain.stderr
+    assert NOTICE not in plain.stderr
+    on_cpu = told(tmp_path / "cpu", world_size)
+    assert check_training(tmp_path / "cuda", world_size) == [rank["losses"] for rank in on_cpu]
+    assert [rank["mean_score"] for rank in told(tmp_path / "cuda", world_size)] == pytest.approx(
+        [rank["mean_score"] for rank in on_cpu]
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["nccl", "smddp"])
+def test_mixed_precision_under_mpirun(
+    mpirun: Mpirun, start_up: dict[str, str], tmp_path: Path, free_port: int, backend: str
+) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    mpirun(2, SCRIPT, "--amp", "--backend", backend, "--out", tmp_path, **start_up, **REHEARSE, **where)
+    check_training(tmp_path, 2)
+
+
+def test_what_a_script_sees(start_up: dict[str, str]) -> None:
+    ran = python(RANKS / "rehearsed_answers.py", SHOAL_REHEARSE_GPUS="2", **start_up, **REHEARSE)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len(ran.stdout.split()) == 14
+    assert ran.stderr.count(NOTICE) == 1
+
+
+def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> None:
+    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'smdistributed' in n])"
+    off = python("-c", asked, SHOAL_REHEARSE="false", **start_up)
+    assert off.stdout.startswith("torch.cuda"), off.stdout + off.stderr
+    assert python("-c", asked, **start_up).stdout.endswith("[]\n")
+
+
+def test_importing_the_library_is_enough() -> None:
+    ran = python(
+        "-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE
+    )
+    assert ran.stdout == "cuda:0\n", ran.stderr
+
+
+def test_what_cannot_be_is_refused_by_the_import_of_torch(start_up: dict[str, str]) -> None:
+    ran = python("-c", "import torch; print('imported')", SHOAL_REHEARSE="maybe", **start_up)
+    assert ran.returncode == 1
+    assert "SHOAL_REHEARSE='maybe' in the environment: allowed are 1, true, yes, on" in ran.stderr
+    assert "imported" not in ran.stdout
+
+
+@pytest.mark.parametrize("value", ["0", "129", "two", "-1"])
+def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
+    with pytest.raises(RehearsalError, match=f"SHOAL_REHEARSE_GPUS='{value}' in the environment: it must be a whole"):
+        read_settings({"SHOAL_REHEARSE_GPUS": value})
+
+
+def test_as_many_gpus_as_ranks_on_the_host() -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_settings({}) == Settings(gpus=1, tells=True, launched=False)
+    assert read_settings(ranks) == Settings(gpus=4, tells=False, launched=True)
+    assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
+    assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"

@@ -1,0 +1,193 @@
+"""The engine itself, without a framework: processes that share memory, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from smdistributed.core.segment import Process, this_process
+from smdistributed.core.shared_memory import CollectiveError, SharedMemory, meet, share
+
+SECONDS = 60.0
+
+
+class DirectoryStore:
+    """A file for each word."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def set(self, key: str, value: str, /) -> None:
+        unfinished = self._directory / f".{key}"
+        unfinished.write_text(value)
+        unfinished.replace(self._directory / key)
+
+    def get(self, key: str, /) -> bytes:
+        path = self._directory / key
+        while not path.exists():
+            time.sleep(0.001)
+        return path.read_bytes()
+
+
+def join(directory: Path, rank: int, size: int) -> SharedMemory:
+    store = DirectoryStore(directory)
+    members = meet(store, rank, size)
+    assert not any(member.problem for member in members)
+    found = share(store, rank, [member.process for member in members], SECONDS)
+    assert isinstance(found, SharedMemory), found
+    return found
+
+
+def forked(size: int, run: Callable[[int], None]) -> list[int]:
+    """Start `run(rank)` in processes; their numbers. A rank exits 0 when it returns."""
+    started = []
+    for rank in range(size):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                run(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        started.append(pid)
+    return started
+
+
+def exit_code(pid: int, seconds: float) -> int | None:
+    """None: it has not ended by then, and is killed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def for_ever(shared: SharedMemory, seed: int) -> None:
+    drawn = random.Random(seed)
+    room = (ctypes.c_float * 400_000)()
+    address, rank, size = ctypes.addressof(room), shared.rank, shared.size
+    while True:
+        count = drawn.choice((0, 1, 1000, 100_000, 400_000))
+        kind = drawn.randrange(4)
+        if kind == 0:
+            shared.all_reduce(address, count, "float32", "avg", drawn.randrange(-1, size))
+        elif kind == 1:
+            shared.broadcast(address, 4 * count, drawn.randrange(size))
+        elif kind == 2:
+            part = count // size
+            shared.gather(address + 4 * part * rank, [address + 4 * part * each for each in range(size)], 4 * part)
+        else:
+            shared.barrier()
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_a_rank_killed_at_any_moment_is_named_by_all_others(tmp_path: Path, trial: int) -> None:
+    def run(rank: int) -> None:
+        shared = join(tmp_path, rank, 3)
+        (tmp_path / f"up-{rank}").touch()
+        try:
+            for_ever(shared, trial)
+        except CollectiveError as error:
+            assert f"rank 1 (process {ranks_pid()}) ended" in str(error), error
+
+    def ranks_pid() -> int:
+        return int((tmp_path / "lost").read_text())
+
+    ranks = forked(3, run)
+    (tmp_path / "lost").write_text(str(ranks[1]))
+    while not all((tmp_path / f"up-{rank}").exists() for rank in range(3)):
+        time.sleep(0.001)
+    time.sleep(random.Random(trial).uniform(0, 0.03))  # anywhere
+    os.kill(ranks[1], signal.SIGKILL)
+    assert exit_code(ranks[1], 5) == -signal.SIGKILL
+    assert [exit_code(pid, 5) for pid in (ranks[0], ranks[2])] == [0, 0]
+    assert not list(left_behind())
+
+
+def test_two_hundred_groups_leave_nothing(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        seen = []
+        for cycle in range(200):
+            directory = tmp_path / str(cycle)
+            directory.mkdir(exist_ok=True)
+            shared = join(directory, rank, 2)
+            value = ctypes.c_float(rank + 1)
+            shared.all_reduce(ctypes.addressof(value), 1, "float32", "sum")
+            assert value.value == 3
+            shared.close()
+            seen.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+            if cycle in (20, 199):
+                seen.append((resident(), 0))
+        (descriptors, threads), (early, _), (late, _) = seen[-2], seen[21], seen[-1]
+        assert (descriptors, threads) == seen[0]
+        assert late - early < 4 << 20, "a group's memory is 3 MB"
+
+    for pid in forked(2, run):
+        assert exit_code(pid, 60) == 0
+    assert not list(left_behind())
+
+
+def test_what_a_killed_job_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = os.fork()
+    if not ended:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    left = Path(f"/dev/shm/smddp-{ended}-12345-leftover")
+    left.write_bytes(bytes(10))
+    shared = join(tmp_path, 0, 1)
+    assert not left.exists()
+    shared.close()
+
+
+def test_after_an_error_nothing_begins(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        shared = join(tmp_path, rank, 2)
+        shared.seconds = 0.5
+        for _ in range(2):
+            if rank == 0:
+                with pytest.raises(CollectiveError, match="did not come to barrier"):
+                    shared.barrier()
+        store = DirectoryStore(tmp_path)
+        if rank == 0:
+            store.set("tried", "twice")
+        store.get("tried")
+        shared.close()
+        with pytest.raises(CollectiveError, match="the group was closed"):
+            shared.barrier()
+
+    assert [exit_code(pid, 20) for pid in forked(2, run)] == [0, 0]
+
+
+def test_a_process_number_used_again_is_another_process() -> None:
+    here = this_process()
+    assert here.lives
+    assert not here._replace(started=here.started - 1).lives
+    assert Process(here.pid, 1, "another host", here.namespace).lives, "what cannot be seen from here"
+
+
+def resident() -> int:
+    """Bytes of this process's own memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def left_behind() -> Iterator[Path]:
+    """The files of processes that have ended."""
+    for path in Path("/dev/shm").glob("smddp-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            yield path

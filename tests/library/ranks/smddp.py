@@ -83,6 +83,14 @@ def all_reduce() -> None:
     same_everywhere(tensor)
 
 
+def long() -> None:
+    """Between hosts it goes in several pieces, which overlap."""
+    numbers = torch.arange(7_000_003) % 97
+    tensor = (numbers * (RANK + 1)).short()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, (numbers * sum(rank + 1 for rank in EVERYBODY)).short())
+
+
 def bitwise() -> None:
     for name, reference in BITWISE.items():
         tensor = given(RANK, (33,), torch.int32)
@@ -314,7 +322,7 @@ def groups() -> None:
 for check in (
     *(all_reduce, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
     *(strides, any_shape_and_strides, broadcast, all_gather, reduce_scatter, reduce, gather_and_scatter, all_to_all),
-    *(uneven, messages, coalesced, in_flight, groups),
+    *(long, uneven, messages, coalesced, in_flight, groups),
 ):
     try:
         check()

@@ -6,7 +6,8 @@ byte leaves a host once. All have the same methods, `Engine`; `root` -1 means al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,9 @@ from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, r
 _Tensor = torch.Tensor
 _Tensors = Sequence[torch.Tensor]
 SHORT_BYTES = 32 << 10  # below, a message more costs more than a byte more
+PIECE_BYTES = 4 << 20  # of all_reduce: the first and the last piece overlap with nothing
+MESSAGE_BYTES = 64 << 10  # at least, where the ranks are so many that their shards of a piece are short
+_TAG = 0x7FFFFFFF  # of messages: no other that somebody sends on the same group has it
 
 
 class Engine(Protocol):
@@ -112,17 +116,42 @@ class AcrossHosts:
         return True
 
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
-        count = flat.numel() // self._size
-        whole = count * self._size if size_of(flat) > SHORT_BYTES else 0
-        result = flat if root in (-1, self._rank) else torch.empty_like(flat)
-        if whole:
-            shard = torch.empty(count, dtype=flat.dtype)
-            self.reduce_scatter(flat[:whole].chunk(self._size), shard, op)
-            self.gather(shard, result[:whole].chunk(self._size))
+        whole = flat.numel() // self._size * self._size if size_of(flat) > SHORT_BYTES else 0
+        result = flat if root in (-1, self._rank) else flat.clone()
+        take_turns(self.all_reduce_stages(piece, op) for piece in pieces(result[:whole], self._size))
         if whole < flat.numel():
             rest = torch.empty(self._size, flat.numel() - whole, dtype=flat.dtype)
             self.gather(flat[whole:], list(rest))
             reduce(list(rest), result[whole:], op)
+
+    def all_reduce_stages(self, flat: _Tensor, op: str) -> Iterator[None]:
+        """Combine `flat` over the ranks, in place; yields when there is nothing to do until messages have come.
+
+        The number of elements must be a multiple of that of the ranks.
+        """
+        shards = flat.chunk(self._size)
+        mine = shards[self._rank]
+        parts = list(torch.empty(self._size, mine.numel(), dtype=mine.dtype))
+        parts[self._rank] = mine
+        messages = self._exchange(shards, parts)
+        yield
+        self._wait(*messages)
+        reduce(parts, mine, op)
+        messages = self._exchange([mine] * self._size, shards)
+        yield
+        self._wait(*messages)
+
+    def _exchange(self, inputs: _Tensors, outputs: _Tensors) -> list[Any]:
+        """Start to send to each other rank what has its number, and to receive from it, where that is not empty.
+
+        Straight from and into the tensors: gloo's own all_to_all wants them in one piece, which is two copies more.
+        """
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        received, sent = ({rank: as_bytes(flats[rank]) for rank in others} for flats in (outputs, inputs))
+        return [
+            *(self._gloo.recv([flat], rank, _TAG) for rank, flat in received.items() if flat.numel()),
+            *(self._gloo.send([flat], rank, _TAG) for rank, flat in sent.items() if flat.numel()),
+        ]
 
     def broadcast(self, flat: _Tensor, root: int) -> None:
         if flat.numel():
@@ -154,18 +183,15 @@ class AcrossHosts:
         reduce(list(parts), flat, op)
 
     def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
-        given, wanted = list(map(as_bytes, inputs)), list(map(as_bytes, outputs))
-        sizes = [flat.numel() for flat in wanted]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
-        sent = torch.cat(given)
-        self._wait(self._gloo.alltoall_base(received, sent, sizes, [flat.numel() for flat in given]))
-        for flat, part in zip(wanted, torch.split(received, sizes)):
-            flat.copy_(part)
+        messages = self._exchange(inputs, outputs)
+        outputs[self._rank].copy_(inputs[self._rank])
+        self._wait(*messages)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, *works: Any) -> None:
         """Raises CollectiveError with gloo's own words."""
         try:
-            work.wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise CollectiveError(
                 f"A rank that rank {self._rank} of {self._size} exchanges with is gone, or late; its own error says "
@@ -191,7 +217,7 @@ class OnHosts:
     grid: the ranks of each host, in the order of their local ranks.
     """
 
-    def __init__(self, local: Engine, across: Engine, everybody: Engine, grid: Sequence[Sequence[int]], rank: int):
+    def __init__(self, local: Engine, across: AcrossHosts, everybody: Engine, grid: Sequence[Sequence[int]], rank: int):
         self._local, self._across, self._everybody = local, across, everybody
         self._grid, self._rank = grid, rank
         self._hosts, self._locals = len(grid), len(grid[0])
@@ -203,27 +229,27 @@ class OnHosts:
 
     def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
         result = flat if root in (-1, self._rank) else flat.clone()
-        count = flat.numel() // self._locals
-        whole = count * self._locals if size_of(flat) > SHORT_BYTES else 0
-        if whole:
-            shards = result[:whole].chunk(self._locals)
-            mine = shards[self._local_rank]
-            self._local.reduce_scatter(shards, mine, _step(flat, op))
-            self._all_reduce_across(mine, op)
-            self._local.gather(mine, shards)
+        ranks = self._hosts * self._locals
+        whole = flat.numel() // ranks * ranks if size_of(flat) > SHORT_BYTES else 0
+        take_turns(self._all_reduce_stages(piece, op) for piece in pieces(result[:whole], ranks))
         if whole < flat.numel():
             self._all_reduce_short(result[whole:], op)
+
+    def _all_reduce_stages(self, flat: _Tensor, op: str) -> Iterator[None]:
+        shards = flat.chunk(self._locals)
+        mine = shards[self._local_rank]
+        self._local.reduce_scatter(shards, mine, _step(flat, op))
+        yield from self._across.all_reduce_stages(mine, _step(flat, op))
+        self._finish(mine, op)
+        self._local.gather(mine, shards)
 
     def _all_reduce_short(self, flat: _Tensor, op: str) -> None:
         """One rank of each host speaks for it."""
         self._local.all_reduce(flat, _step(flat, op), root=0)
         if self._local_rank == 0:
-            self._all_reduce_across(flat, op)
+            self._across.all_reduce(flat, _step(flat, op))
+            self._finish(flat, op)
         self._local.broadcast(flat, root=0)
-
-    def _all_reduce_across(self, flat: _Tensor, op: str) -> None:
-        self._across.all_reduce(flat, _step(flat, op))
-        self._finish(flat, op)
 
     def _finish(self, flat: _Tensor, op: str) -> None:
         if op != _step(flat, op):
@@ -267,6 +293,32 @@ class OnHosts:
     def close(self) -> None:
         for engine in (self._local, self._across, self._everybody):
             engine.close()
+
+
+def pieces(flat: _Tensor, shards: int) -> Sequence[_Tensor]:
+    """Cut a tensor, of a multiple of `shards` elements, into pieces of the same kind."""
+    length = max(PIECE_BYTES // shards, MESSAGE_BYTES) // flat.element_size()
+    return torch.split(flat, length * shards) if flat.numel() else ()
+
+
+def take_turns(collectives: Iterable[Iterator[None]]) -> None:
+    """Run collectives that overlap: at each turn one begins, and those that wait for messages go on, latest first.
+
+    So the network has the messages of the next ones while a rank is busy with those of one; and the order is the same
+    on all ranks.
+    """
+    running: deque[Iterator[None]] = deque()
+    for collective in collectives:
+        running.appendleft(collective)
+        _go_on(running)
+    while running:
+        _go_on(running)
+
+
+def _go_on(running: deque[Iterator[None]]) -> None:
+    for collective in list(running):
+        if next(collective, running) is running:
+            running.remove(collective)
 
 
 def _step(flat: _Tensor, op: str) -> str:

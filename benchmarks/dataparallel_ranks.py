@@ -10,6 +10,7 @@ import json  # noqa: E402 (what is imported counts)
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
@@ -19,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 BYTES = 64 << 20
+SHORT_CALLS = 50  # in a round: one alone would measure how long its code takes to come back into the caches
 WIDTH = 4096  # of the MLP's layers: three of them are 50 million parameters
 
 
@@ -34,12 +36,14 @@ def main(words: Sequence[str]) -> None:
     dist.init_process_group(backend="smddp")
     torch.set_num_threads(1)
     groups: dict[str, Any] = {"smddp": None, "gloo": dist.new_group(backend="gloo")}
+    engine = dist.group.WORLD._engine  # type: ignore[union-attr]
     times: dict[str, dict[str, float]] = {}
     for size in sizes:
         tensor = torch.zeros(size // 4)
         runs = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
         runs["mpi"] = partial(mpi.Allreduce, MPI.IN_PLACE, tensor.numpy())
-        times[f"all-reduce-{size}"] = measure(mpi, runs, rounds * 10 if size < 1 << 20 else rounds)
+        runs["engine"] = partial(engine.all_reduce, tensor, "sum")
+        times[f"all-reduce-{size}"] = measure(mpi, runs, rounds, calls=SHORT_CALLS if size < 1 << 20 else 1)
     if mpi.size == 2:
         times.update(others(mpi, groups, rounds))
     if mpi.rank == 0:
@@ -63,7 +67,7 @@ def others(mpi: Any, groups: dict[str, Any], rounds: int) -> dict[str, dict[str,
         "all-gather-64MB": measure(mpi, gather, rounds),
         "reduce-scatter-64MB": measure(mpi, scatter, rounds),
         "ddp-cnn": measure(mpi, convolutions(), rounds),
-        "ddp-mlp": measure(mpi, {name: step(group) for name, group in groups.items()}, max(5, rounds // 2)),
+        "ddp-mlp": measure(mpi, steps(groups), max(5, rounds // 2)),
     }
 
 
@@ -88,31 +92,40 @@ def convolutions() -> dict[str, Callable[[], None]]:
     return {"smddp": reduced, "no_sync": alone}
 
 
-def step(group: Any) -> Callable[[], None]:
-    """A training step of an MLP; its batch is small, so that its gradients take most of the time."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    model = torch.nn.parallel.DistributedDataParallel(
-        torch.nn.Sequential(*layers), process_group=group, gradient_as_bucket_view=True
-    )
-    batch = torch.randn(4, WIDTH)
+def steps(groups: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
+    """A training step of an MLP, its batch one row: its gradients take as much of the time as they can."""
+    batch = torch.randn(1, WIDTH)
 
-    def run() -> None:
-        model(batch).square().mean().backward()
-        model.zero_grad(set_to_none=False)
+    def step(group: Any, reduced: bool = True) -> Callable[[], None]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(*layers), process_group=group, gradient_as_bucket_view=True
+        )
 
-    return run
+        def run() -> None:
+            with nullcontext() if reduced else model.no_sync():
+                model(batch).square().mean().backward()
+            model.zero_grad(set_to_none=False)
+
+        return run
+
+    return {**{name: step(group) for name, group in groups.items()}, "no_sync": step(None, reduced=False)}
 
 
-def measure(mpi: Any, runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each; they take turns, and each round counts for its slowest rank."""
+def measure(mpi: Any, runs: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1) -> dict[str, float]:
+    """Return the median seconds of a call of each; they take turns, and a round counts for its slowest rank.
+
+    A round is `calls` calls, one right after the other.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 2):  # two to warm up
         for name, run in runs.items():
             mpi.Barrier()
             began = time.perf_counter()
-            run()
-            seconds = max(mpi.allgather(time.perf_counter() - began))
+            for _ in range(calls):
+                run()
+            seconds = max(mpi.allgather(time.perf_counter() - began)) / calls
             if turn >= 2:
                 found[name].append(seconds)
     return {name: median(times) for name, times in found.items()}

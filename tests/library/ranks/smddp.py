@@ -307,6 +307,20 @@ def in_flight() -> None:
         assert set(tensor.tolist()) == {sum(rank + index for rank in EVERYBODY)}
 
 
+def a_handle_blocks_nobody() -> None:
+    """Rank 1 comes to the collective only after what rank 0 does next."""
+    tensor, word = torch.tensor([1.0]), torch.tensor([0.0])
+    if RANK == 0 and SIZE > 1:
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.send(word, 1)
+    else:
+        if RANK == 1:
+            dist.recv(word, 0)
+        work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert tensor.item() == SIZE
+
+
 def groups() -> None:
     """A group of some of the ranks, and another backend beside this one."""
     some = dist.new_group(list(EVERYBODY[:2]))

@@ -18,7 +18,7 @@ _Task = Optional[tuple[Callable[[], object], list[torch.Tensor], "_Future[list[t
 
 
 class Ordered:
-    """Runs collectives in a thread of its own, or at once in the caller's where that changes no order."""
+    """Runs collectives in a thread of its own; at once in the caller's where nobody wants a handle or is before it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,15 +27,16 @@ class Ordered:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._done = _completed([])
+        self._done = _completed([])  # of all that ran at once: nobody looks at its result
 
-    def run(self, collective: Callable[[], object], result: _Tensors, is_small: bool, is_async: bool) -> Work:
+    def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.
 
-        Where it runs at once (it is small, or nobody waits for a handle), it raises here.
+        Where it runs at once it raises here. A caller that wants a handle is never blocked, however short the
+        collective: the others may come to it only after something that this rank does next.
         """
         with self._lock:
-            inline = (is_small or not is_async) and self._waiting == 0
+            inline = not is_async and self._waiting == 0
             self._waiting += 1
             if not inline:
                 future: _Future[list[torch.Tensor]] = _Future()
@@ -46,7 +47,7 @@ class Ordered:
             work: Work = _create_work_from_future(future.then(lambda done: done.value()))
             return work
         self._perform(collective)
-        return _completed(list(result)) if is_async else self._done  # nobody looks at that one
+        return self._done
 
     def close(self) -> bool:
         """End the thread after what it has been asked for; False: that does not end."""

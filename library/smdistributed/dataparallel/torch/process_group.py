@@ -27,8 +27,6 @@ from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
 from smdistributed.dataparallel.torch.tensors import OPS, Flat, premultiplied_by, read_only, size_of
 
-_AT_ONCE_BYTES = 64 << 10  # a thread would take longer than the collective
-
 _log = logging.getLogger(__name__)
 _Tensors = Sequence[torch.Tensor]
 _Work = Any
@@ -310,9 +308,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return op
 
     def _run(self, name: str, collective: Callable[[], None], result: _Tensors, opts: Any) -> _Work:
-        size = sum(size_of(tensor) for tensor in result)
-        is_async = getattr(opts, "asyncOp", True)
-
         def named() -> None:
             try:
                 collective()
@@ -322,7 +317,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         if timeline.recorder is not None:
             named = self._observed(name, named, result)
-        return self._ordered.run(named, result, size <= _AT_ONCE_BYTES, is_async)
+        return self._ordered.run(named, result, getattr(opts, "asyncOp", True))  # torch 2.0 does not tell
 
     def _observed(self, name: str, collective: Callable[[], None], result: _Tensors) -> Callable[[], None]:
         """The same, recorded in the timeline."""
@@ -360,7 +355,7 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGro
 
 
 def _on_cuda(tensors: _Tensors) -> bool:
-    return any(tensor.is_cuda for tensor in tensors)
+    return tensors[0].is_cuda if len(tensors) == 1 else any(tensor.is_cuda for tensor in tensors)
 
 
 def _rows(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]) -> _Tensors:

@@ -26,6 +26,7 @@ struct engine {
     size_t slot_bytes, piece_bytes, short_bytes;
     uint32_t given, reduced, first; /* this rank's counts, and the first when this collective began */
     int64_t number;
+    uint64_t digest; /* of all collectives so far */
     int differs;
     patience_t patience;
     state_t *state;
@@ -104,17 +105,14 @@ const char *engine_broken(engine_t *e)
 
 uint32_t engine_ask(engine_t *e, int rank)
 {
-    count_t *asked = &e->places[rank].asked;
-    uint32_t question = atomic_load(&asked->value) + 1;
-    count_raise(asked, question);
-    return question;
+    return count_add(&e->places[rank].asked);
 }
 
-static int go_on(int rank, double seconds)
+static void go_on(int rank, double seconds, int *said)
 {
     (void)rank;
     (void)seconds;
-    return 0;
+    *said = 0;
 }
 
 uint32_t engine_await_question(engine_t *e, uint32_t answered)
@@ -198,12 +196,20 @@ static void give(engine_t *e, uint32_t piece)
     count_raise(&e->places[e->rank].given, piece + 1);
 }
 
+static uint64_t mix(uint64_t digest, uint64_t word)
+{
+    digest = (digest ^ word) * 0x9E3779B97F4A7C15;
+    return digest ^ digest >> 32;
+}
+
 static void begin(engine_t *e, enum collective collective, int dtype, int op, int root, size_t bytes)
 {
     e->number++;
     e->first = e->given;
+    uint64_t kind = (uint64_t)collective << 48 | (uint64_t)dtype << 40 | (uint64_t)op << 32 | (uint32_t)root;
+    e->digest = mix(mix(e->digest, kind), bytes);
     *doing_of(e, e->rank) = (doing_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
-                                      .root = root, .bytes = (int64_t)bytes};
+                                      .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
 }
 
 /* How many pieces of `most` there are in `count`: an empty tensor is one. */

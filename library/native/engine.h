@@ -9,7 +9,8 @@
    A slot is used again four pieces later: a rank writes piece k when all others have raised their counts for piece
    k - 2, which they do after they have read piece k - 4.
 
-   Before they touch a tensor, ranks compare what they are about to do: a job whose ranks have come apart is told so.
+   A rank that waits for another compares what the two do, and have done before: ranks that have come apart are told so,
+   at the latest when next all wait for all.
 
    Functions return 0, or what `look` said when it ended a wait, or one of the codes below. After that the ranks do not
    agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
@@ -28,7 +29,8 @@ typedef struct {
     int64_t number; /* of this collective, from 1 */
     int32_t collective, dtype, op, root;
     int64_t bytes;
-    char unused[LINE - 32];
+    uint64_t digest; /* of this and all collectives before: a root need not wait for those who differ */
+    char unused[LINE - 40];
 } doing_t;
 
 typedef struct engine engine_t;

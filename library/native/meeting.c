@@ -1,7 +1,6 @@
 #define _GNU_SOURCE
 #include "meeting.h"
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -28,25 +27,41 @@ static double now(void)
     return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-void count_raise(count_t *count, uint32_t value)
+static void wake(count_t *count)
 {
-    atomic_store(&count->value, value);
     if (atomic_load(&count->sleepers)) /* in one order with the store: nobody falls asleep in between */
         syscall(SYS_futex, &count->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
+uint32_t count_raise(count_t *count, uint32_t value)
+{
+    atomic_store(&count->value, value);
+    wake(count);
+    return value;
+}
+
+uint32_t count_add(count_t *count)
+{
+    uint32_t value = atomic_fetch_add(&count->value, 1) + 1;
+    wake(count);
+    return value;
+}
+
 static int sleep_until(count_t *count, uint32_t value, int rank, const patience_t *patience)
 {
-    double began = now();
+    double began = now(), looked = began;
     struct timespec pause = {(time_t)patience->look_seconds,
                              (long)(1e9 * (patience->look_seconds - (time_t)patience->look_seconds))};
     for (;;) {
         uint32_t seen = atomic_load(&count->value);
         if ((int32_t)(seen - value) >= 0)
             return 0;
-        int slept = syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
-        if (slept < 0 && errno == ETIMEDOUT && !reached(count, value)) {
-            int said = patience->look(rank, now() - began);
+        syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
+        double woken = now(); /* by the count, the clock, or a signal, however often those come */
+        if (woken - looked >= patience->look_seconds && !reached(count, value)) {
+            int said = INTERRUPTED;
+            looked = woken;
+            patience->look(rank, woken - began, &said);
             if (said && !reached(count, value))
                 return said;
         }

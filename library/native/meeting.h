@@ -15,8 +15,10 @@ typedef struct {
     char unused[LINE - 8];
 } count_t;
 
-/* Asked now and then while a rank waits, with the rank that it waits for; what is not 0 ends the wait. */
-typedef int (*look_t)(int rank, double seconds);
+/* Asked now and then while a rank waits, with the rank that it waits for. What it says, where that is not 0, ends the
+   wait; a function that is interrupted before it says anything ends it with INTERRUPTED. */
+enum { INTERRUPTED = 3 };
+typedef void (*look_t)(int rank, double seconds, int *said);
 
 typedef struct {
     int spins;
@@ -24,8 +26,9 @@ typedef struct {
     look_t look;
 } patience_t;
 
-/* Raise a count. */
-void count_raise(count_t *count, uint32_t value);
+/* Raise a count of one's own to `value`, or that of anybody by one; returns what it is then. */
+uint32_t count_raise(count_t *count, uint32_t value);
+uint32_t count_add(count_t *count);
 
 /* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `look` has said. */
 int count_await(count_t *count, uint32_t value, int rank, const patience_t *patience);

@@ -148,7 +148,8 @@ def test_what_a_killed_job_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     if not ended:
         os._exit(0)
     os.waitpid(ended, 0)
-    left = Path(f"/dev/shm/smddp-{ended}-12345-leftover")
+    namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    left = Path(f"/dev/shm/smddp-{namespace}-{ended}-12345-leftover")
     left.write_bytes(bytes(10))
     shared = join(tmp_path, 0, 1)
     assert not left.exists()
@@ -189,5 +190,5 @@ def resident() -> int:
 def left_behind() -> Iterator[Path]:
     """The files of processes that have ended."""
     for path in Path("/dev/shm").glob("smddp-*"):
-        if not Path("/proc", path.name.split("-")[1]).exists():
+        if not Path("/proc", path.name.split("-")[2]).exists():
             yield path

@@ -64,7 +64,7 @@ def _guarded(free_port: int, what: str, world_size: int = 2, **environ: str) -> 
             undo.enter_context(rank)
             undo.callback(rank.kill)
         first = ranks[0].communicate(timeout=60)[0]
-        if what == "stopped":
+        if what in ("stopped", "interrupted"):
             ranks[1].kill()
         return [first, *(rank.communicate(timeout=60)[0] for rank in ranks[1:])]
 
@@ -101,6 +101,17 @@ def test_ranks_that_call_different_collectives_are_told(free_port: int) -> None:
     assert apart
     assert "all_reduce of float32 with sum, 40 bytes" in apart[0]
     assert "broadcast with root 0, 20 bytes" in apart[0]
+
+
+def test_ranks_that_came_apart_earlier_are_told(free_port: int) -> None:
+    said = _guarded(free_port, "apart_earlier")
+    assert any("have come apart before this collective: " in text for text in said)
+    assert all("SMDDPError: " in text for text in said)
+
+
+def test_an_interrupt_ends_the_wait(free_port: int) -> None:
+    first, _ = _guarded(free_port, "interrupted")
+    assert first == "up\ninterrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -143,4 +154,4 @@ def _exec_as_rank(script: str) -> str:
 def _left_behind() -> list[str]:
     """The files of shared memory of processes that have ended."""
     names = (path.name.split("-") for path in Path("/dev/shm").glob("smddp-*"))
-    return ["-".join(name) for name in names if not os.path.exists(f"/proc/{name[1]}")]  # noqa: PTH110
+    return ["-".join(name) for name in names if not os.path.exists(f"/proc/{name[2]}")]  # noqa: PTH110

@@ -16,6 +16,7 @@ data parallel launcher on several hosts), else, when mpirun started them all on 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -134,6 +135,7 @@ def _agreed_port(launch: Launch) -> int:
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(str(port))
         unfinished.replace(path)
+        atexit.register(path.unlink, missing_ok=True)  # a later program of the same mpirun has another
         return port
     deadline = time.monotonic() + _PORT_SECONDS
     while not path.exists():

@@ -14,13 +14,13 @@ DTYPES = (
 )
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
-BROKEN, DIFFERENT = -1, -2
+BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
 
-LOOK = ctypes.CFUNCTYPE(c_int, c_int, c_double)
+LOOK = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
 
 
 class Doing(ctypes.Structure):
-    """What a rank does: the collective's number, from 1, and its arguments."""
+    """What a rank does: the collective's number, from 1, its arguments, and a digest of those before it as well."""
 
     _fields_ = (
         ("number", c_int64),
@@ -29,7 +29,8 @@ class Doing(ctypes.Structure):
         ("op", c_int32),
         ("root", c_int32),
         ("bytes", c_int64),
-        ("unused", ctypes.c_char * 32),
+        ("digest", ctypes.c_uint64),
+        ("unused", ctypes.c_char * 24),
     )
 
 

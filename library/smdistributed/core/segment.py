@@ -56,7 +56,7 @@ def create(size: int) -> tuple[Path, mmap.mmap]:
     for directory in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
         _remove_leftovers(directory)
         owner = this_process()
-        path = directory / f"{_PREFIX}{owner.pid}-{owner.started}-{secrets.token_hex(8)}"
+        path = directory / f"{_PREFIX}{_number(owner.namespace)}-{owner.pid}-{owner.started}-{secrets.token_hex(8)}"
         try:
             return path, _map(path, size, os.O_CREAT | os.O_EXCL)
         except OSError as error:
@@ -82,8 +82,8 @@ def _map(path: Path, size: int, flags: int) -> mmap.mmap:
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove the files of processes that have ended between making them and all mapping them."""
-    for path in directory.glob(f"{_PREFIX}*-*-*"):
-        pid, started, _ = path.name[len(_PREFIX) :].split("-", 2)
+    for path in directory.glob(f"{_PREFIX}{_number(_namespace())}-*-*-*"):  # elsewhere a process number says nothing
+        _, pid, started, _ = path.name[len(_PREFIX) :].split("-", 3)
         try:
             if path.stat().st_uid == os.getuid() and _started(int(pid)) != int(started):
                 path.unlink(missing_ok=True)
@@ -97,6 +97,11 @@ def _started(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _number(namespace: str) -> str:
+    """pid:[4026531836] is 4026531836."""
+    return "".join(filter(str.isdigit, namespace)) or "0"
 
 
 def _host() -> str:

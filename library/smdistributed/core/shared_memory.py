@@ -30,7 +30,7 @@ before it sleeps, how long (seconds) until it looks whether the others live, and
 
 _DTYPES = {name: number for number, name in enumerate(native.DTYPES)}
 _OPS = {name: number for number, name in enumerate(native.OPS)}
-_LOST, _LATE, _RAISED = 1, 2, 3
+_LOST, _LATE = 1, 2
 _NOWHERE = "nowhere"
 _STACK_CALLS = 8
 
@@ -80,9 +80,10 @@ class SharedMemory:
         if not self._closed:
             self._closed, self._broken = True, "the group was closed"
             self._native.engine_ask(self._engine, self.rank)
-            self._answering.join()
-            self._native.engine_close(self._engine)
-            self._memory.close()
+            self._answering.join(SETTINGS["answer_seconds"])
+            if not self._answering.is_alive():
+                self._native.engine_close(self._engine)
+                self._memory.close()
 
     def _answer(self) -> None:
         """Tell other ranks, when they ask, where this one's script is. Runs in a thread of its own."""
@@ -156,8 +157,8 @@ class SharedMemory:
             self._end(code)
 
     def _end(self, code: int) -> None:
-        if code == _RAISED and self._raised is not None:
-            raised, self._raised = self._raised, None
+        if code == native.INTERRUPTED:
+            raised, self._raised = self._raised or KeyboardInterrupt(), None
             self._break(f"a collective was interrupted ({type(raised).__name__})")
             raise raised
         self._fail(self._reason(code))
@@ -171,22 +172,28 @@ class SharedMemory:
         self._broken = reason
         self._native.engine_break(self._engine, f"rank {self.rank}: {reason}".encode(errors="replace"))
 
-    def _on_look(self, rank: int, waited: float) -> int:
-        """Called by the engine while this rank waits for another; what is not 0 ends that."""
+    def _on_look(self, rank: int, waited: float, said: Any) -> None:
+        """Called by the engine while this rank waits for another; what it says, where that is not 0, ends that.
+
+        A signal's handler may raise before the first line: then nothing is said, and the engine takes it for an
+        interrupt.
+        """
         try:
-            self._lost = [other for other in self._others() if not self._processes[other].lives]
-            if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
-                return native.BROKEN
-            if rank in self._lost:
-                return _LOST
-            if waited > self.seconds:
-                return _LATE
-            if waited > stall_seconds():
-                self._warn(waited)
-            return 0
+            said[0] = self._look_around(rank, waited)
         except BaseException as error:  # an interrupt arrives here; beyond is C
             self._raised = error
-            return _RAISED
+
+    def _look_around(self, rank: int, waited: float) -> int:
+        self._lost = [other for other in self._others() if not self._processes[other].lives]
+        if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
+            return native.BROKEN
+        if rank in self._lost:
+            return _LOST
+        if waited > self.seconds:
+            return _LATE
+        if waited > stall_seconds():
+            self._warn(waited)
+        return 0
 
     def _reason(self, code: int) -> str:
         here = self._doing(self.rank)
@@ -195,10 +202,13 @@ class SharedMemory:
             return f"Another rank has given up while rank {self.rank} was in {_described(here)}. It says, {said}"
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
-            return (
-                f"The ranks have come apart: rank {self.rank} calls {_described(here)}, "
-                f"rank {other} calls {_described(self._doing(other))}."
-            )
+            mine, theirs = _described(here), _described(self._doing(other))
+            if mine == theirs:
+                return (
+                    f"The ranks have come apart before this collective: rank {self.rank} and rank {other} both call "
+                    f"{mine}, and have called different ones earlier. Let all ranks call the same, with the same root."
+                )
+            return f"The ranks have come apart: rank {self.rank} calls {mine}, rank {other} calls {theirs}."
         if code == _LOST:
             return f"{self._named(self._lost)} ended while rank {self.rank} waited in {_described(here)}."
         return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{self._where(here)}"
@@ -302,7 +312,7 @@ def share(store: Store, rank: int, processes: Sequence[Process], seconds: float)
     memory, slot_bytes, problem = _map(store, rank, size)
     problems = exchange(store, "problem", rank, size, problem)
     if rank == 0 and memory is not None:
-        Path(store.get("path").decode().partition(":")[2]).unlink()  # all have tried to map it by now
+        Path(store.get("path").decode().partition(":")[2]).unlink(missing_ok=True)  # all have tried to map it
     found = [f"rank {other}: {text}" for other, text in enumerate(problems) if text]
     if found or memory is None:
         return "; ".join(found)

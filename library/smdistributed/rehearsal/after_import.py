@@ -28,7 +28,11 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        others = (
+            finder.find_spec(name, path, target)
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        )
         spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._extend(spec.loader)

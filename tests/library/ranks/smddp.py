@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.dataparallel.exceptions import SMDDPError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -333,11 +334,49 @@ def groups() -> None:
     dist.barrier()
 
 
-for check in (
-    *(all_reduce, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
+def refused() -> None:
+    """What would reach beyond a tensor's memory."""
+    one, many = torch.zeros(2), [torch.zeros(2) for _ in EVERYBODY]
+    calls: dict[str, Callable[[], object]] = {
+        "give it those of all": lambda: dist.all_gather_into_tensor(torch.zeros(2 * SIZE), torch.ones(6)),
+        "torch.float16": lambda: dist.all_gather(many, one.half()),
+        "torch.int32": lambda: dist.reduce_scatter(one.int(), many),
+        "hold 2 elements beside 5": lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(2 * SIZE)),
+        "give one for each": lambda: dist.all_gather([*many, one], one),
+    }
+    for words, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError) as error:
+            assert words in str(error) or not isinstance(error, SMDDPError), error
+        else:
+            raise AssertionError(f"not refused: {words}")
+
+
+def from_a_callback() -> None:
+    """What a handle's callback asks for does not wait for the handle."""
+    first, second = torch.ones(3), torch.ones(3)
+    chained = (
+        dist.all_reduce(first, async_op=True)
+        .get_future()
+        .then(lambda _: dist.all_reduce(second, async_op=True).get_future().wait())
+    )
+    chained.wait()
+    assert second.tolist() == [SIZE] * 3
+
+
+def parameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    dist.all_reduce(parameter)
+    assert parameter.tolist() == [SIZE] * 5
+
+
+CHECKS = (
+    *(all_reduce, long, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
     *(strides, any_shape_and_strides, broadcast, all_gather, reduce_scatter, reduce, gather_and_scatter, all_to_all),
-    *(long, uneven, messages, coalesced, in_flight, groups),
-):
+    *(uneven, messages, coalesced, in_flight, a_handle_blocks_nobody, from_a_callback, parameters, refused, groups),
+)
+for check in CHECKS:
     try:
         check()
     except Exception as error:

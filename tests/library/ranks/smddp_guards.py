@@ -52,6 +52,33 @@ def apart() -> None:
     dist.barrier()
 
 
+def apart_earlier() -> None:
+    """A root waits for nobody: the next collective tells."""
+    dist.broadcast(torch.ones(5), src=RANK)
+    dist.barrier()
+
+
+def interrupted() -> None:
+    """A signal's handler may raise while this rank waits, and may come more often than it looks around."""
+    ticks = []
+
+    def tick(*_: object) -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 20:
+            raise KeyboardInterrupt
+
+    if RANK == 1:
+        time.sleep(60)
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        dist.barrier()
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print("interrupted")
+        os._exit(0)
+
+
 def another_model() -> None:
     layers = [torch.nn.Linear(2, 3 + RANK), torch.nn.Linear(4, 4)]
     DistributedDataParallel(torch.nn.Sequential(*layers))
@@ -88,6 +115,7 @@ timeout = timedelta(seconds=3 if sys.argv[1] in ("late", "stopped") else 60)
 dist.init_process_group(backend="smddp", timeout=timeout)
 RANK = dist.get_rank()
 print("up", flush=True)
+
 try:
     globals()[sys.argv[1]]()
 except Exception as error:

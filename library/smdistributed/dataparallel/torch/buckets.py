@@ -6,6 +6,7 @@ waits for a collective, it answers nobody.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,9 @@ def remember(wrapper: DistributedDataParallel, group: Any) -> None:
         passes += module.training
         if passes == _STEPS:
             hook.remove()
-            _known.setdefault(group, []).extend(_buckets(wrapper))
+            # torch's record is its own affair, and this for a message only
+            with contextlib.suppress(AttributeError, KeyError, ValueError):
+                _known.setdefault(group, []).extend(_buckets(wrapper))
 
     hook = wrapper.register_forward_pre_hook(note)
 

@@ -49,7 +49,7 @@ def compare_models(module: torch.nn.Module, group: Any) -> None:
     """Raise SMDDPError on all ranks where a rank's parameters differ from rank 0's in name, shape, dtype or order."""
     rows = [
         (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
-        for name, parameter in module.named_parameters()
+        for name, parameter in _reduced(module)
     ]
     _agree(
         rows,
@@ -62,7 +62,7 @@ def compare_models(module: torch.nn.Module, group: Any) -> None:
 
 def compare_weights(module: torch.nn.Module, group: Any) -> None:
     """Raise SMDDPError on all ranks where a parameter's values differ from rank 0's in any bit."""
-    rows = [(name, _hash(parameter)) for name, parameter in module.named_parameters()]
+    rows = [(name, _hash(parameter)) for name, parameter in _reduced(module)]
     _agree(
         rows,
         group,
@@ -71,6 +71,12 @@ def compare_weights(module: torch.nn.Module, group: Any) -> None:
             "Something changes them on one rank alone: another optimizer state, or code that depends on the rank."
         ),
     )
+
+
+def _reduced(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters, by name, but for those that the model wants torch to leave alone."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
 
 
 def _agree(rows: Sequence[_Row], group: Any, told: Callable[[int, str], str]) -> None:

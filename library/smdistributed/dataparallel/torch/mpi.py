@@ -12,6 +12,7 @@ from smdistributed.core.shared_memory import exchange
 from smdistributed.dataparallel.exceptions import SMDDPError
 
 _Tensors = Sequence[torch.Tensor]
+_TAGS = 1 << 15  # every MPI has as many
 
 
 def open_mpi(store: Store, rank: int, ranks: Sequence[int]) -> MpiGroup:
@@ -31,8 +32,21 @@ def open_mpi(store: Store, rank: int, ranks: Sequence[int]) -> MpiGroup:
     return MpiGroup(world.Create_group(world.group.Incl(list(map(int, numbers)))))
 
 
+class Request:
+    """A message on its way."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def wait(self) -> None:
+        self._request.Wait()
+
+
 class MpiGroup:
-    """The methods of torch's group that `AcrossHosts` calls, for tensors of bytes on the CPU. They end at once."""
+    """The methods of torch's group that `AcrossHosts` calls, for tensors of bytes on the CPU.
+
+    All but messages end at once.
+    """
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -57,11 +71,11 @@ class MpiGroup:
         self._comm.Scatter(given, outputs[0].numpy(), options.rootRank)
         return self
 
-    def alltoall_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
-    ) -> MpiGroup:
-        self._comm.Alltoallv((tensor.numpy(), list(input_sizes)), (output.numpy(), list(output_sizes)))
-        return self
+    def send(self, tensors: _Tensors, rank: int, tag: int) -> Request:
+        return Request(self._comm.Isend(tensors[0].numpy(), rank, tag % _TAGS))
+
+    def recv(self, tensors: _Tensors, rank: int, tag: int) -> Request:
+        return Request(self._comm.Irecv(tensors[0].numpy(), rank, tag % _TAGS))
 
     def barrier(self) -> MpiGroup:
         self._comm.Barrier()

@@ -11,6 +11,8 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import Work
 
+from smdistributed.dataparallel.exceptions import SMDDPError
+
 _Tensors = Sequence[torch.Tensor]
 _Future = torch.futures.Future
 _AT_MOST_SECONDS = 5.0  # a collective whose other ranks are gone must not keep the process
@@ -23,6 +25,7 @@ class Ordered:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._closed = False
         self._waiting = 0  # tasks that were asked for and have not ended
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -36,7 +39,10 @@ class Ordered:
         collective: the others may come to it only after something that this rank does next.
         """
         with self._lock:
-            inline = not is_async and self._waiting == 0
+            if self._closed:
+                raise SMDDPError("The process group was shut down: make another one.")
+            called_back = self.is_this_thread()  # what a collective's callback asks for cannot wait for its turn
+            inline = called_back or (not is_async and self._waiting == 0)
             self._waiting += 1
             if not inline:
                 future: _Future[list[torch.Tensor]] = _Future()
@@ -47,17 +53,19 @@ class Ordered:
             work: Work = _create_work_from_future(future.then(lambda done: done.value()))
             return work
         self._perform(collective)
-        return self._done
+        return _completed(list(result)) if is_async else self._done
 
     def close(self) -> bool:
-        """End the thread after what it has been asked for; False: that does not end."""
+        """End the thread after what it has been asked for, and let nothing begin; False: what runs does not end."""
+        with self._lock:
+            self._closed = True
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(_AT_MOST_SECONDS)
             if self._thread.is_alive():
                 return False
             self._thread = None
-        return True
+        return self._running.acquire(timeout=_AT_MOST_SECONDS)
 
     def is_this_thread(self) -> bool:
         """Whether the caller is a collective that runs in the thread."""

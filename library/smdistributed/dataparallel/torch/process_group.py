@@ -6,8 +6,9 @@ messages from one rank to another through gloo. A call goes the same way on ever
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import logging
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,14 +24,22 @@ from smdistributed.core.shared_memory import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.torch import buckets, observation
 from smdistributed.dataparallel.torch.devices import open_cuda, take_device
+from smdistributed.dataparallel.torch.engines import Engine
 from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
-from smdistributed.dataparallel.torch.tensors import OPS, Flat, premultiplied_by, read_only, size_of
+from smdistributed.dataparallel.torch.tensors import (
+    OPS,
+    Flat,
+    premultiplied_by,
+    read_only,
+    require_alike,
+    require_parts,
+    size_of,
+)
 
 _log = logging.getLogger(__name__)
 _Tensors = Sequence[torch.Tensor]
 _Work = Any
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 _Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those below by position
 
 
@@ -43,12 +52,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             take_device()
         self._store, self._rank, self._timeout = store, rank, timeout
         self._name = self._description = ""
-        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._on_cuda: Any = None
-        self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, self._gloo)
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        self._torchs: dict[str, Any] = {"gloo": gloo}  # and "cuda", when a tensor on such a device comes
+        self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, gloo)
         self._ordered = Ordered(f"smddp-{rank}")
         self._operations: dict[tuple[torch.dtype, Any], str] = {}
-        _groups.add(self)
+        self._close = weakref.finalize(self, _close, self._ordered, self._engine, self._torchs, os.getpid())
         _log.info("smddp: rank %d of %d, engine %s", rank, size, self.engine)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -94,10 +103,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         for tensor in tensors:
             op, factor = self._operation(tensor, operation)
             if factor is None and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_complex():
-                self._engine.all_reduce(tensor, op, root)  # a bucket, or a short message: nothing to prepare
+                self._engine.all_reduce(tensor.detach(), op, root)  # a bucket, or a short message: nothing to prepare
                 continue
             with Flat(tensor) as flat:
-                self._engine.all_reduce(flat if factor is None else flat.mul_(factor), op, root)
+                if factor is None:
+                    self._engine.all_reduce(flat, op, root)
+                    continue
+                multiplied = flat * factor
+                self._engine.all_reduce(multiplied, op, root)
+                if root in (-1, self._rank):
+                    flat.copy_(multiplied)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.broadcast."""
@@ -129,9 +144,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
         with ExitStack() as given_back:
             flats = [given_back.enter_context(Flat(output)) for output in outputs]
-            self._engine.gather(read_only(tensor), flats, root)
+            given = read_only(tensor)
+            if root in (-1, self._rank):
+                require_alike("outputs of a gather", flats, given, self.size())
+            self._engine.gather(given, flats, root)
 
     def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+        require_parts("outputs of an all_gather", outputs, tensor.dtype, self.size())
         outputs[self._rank].copy_(tensor)
         for rank, output in enumerate(outputs):
             with Flat(output) as flat:
@@ -149,9 +168,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         def collective() -> None:
             for output, tensor in zip(outputs, inputs):
                 with Flat(output) as flat:
-                    self._engine.gather(
-                        read_only(tensor), flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
-                    )
+                    given = read_only(tensor)
+                    if flat.numel() != self.size() * given.numel():
+                        raise SMDDPError(
+                            f"The output of an all_gather has {flat.numel()} elements: give it those of all "
+                            f"{self.size()} ranks, {given.numel()} each."
+                        )
+                    parts = list(flat.view(self.size(), given.numel()))
+                    require_parts("output of an all_gather", parts, given.dtype, self.size())
+                    self._engine.gather(given, parts)
 
         return self._run("all_gather_into_tensor", collective, outputs, opts)
 
@@ -176,7 +201,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         def collective() -> None:
             with Flat(outputs[0]) as flat:
-                self._engine.scatter(list(map(read_only, parts)), flat, options.rootRank)
+                given = list(map(read_only, parts))
+                if options.rootRank == self._rank:
+                    require_alike("inputs of a scatter", given, flat, self.size())
+                self._engine.scatter(given, flat, options.rootRank)
 
         return self._run("scatter", collective, outputs, opts)
 
@@ -201,6 +229,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if factor is not None:
             given = [part * factor for part in given]
         with Flat(output) as flat:
+            require_alike("inputs of a reduce_scatter", given, flat, self.size())
             self._engine.reduce_scatter(given, flat, op)
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
@@ -227,7 +256,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         def collective() -> None:
             with ExitStack() as given_back:
                 flats = [given_back.enter_context(Flat(output)) for output in outputs]
-                self._engine.all_to_all(list(map(read_only, inputs)), flats)
+                given = list(map(read_only, inputs))
+                require_parts("inputs of an all_to_all", given, flats[0].dtype if flats else None, self.size())
+                require_parts("outputs of an all_to_all", flats, given[0].dtype, self.size())
+                self._engine.all_to_all(given, flats)
 
         return self._run("all_to_all", collective, outputs, opts)
 
@@ -246,12 +278,20 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         def collective() -> None:
             with Flat(output) as flat:
-                into = _rows(flat, output, output_sizes or [output.shape[0] // self.size()] * self.size())
+                into = _rows(flat, output, output_sizes or self._even(output))
                 given = read_only(tensor)
-                rows = _rows(given, tensor, input_sizes or [tensor.shape[0] // self.size()] * self.size())
+                rows = _rows(given, tensor, input_sizes or self._even(tensor))
+                require_parts("input of an all_to_all", rows, flat.dtype, self.size())
+                require_parts("output of an all_to_all", into, flat.dtype, self.size())
                 self._engine.all_to_all(rows, into)
 
         return self._run("all_to_all_single", collective, [output], opts)
+
+    def _even(self, tensor: torch.Tensor) -> list[int]:
+        rows, rest = divmod(tensor.shape[0], self.size())
+        if rest:
+            raise SMDDPError(f"all_to_all_single: {tensor.shape[0]} rows for {self.size()} ranks: give split sizes.")
+        return [rows] * self.size()
 
     def barrier(self, opts: Any = None) -> _Work:
         """See torch.distributed.barrier."""
@@ -277,17 +317,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """See torch.distributed.distributed_c10d._set_pg_timeout."""
         self._timeout = timeout
-        self._gloo.set_timeout(timeout)
+        self._torchs["gloo"].set_timeout(timeout)
         self._engine.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Give up the engines, unless a collective that cannot end still uses them.
-
-        gloo's threads must not outlive the interpreter: letting go of a tensor then, they would abort the process.
-        """
-        if self._ordered.close():
-            self._engine.close()
-            self._gloo = self._on_cuda = None
+        """Give up the engines; done as well when the group is no longer used, and when the process ends."""
+        self._close()
 
     def _operation(self, tensor: torch.Tensor, operation: Any) -> tuple[str, Any]:
         """The reduction by its name, and the factor of a premultiplied sum.
@@ -302,8 +337,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _find_operation(self, tensor: torch.Tensor, kind: Any) -> str:
         op = "sum" if kind == dist.ReduceOp.PREMUL_SUM else OPS.get(kind, str(kind))
-        dtype = torch.view_as_real(tensor).dtype if tensor.is_complex() and op in ("sum", "avg") else tensor.dtype
-        if not self._engine.reduces(dtype, op):
+        by_parts = op in ("sum", "avg") or not tensor.is_complex()  # as the real and the imaginary ones
+        dtype = torch.view_as_real(tensor).dtype if tensor.is_complex() else tensor.dtype
+        if not by_parts or not self._engine.reduces(dtype, op):
             raise SMDDPError(f"The backend smddp does not reduce {tensor.dtype} with {op}: convert the tensor first.")
         return op
 
@@ -333,20 +369,27 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _cuda(self) -> Any:
         """What carries tensors on CUDA devices."""
-        if self._on_cuda is None:
+        if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
-            self._on_cuda = open_cuda(store, self._rank, self.size(), self._timeout, self)
-        return self._on_cuda
+            self._torchs["cuda"] = open_cuda(store, self._rank, self.size(), self._timeout, weakref.proxy(self))
+        return self._torchs["cuda"]
 
     def _group_of(self, tensors: _Tensors) -> Any:
-        return self._cuda() if _on_cuda(tensors) else self._gloo
+        return self._cuda() if _on_cuda(tensors) else self._torchs["gloo"]
 
 
-@atexit.register
-def _shut_down() -> None:
-    """What a script has not destroyed: a model wrapped in DistributedDataParallel holds its group to the end."""
-    for group in list(_groups):
-        group.shutdown()
+def _close(ordered: Ordered, engine: Engine, torchs: dict[str, Any], pid: int) -> None:
+    """Give up what a group holds, unless a collective that cannot end still uses it.
+
+    gloo's threads must not outlive the interpreter: letting go of a tensor then, they would abort the process. In a
+    process that was forked they are not there, and gloo would wait for them: there it is never freed.
+    """
+    if os.getpid() != pid:
+        for group in torchs.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    elif ordered.close():
+        engine.close()
+        torchs.clear()
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from smdistributed.core import native
+from smdistributed.dataparallel.exceptions import SMDDPError
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in native.DTYPES if hasattr(torch, name)}
 OPS: dict[ReduceOp.RedOpType, str] = {getattr(ReduceOp, name.upper()): name for name in native.OPS}
@@ -67,6 +68,23 @@ def premultiplied_by(operation: Any) -> Any:
 def size_of(tensor: torch.Tensor) -> int:
     """Bytes (`nbytes` is younger than torch 2.0)."""
     return tensor.numel() * tensor.element_size()
+
+
+def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype | None, count: int) -> None:
+    """Raise SMDDPError unless there are `count` tensors, all of that dtype: memory beyond them is not theirs."""
+    if len(flats) != count:
+        raise SMDDPError(f"The {what} are {len(flats)} tensors: give one for each of the {count} ranks.")
+    for flat in flats:
+        if flat.dtype != dtype:
+            raise SMDDPError(f"The {what} hold {flat.dtype} beside {dtype}: all tensors must be of one dtype.")
+
+
+def require_alike(what: str, flats: Sequence[torch.Tensor], like: torch.Tensor, count: int) -> None:
+    """Raise SMDDPError unless there are `count` tensors, all of the dtype of `like`, with as many elements."""
+    require_parts(what, flats, like.dtype, count)
+    for flat in flats:
+        if flat.numel() != like.numel():
+            raise SMDDPError(f"The {what} hold {flat.numel()} elements beside {like.numel()}: all must have as many.")
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

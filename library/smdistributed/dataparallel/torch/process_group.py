@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -353,7 +355,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         if timeline.recorder is not None:
             named = self._observed(name, named, result)
-        return self._ordered.run(named, result, getattr(opts, "asyncOp", True))  # torch 2.0 does not tell
+        return self._ordered.run(named, result, _is_async(opts))
 
     def _observed(self, name: str, collective: Callable[[], None], result: _Tensors) -> Callable[[], None]:
         """The same, recorded in the timeline."""
@@ -395,6 +397,20 @@ def _close(ordered: Ordered, engine: Engine, torchs: dict[str, Any], pid: int) -
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     """Make a group, as torch.distributed asks for one."""
     return ProcessGroup(store, rank, size, timeout)
+
+
+def _is_async(opts: Any) -> bool:
+    """Whether the caller wants a handle.
+
+    torch 2.0 does not tell the group, and its handles raise nothing: there the function that called it is looked for.
+    """
+    is_async = getattr(opts, "asyncOp", None)
+    if is_async is not None:
+        return bool(is_async)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    return bool(frame.f_locals.get("async_op", True)) if frame else True
 
 
 def _on_cuda(tensors: _Tensors) -> bool:

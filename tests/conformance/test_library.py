@@ -12,7 +12,7 @@ from .layout import PYTORCH, Tree
 from .trees import DIGITS, TREES, TWO_DATAPARALLEL
 
 SUM_OF_ONE = sum(range(1000))  # rank 0 gives it once, rank 1 twice
-TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, {"train.py": DIGITS}, framework=PYTORCH)
+TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, DIGITS, framework=PYTORCH)
 REDUCING = [tree for tree in TREES if tree.name.startswith("library-")]
 MODELPARALLEL = next(tree for tree in TREES if tree.name == "modelparallel")
 

@@ -111,7 +111,7 @@ class AcrossHosts:
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         try:
             reduce([torch.ones(1, dtype=dtype)] * 2, torch.ones(1, dtype=dtype), op)
-        except RuntimeError:
+        except (KeyError, RuntimeError):  # no such reduction at all, or none of this dtype
             return False
         return True
 

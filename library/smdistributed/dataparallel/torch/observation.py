@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,7 +20,7 @@ class _Backward:
         self.ended: int | None = None  # in the clock of the timeline; None: it goes on
 
 
-_passes: dict[Ordered, _Backward] = {}
+_passes: WeakKeyDictionary[Ordered, _Backward] = WeakKeyDictionary()
 
 
 def observed(

@@ -1,0 +1,170 @@
+"""The configuration: `mp_parameters` of the launch, else the argument of `smp.init`. The keys are those AWS published."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
+
+LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
+PIPELINES = ("interleaved", "simple")
+OPTIMIZE = ("memory", "speed")
+PLACEMENTS = {"cluster": "DPT", "spread": "TPD", **{"".join(p): "".join(p) for p in itertools.permutations("DPT")}}
+BACKENDS = ("auto", "nccl", "gloo", "smddp")
+_MEMORY_WEIGHTS = {"memory": 0.8, "speed": 0.2}
+_ALIASES = {"partitions": "pipeline_parallel_degree"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """`mp_parameters` after checks. Attributes have the names that AWS documents."""
+
+    pipeline_parallel_degree: int = 1
+    microbatches: int = 1
+    pipeline: str = "interleaved"
+    optimize: str = "memory"
+    placement_strategy: str = "cluster"
+    auto_partition: bool = True
+    default_partition: int = 0
+    memory_weight: float = 0.8
+    active_microbatches: int = 3
+    deterministic_server: bool = False
+    ddp: bool = False
+    ddp_port: int | None = None
+    ddp_dist_backend: str = "auto"
+    horovod: bool = False
+    contiguous: bool = True
+    xla: bool = False
+    tensor_parallel_degree: int = 1
+    prescaled_batch: bool = False
+    shard_optimizer_state: bool = False
+    offload_activations: bool = False
+    activation_loading_horizon: int = 4
+    fp16: bool = False
+    fp16_params: bool = False
+    bf16: bool = False
+    sharded_data_parallel_degree: int = 1
+    skip_tracing: bool = False
+    uneven_microbatches: bool = False
+    """Ours: split a batch that does not divide by `microbatches` into parts whose sizes differ by one at most."""
+
+    @property
+    def partitions(self) -> int:
+        """The number of stages of the pipeline."""
+        return self.pipeline_parallel_degree
+
+
+_KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
+_LEAST = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
+_CHOICES = {
+    "pipeline": PIPELINES,
+    "optimize": OPTIMIZE,
+    "placement_strategy": tuple(PLACEMENTS),
+    "ddp_dist_backend": BACKENDS,
+}
+_LATER = {"tensor_parallel_degree": 1, "sharded_data_parallel_degree": 1, "offload_activations": False}
+"""Keys of 1.6 and later that nothing here does yet, with the values that ask for nothing."""
+
+
+def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
+    """The configuration of this job: that of the launch if it has one, else `argument`.
+
+    Raises SMPConfigError, which names the key, the value and what is allowed, and SMPUnsupportedError for a key that is
+    not implemented yet. Unknown keys warn.
+    """
+    launched = environ.get(LAUNCH_VARIABLE)
+    given: Any = argument or {}
+    if launched is not None:
+        try:
+            given = json.loads(launched)
+        except ValueError as error:
+            raise SMPConfigError(f"{LAUNCH_VARIABLE}={launched!r} is not JSON: {error}.") from None
+    if not isinstance(given, Mapping):
+        raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}.")
+    return check(dict(given))
+
+
+def check(given: dict[str, Any]) -> Config:
+    """`given` as a Config, with defaults that depend on other values filled in. Raises as `read_config` does."""
+    _warn_unknown(given)
+    known = {name: value for name, value in given.items() if name in _KEYS}
+    for alias, name in _ALIASES.items():
+        if alias in known:
+            value = known.pop(alias)
+            if known.setdefault(name, value) != value:
+                raise SMPConfigError(f"{alias!r} is {value!r} and {name!r} is {known[name]!r}: they mean the same.")
+    if "pipeline_parallel_degree" not in known:
+        raise SMPConfigError("'partitions' is a required parameter.")
+    values = {name: _typed(name, value) for name, value in known.items()}
+    stages = values["pipeline_parallel_degree"]
+    values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
+    values.setdefault("active_microbatches", stages + 2)
+    _check_together(values)
+    return Config(**values)
+
+
+def _warn_unknown(given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in _KEYS:
+            near = difflib.get_close_matches(name, _KEYS, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(_KEYS))}."
+            warnings.warn(f"mp_parameters has an unknown key, {name!r}, which is ignored.{hint}", stacklevel=4)
+
+
+def _typed(name: str, value: Any) -> Any:
+    default = _KEYS[name].default  # type: ignore[union-attr]
+    kind = int if default is None else type(default)
+    if kind is bool:
+        return _boolean(name, value)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not 0.0 <= value <= 1.0:
+            raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}.")
+        return float(value)
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        if value < _LEAST.get(name, 0):
+            raise SMPConfigError(f"{name!r} is {value}: it must be {_LEAST.get(name, 0)} or more.")
+        return value
+    if kind is str and isinstance(value, str):
+        allowed = _CHOICES[name]
+        if value not in allowed:
+            raise SMPConfigError(f"{name!r} is {value!r}: it must be one of {', '.join(map(repr, allowed))}.")
+        return value
+    names = {int: "an integer", float: "a number between 0.0 and 1.0", str: "a string"}
+    raise SMPConfigError(f"{name!r} is {value!r}: it must be {names[kind]}.")
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise SMPConfigError(f"{name!r} is {value!r}: it must be true or false.")
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    stages = values["pipeline_parallel_degree"]
+    if not values.get("auto_partition", True) and "default_partition" not in values:
+        raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")
+    if values.get("default_partition", 0) >= stages:
+        raise SMPConfigError(
+            "default_partition must be less than the number of partitions! "
+            f"It is {values['default_partition']}, of {stages}."
+        )
+    if "ddp_port" in values and not values.get("ddp"):
+        raise SMPConfigError("`ddp_port` needs `ddp` to be set as well")
+    if values.get("ddp") and values.get("horovod"):
+        raise SMPConfigError("'ddp' and 'horovod' cannot be simultaneously enabled.")
+    if values.get("fp16") and values.get("bf16"):
+        raise SMPConfigError("'fp16' and 'bf16' cannot be simultaneously enabled.")
+    for name, neutral in _LATER.items():
+        if values.get(name, neutral) != neutral:
+            raise SMPUnsupportedError(
+                f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented yet. "
+                f"Leave it out, or set it to {neutral!r}."
+            )

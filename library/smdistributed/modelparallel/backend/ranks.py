@@ -1,0 +1,60 @@
+"""Which rank is where in the grid of pipeline stages, tensor-parallel and data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from smdistributed.modelparallel.backend.config import PLACEMENTS, Config
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+
+GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_GROUP": "DP", "RDP_GROUP": "PT"}
+"""Every group by the coordinates that its members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes: size = stages × tensors × replicas. In `order`, e.g. "DPT", the rightmost coordinate varies fastest."""
+
+    size: int
+    stages: int
+    tensors: int
+    order: str
+
+    @classmethod
+    def of(cls, config: Config, size: int) -> Grid:
+        """Raises SMPConfigError when the job's ranks cannot be dealt to whole replicas."""
+        stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
+        if size % (stages * tensors):
+            raise SMPConfigError(
+                f"'partitions' is {stages}, but the job has {size} ranks: start a multiple of {stages * tensors}."
+            )
+        if size > stages * tensors and not (config.ddp or config.horovod):
+            raise SMPConfigError(
+                f"The job has {size} ranks for {stages * tensors} partitions: set 'ddp' to true to train "
+                f"{size // (stages * tensors)} replicas, or start {stages * tensors} ranks."
+            )
+        return cls(size, stages, tensors, PLACEMENTS[config.placement_strategy])
+
+    @cached_property
+    def coordinates(self) -> tuple[dict[str, int], ...]:
+        """The coordinates D, P and T of every rank."""
+        sizes = {"D": self.size // (self.stages * self.tensors), "P": self.stages, "T": self.tensors}
+        found = []
+        for rank in range(self.size):
+            rest, at = rank, {}
+            for letter in reversed(self.order):
+                rest, at[letter] = divmod(rest, sizes[letter])
+            found.append(at)
+        return tuple(found)
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, of that group (a key of GROUPS) which `rank` is in."""
+        shared = GROUPS[name]
+        mine = [self.coordinates[rank][letter] for letter in shared]
+        everybody = range(self.size)
+        return tuple(r for r in everybody if [self.coordinates[r][letter] for letter in shared] == mine)
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of that name, in the order of their first ranks."""
+        return tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size)))

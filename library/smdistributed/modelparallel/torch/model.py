@@ -1,0 +1,253 @@
+"""`smp.DistributedModel`: a model whose modules are on several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.torch.auto_partition import auto_stages
+from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
+from smdistributed.modelparallel.torch.reducer import Reducer
+from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.work import current
+
+_Hook = Callable[["DistributedModel", Any], Any]
+
+
+class RemovableHandle:
+    """`remove()` takes a hook away."""
+
+    def __init__(self, hooks: dict[int, Any], hook: Any) -> None:
+        self._hooks, self._key = hooks, id(self)
+        hooks[self._key] = hook
+
+    def remove(self) -> None:
+        """Take the hook away. Doing so twice is no error."""
+        self._hooks.pop(self._key, None)
+
+
+class DistributedModel(nn.Module):
+    """Wraps the model of a script, one in each (AWS API). It is cut and placed at the first call inside a step.
+
+    overlapping_allreduce: with `ddp`, average gradients over the replicas while later ones are still computed.
+    backward_passes_per_step: average them at every so many steps.
+    average_grads_across_microbatches: whether gradients are the mean over the microbatches; else their sum.
+    bucket_cap_mb: the size of what is averaged at once, in MiB.
+    broadcast_buffers: with `ddp`, copy the first replica's buffers to the others before each step.
+
+    trace_device, trace_execution_times, trace_memory_usage and gradient_as_bucket_view are accepted: the model is
+    traced on the meta device, which needs neither a device nor memory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        super().__init__()
+        state.require()
+        if state.model is not None:
+            raise SMPRuntimeError("There is an smp.DistributedModel already: a script has one.")
+        self.module = module
+        self.manager = ModuleManager(module, lambda: state.stage)
+        self.partitioned = False
+        self.weights: list[float] = []
+        """The share of each microbatch of the running step in its batch."""
+        self._average = average_grads_across_microbatches
+        self._broadcast_buffers = broadcast_buffers
+        self._reducing = (overlapping_allreduce, bucket_cap_mb << 20, backward_passes_per_step)
+        self._reducer: Reducer | None = None
+        self._after_partition: dict[int, Callable[..., Any]] = {}
+        self._after_step: dict[int, Callable[..., Any]] = {}
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None
+        state.model = self
+
+    # --- inside a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. Raises StepUsageError outside a step."""
+        if current() is None:
+            raise StepUsageError("The model is called outside a step: call it in a function under @smp.step.")
+        if not self.partitioned:
+            stages = self._choose_stages(args, kwargs)
+            state.stage.partition(stages)
+            self.apply_partition(stages)
+        return self.module(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Run backward from this microbatch's loss, or losses (AWS API). Raises StepUsageError outside a step."""
+        work = current()
+        if work is None:
+            raise StepUsageError("model.backward is called outside a step: call it in a function under @smp.step.")
+        tensors = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        given = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(tensors)
+        weight = self.weights[work.microbatch] if self._average else 1.0
+        gradients = [
+            (torch.ones_like(tensor) if gradient is None else gradient) * weight
+            for tensor, gradient in zip(tensors, given)
+        ]
+        state.stage.before_backward()
+        torch.autograd.backward(tensors, gradients)
+
+    # --- around a step
+
+    def before_step(self) -> None:
+        """Called on all ranks when a step begins."""
+        if self._reducer and self._broadcast_buffers:
+            self._reducer.broadcast(buffer for _, buffer in self.local_named_buffers())
+        if self._reducer:
+            self._reducer.begin()
+
+    def after_step(self) -> None:
+        """Called on all ranks when a step has ended."""
+        if self._reducer:
+            self._reducer.end()
+        for hook in list(self._after_step.values()):
+            hook(self, state.module_manager)
+
+    def apply_partition(self, stages: Mapping[str, int]) -> None:
+        """Place the modules: every rank keeps the parameters of its own."""
+        self.manager.assign(stages)
+        self.partitioned = True
+        self._move()
+        if self._to_load:
+            self.load_state_dict(*self._to_load)
+        if len(state.group("DP_GROUP")) > 1:
+            self._reducer = Reducer(
+                list(self.local_named_parameters()), state.process_group("DP_GROUP"), state.group("DP_GROUP"), *self._reducing
+            )
+            self._reducer.broadcast(tensor for tensor in (*self.local_parameters(), *self.local_buffers()))
+            self._reducer.begin()
+        for hook in list(self._after_partition.values()):
+            hook(self, None)
+
+    def _choose_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+        if state.cfg.auto_partition:
+            return auto_stages(self.manager, state.cfg, args, kwargs)
+        return manual_stages(self.manager, state.cfg.default_partition, state.cfg.partitions)
+
+    def _move(self) -> None:
+        if torch.cuda.is_available():
+            for _, parameter in self.local_named_parameters():
+                parameter.data = parameter.data.cuda()
+            for _, module in self.manager.local_modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = buffer.cuda()
+
+    # --- what is here
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names, as in the wrapped model, and parameters of this stage. Raises StepUsageError before the first step."""
+        self._require_partition()
+        return self.manager.local_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this stage."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and buffers of this stage."""
+        self._require_partition()
+        return self.manager.local_buffers()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers of this stage."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Names and modules of this stage."""
+        self._require_partition()
+        return self.manager.local_modules()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """The modules of this stage."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What `state_dict` of the wrapped model would have, of this stage's modules."""
+        self._require_partition()
+        full = self.module.state_dict()
+        local = {name for name, _ in self.manager.local_modules()}
+        return {key: value for key, value in full.items() if key.rpartition(".")[0] in local}
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's, in plain PyTorch's names, on every stage; all ranks of the first replica call it.
+
+        gather_to_rank0: only on the first stage; an empty one elsewhere. Tensors are on the CPU.
+        """
+        if not self.partitioned:
+            return dict(self.module.state_dict())
+        local = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in self.local_state_dict().items()}
+        ranks = state.group("PP_GROUP")
+        if gather_to_rank0:
+            if state.rank != ranks[0]:
+                state.post.send(local, ranks[0], "state")
+                return {}
+            parts = [local, *(state.post.receive(rank, "state") for rank in ranks[1:])]
+        else:
+            parts = state.post.gather(local, ranks)
+        return self._in_order({key: value for part in parts for key, value in part.items()})
+
+    def _in_order(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {key: found[key] for key in self.module.state_dict() if key in found}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002
+        """Load a whole model's state dict: at once if the model is placed, else as soon as it is."""
+        if not self.partitioned:
+            self._to_load = dict(state_dict), strict
+            return None
+        local = {key for key in self.local_state_dict()}
+        wanted = {key: value for key, value in state_dict.items() if key in local}
+        full = set(self.module.state_dict())
+        missing, unexpected = sorted(local - wanted.keys()), sorted(set(state_dict) - full)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
+                f"unexpected keys: {', '.join(unexpected) or 'none'}. Give strict=False to load what fits."
+            )
+        self.module.load_state_dict(wanted, strict=False)
+        return None
+
+    def get_module(self) -> nn.Module:
+        """The wrapped model."""
+        return self.module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the wrapped model's: those of other stages are there, empty."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As the wrapped model's."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    # --- hooks
+
+    def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
+        """Have `hook(model, optimizer)` called when the model is placed; at once if it is."""
+        if self.partitioned:
+            hook(self, None)
+        return RemovableHandle(self._after_partition, hook)
+
+    def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
+        """Have `hook(model, module_manager)` called at the end of every step."""
+        return RemovableHandle(self._after_step, hook)
+
+    def _require_partition(self) -> None:
+        if not self.partitioned:
+            raise StepUsageError(
+                "The model is not placed yet: it is at its first call in a step. Use register_post_partition_hook for "
+                "what needs its local parameters."
+            )

@@ -1,0 +1,82 @@
+"""Any picklable object as bytes and tensors apart: the tensors in it travel as they lie in memory.
+
+Tensors are found wherever pickling finds them (in dataclasses, model outputs, caches), so that nothing has to be said
+about how an object is nested. Who unpacks it must trust who packed it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_Tensor = torch.Tensor
+Meta = tuple[torch.dtype, tuple[int, ...], bool, bool]
+"""What the bytes of a tensor do not say: dtype, shape, whether it requires grad, whether it is on a GPU."""
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, known: Callable[[object], object]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[_Tensor] = []
+        self._known, self._places = known, dict[int, int]()
+
+    def persistent_id(self, obj: object) -> object:
+        name = self._known(obj)
+        if name is not None:
+            return "known", name
+        if isinstance(obj, torch.Tensor):
+            place = self._places.setdefault(id(obj), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(obj)
+            return "tensor", place
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[_Tensor], known: Callable[[Any], object]) -> None:
+        super().__init__(file)
+        self._tensors, self._known = tensors, known
+
+    def persistent_load(self, pid: Any) -> object:
+        kind, value = pid
+        return self._tensors[value] if kind == "tensor" else self._known(value)
+
+
+def pack(obj: object, known: Callable[[object], object] = lambda _: None) -> tuple[bytes, list[_Tensor]]:
+    """`obj` as bytes, and its tensors, which the bytes name by their places. The same tensor twice is there once.
+
+    known: gives a name for an object that both sides have (a module, a parameter), else None.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, known)
+    pickler.dump(obj)
+    return file.getvalue(), pickler.tensors
+
+
+def unpack(body: bytes, tensors: Sequence[_Tensor], known: Callable[[Any], object] = lambda name: name) -> Any:
+    """What `pack` was given, with these tensors in it."""
+    return _Unpickler(io.BytesIO(body), tensors, known).load()
+
+
+def meta_of(tensor: _Tensor) -> Meta:
+    return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.is_cuda
+
+
+def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
+    """The tensor's bytes in the order of its elements, and what must live as long as they are read."""
+    flat = tensor.detach().cpu().contiguous()
+    size = flat.numel() * flat.element_size()
+    return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"", flat
+
+
+def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
+    """A tensor on these bytes, without a copy, or on the current GPU if it came from one."""
+    dtype, shape, _, on_gpu = meta
+    flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+    tensor = flat.view(shape)
+    return tensor.cuda() if on_gpu else tensor

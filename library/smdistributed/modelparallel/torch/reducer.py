@@ -1,0 +1,141 @@
+"""With `ddp`: gradients of the same stage averaged over the replicas, in buckets, while later ones are computed.
+
+torch's DistributedDataParallel needs a forward of the whole model on each rank, which no rank has. Here a parameter's
+gradient counts as complete when it was accumulated as often as in the steps before; at the end of the step the replicas
+tell each other which buckets went too early, and those go again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class _Bucket:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.flat: torch.Tensor | None = None
+        self.work: Any = None
+        self.is_early = False
+
+
+class Reducer:
+    """Averages over `group`, of these ranks.
+
+    overlap: begin as soon as a bucket is complete. bucket_bytes: their size. every: how many steps one average is for.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        group: Any,
+        ranks: Sequence[int],
+        overlap: bool,
+        bucket_bytes: int,
+        every: int,
+    ) -> None:
+        self._group, self._ranks, self._overlap, self._every = group, ranks, overlap, every
+        trained = [parameter for _, parameter in reversed(parameters) if parameter.requires_grad]
+        self._buckets = [_Bucket(part) for part in _cut(trained, bucket_bytes)]
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._expected: Counter[nn.Parameter] = Counter()
+        self._seen: Counter[nn.Parameter] = Counter()
+        self._next = self._steps = 0
+        self._lock = threading.Lock()
+        self._kept = [self._watch(parameter) for parameter in trained]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy those of the first replica to the others."""
+        works = [dist.broadcast(t, self._ranks[0], group=self._group, async_op=True) for t in tensors if t.numel()]
+        for work in works:
+            work.wait()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._seen.clear()
+        self._next = 0
+        self._steps += 1
+
+    def end(self) -> None:
+        """A step has ended: have the averages in place."""
+        if not self._is_last():
+            return
+        self._send_next(lambda _: True)
+        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets])
+        if self._overlap:
+            dist.all_reduce(early, group=self._group)
+        for bucket, again in zip(self._buckets, early.tolist()):
+            bucket.work.wait()
+            if again:
+                bucket.flat, bucket.work = None, None
+                self._send(bucket)
+        for bucket in self._buckets:
+            bucket.work.wait()
+            self._put_back(bucket)
+        self._expected |= self._seen
+
+    def _is_last(self) -> bool:
+        return self._steps % self._every == 0
+
+    def _watch(self, parameter: nn.Parameter) -> Any:
+        """Have `_accumulated` called after each accumulation; what must be kept for that (torch 2.0 knows this way)."""
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_: self._accumulated(parameter))
+        return accumulator
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        with self._lock:
+            self._seen[parameter] += 1
+            bucket = self._bucket_of[parameter]
+            if bucket.flat is not None:
+                bucket.is_early = True
+            if self._overlap and self._is_last():
+                self._send_next(self._is_complete)
+
+    def _is_complete(self, bucket: _Bucket) -> bool:
+        return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
+
+    def _send_next(self, may_go: Callable[[_Bucket], bool]) -> None:
+        """Send buckets, in the order that all replicas have, until one may not go yet."""
+        while self._next < len(self._buckets) and may_go(self._buckets[self._next]):
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _send(self, bucket: _Bucket) -> None:
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
+        bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        bucket.flat /= len(self._ranks)
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def _put_back(self, bucket: _Bucket) -> None:
+        assert bucket.flat is not None
+        offset = 0
+        for parameter in bucket.parameters:
+            part = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            if parameter.grad is None:
+                parameter.grad = part.clone()
+            else:
+                parameter.grad.copy_(part)
+        bucket.flat, bucket.work, bucket.is_early = None, None, False
+
+
+def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Runs of parameters of the same dtype and device, each of about `bucket_bytes`."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+        if bucket and (not alike or size >= bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    if bucket:
+        yield bucket

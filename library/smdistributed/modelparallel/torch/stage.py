@@ -1,0 +1,412 @@
+"""What a rank does in a step: it calls what other stages have, and serves what they call here.
+
+The step's body runs on the first stage, a thread for each microbatch in flight; the other stages serve until it says
+that the step has ended. Threads take turns (see `backend.slot`): one computes, the others wait for answers. A failure
+anywhere ends the step on all stages, with the traceback of where it happened.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smdistributed.core.mail import Mail
+from smdistributed.modelparallel.backend import schedule
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn
+from smdistributed.modelparallel.backend.slot import Slot, Workers
+from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
+from smdistributed.modelparallel.torch.messages import Kind, Message, send
+from smdistributed.modelparallel.torch.packing import pack, unpack
+from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
+
+_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
+Hop = tuple[int, tuple[str, ...]]
+"""A stage, and the modules, by name, that it calls one after the other."""
+
+
+@dataclass
+class _Reply:
+    """What a thread waits for: the lock is open when it may go on. Without a turn it keeps the one that it has."""
+
+    turn: Turn | None
+    message: Message | None = None
+    wake: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.wake.acquire()
+
+    def go_on(self) -> None:
+        with suppress(RuntimeError):  # a failure opens it as well
+            self.wake.release()
+
+
+class _Step:
+    """What belongs to one step."""
+
+    def __init__(self, number: int, slot: Slot) -> None:
+        self.number, self.slot = number, slot
+        self.generators = Generators()
+        self.replies: dict[int, _Reply] = {}
+        self.arrived: dict[int, dict[Any, Arrived]] = defaultdict(dict)
+        self.at_backward: list[_Reply] = []
+        self.forwards = 0
+        """How many forwards all backwards wait for."""
+        self.counted: set[int] = set()
+
+
+class Stage:
+    """This rank's place in the pipeline.
+
+    ranks: the ranks of the job that hold the stages, in order. `module` gives a module by its name.
+    """
+
+    def __init__(
+        self, mail: Mail, ranks: Sequence[int], rank: int, active_microbatches: int, module: Callable[[str], Any]
+    ) -> None:
+        self._mail, self.ranks, self._module = mail, tuple(ranks), module
+        self.index = self.ranks.index(rank)
+        self._active = active_microbatches
+        self._workers = Workers(_inherit_device())
+        self._calls = itertools.count()
+        self._lock = threading.Lock()
+        self._held: list[Message] = []
+        self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._step: _Step | None = None
+        self._steps = 0
+        self._failure: BaseException | None = None
+
+    # --- the step, on the thread of the script
+
+    def begin(self, simple: bool, microbatches: int) -> None:
+        """Enter the next step."""
+        self._raise_failure()
+        window = microbatches if simple else self._active - self.index
+        with self._lock:
+            self._steps += 1
+            self._step = _Step(self._steps, Slot(Schedule(window), self._workers))
+            held, self._held = self._held, []
+        self._step.forwards = microbatches if simple else 0
+        for message in held:
+            self._handle(message)
+
+    def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
+        """Run the body for every microbatch; what it returned for each. On the first stage."""
+        results: list[Any] = [None] * microbatches
+        modes, seed = Modes.now(), torch.initial_seed()
+        step = self._in_step()
+
+        def one(microbatch: int) -> None:
+            with modes.set():
+                results[microbatch] = body(microbatch)
+            self._finish(microbatch)
+            self._events.put(_DONE)
+
+        for microbatch in range(microbatches):
+            work = Work(microbatch, schedule.Kind.FORWARD, mix(seed, step.number, microbatch))
+            self._submit(work, functools.partial(one, microbatch))
+        for _ in range(microbatches):
+            self._next_event()
+        return results
+
+    def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
+        """Serve until the first stage ends the step; what it packed to say with that."""
+        while True:
+            message = self._next_event()
+            if message.kind is Kind.END:
+                return message.about, [tensor for tensor, _ in message.tensors]  # type: ignore[misc]
+            on_partition(message.about)
+            send(self._mail, message.source, Kind.ANSWER, message.step, call=message.call)
+
+    def partition(self, about: object) -> None:
+        """Tell the other stages how the model is cut, and wait until all have it. On the first stage, with the slot."""
+        step = self._in_step()
+        calls = {rank: next(self._calls) for rank in self.ranks[1:]}
+        replies = [step.replies.setdefault(call, _Reply(None)) for call in calls.values()]
+        for rank, call in calls.items():
+            send(self._mail, rank, Kind.PARTITION, step.number, call=call, about=about)
+        for reply in replies:
+            reply.wake.acquire()
+        self._raise_failure()
+
+    def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
+        """Tell the other stages that the step has ended, with its results. On the first stage."""
+        for rank in self.ranks[1:]:
+            send(self._mail, rank, Kind.END, self._in_step().number, about=packed[0], tensors=packed[1])
+
+    def leave(self) -> None:
+        """Leave the step: what is served later waits for the next."""
+        with self._lock:
+            step, self._step = self._step, None
+        if step:
+            step.generators.take_back()
+
+    # --- calls, on the threads of works
+
+    def call(self, route: Sequence[Hop], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call modules that other stages have, one stage after the other; what the last gives.
+
+        The inputs go to the first stage of the route, and from each stage to the next, without coming back between.
+        """
+        work, step = _working(), self._in_step()
+        body, tensors = pack((args, kwargs))
+        call, ranks = (self.index, next(self._calls)), [self.ranks[stage] for stage, _ in route]
+        answer: list[bytes] = []
+        modes = Modes.now()
+
+        def ask(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
+            about = (0, tuple(route), modes, draw_seed(), body)
+            reply = self._expect(call[1])
+            send(self._mail, ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
+            message = self._wait(reply)
+            answer.append(message.about)
+            return [pair for pair in message.tensors if pair is not None]
+
+        def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
+            replies.append(self._expect(call[1]))
+            about = (len(route) - 1, tuple(route))
+            send(self._mail, ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
+
+        def ask_back() -> Sequence[torch.Tensor | None]:
+            return [pair and pair[0] for pair in self._wait(replies.pop()).tensors]
+
+        replies: list[_Reply] = []
+        outputs = RemoteCall(ask, send_back, ask_back).run(tensors)
+        return unpack(answer[0], outputs)
+
+    def boundary(self, kind: schedule.Kind) -> None:
+        """Called where a part of the model begins: let work go first that another stage waits for.
+
+        Who was only to go on after an answer, and comes to something to compute here, asks for a turn to do so.
+        """
+        work, step = current(), self._step
+        if work is None or step is None:
+            return
+        if work.kind is not kind:
+            work.kind = kind
+            reply = _Reply(Turn(kind, work.microbatch))
+            step.slot.resume(Turn(kind, work.microbatch), reply.go_on)
+            self._sleep(step, work, reply)
+        elif step.slot.urgent:
+            step.slot.give_way(work.microbatch)
+            self._raise_failure()
+            step.generators.hand_to(work)
+
+    def before_backward(self) -> None:
+        """Called before the first backward of a microbatch: the simple pipeline waits for all forwards."""
+        step, work = self._in_step(), _working()
+        if not step.forwards or work.microbatch in step.counted:
+            return
+        reply = _Reply(Turn(schedule.Kind.BACKWARD, work.microbatch))
+        work.kind = schedule.Kind.BACKWARD
+        self._at_backward(step, work.microbatch, reply)
+        self._sleep(step, work, reply)
+
+    # --- what comes, on receiving threads
+
+    def deliver(self, message: Message) -> None:
+        """Take a message of another stage."""
+        try:
+            if message.kind is Kind.FAILED:
+                self._fail(SMPRuntimeError(f"{self._who(message.source)} failed:\n{message.about}"))
+                return
+            with self._lock:
+                if self._step is None or message.step != self._step.number:
+                    self._held.append(message)
+                    return
+            self._handle(message)
+        except BaseException as error:  # a receiving thread has no caller
+            self.fail(error)
+
+    def lost(self, source: int) -> None:
+        """A stage's connection has ended: it exits, or died."""
+        if source in self.ranks:
+            self._fail(SMPRuntimeError(f"{self._who(source)} is gone: its own error says why."))
+
+    def fail(self, error: BaseException) -> None:
+        """End the step on all stages because of this, and every later one."""
+        if self._fail(error):
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            for rank in self.ranks:
+                if rank != self.ranks[self.index]:
+                    with suppress(OSError):  # gone as well
+                        send(self._mail, rank, Kind.FAILED, self._steps, about=text)
+
+    def _handle(self, message: Message) -> None:
+        step = self._in_step()
+        if message.kind is Kind.FORWARD:
+            work = Work(message.microbatch, schedule.Kind.FORWARD, message.about[3])
+            self._submit(work, lambda: self._serve_forward(step, message))
+        elif message.kind is Kind.BACKWARD:
+            work = Work(message.microbatch, schedule.Kind.BACKWARD, mix(step.number, message.microbatch))
+            self._submit(work, lambda: self._serve_backward(step, message))
+        elif message.kind is Kind.ANSWER:
+            reply = step.replies.pop(message.call)
+            reply.message = message
+            self._resume(step, reply)
+        elif message.kind is Kind.FINISHED:
+            step.arrived.pop(message.microbatch, None)
+            step.slot.finish(message.microbatch)
+        else:
+            self._events.put(message)
+
+    def _serve_forward(self, step: _Step, message: Message) -> None:
+        hop, route, modes, seed, body = message.about
+        came = [pair for pair in message.tensors if pair is not None]
+        arrived = Arrived(len(came))
+        with modes.set():
+            args, kwargs = unpack(body, arrived.tensors(came))
+            value = self._module(route[hop][1][0])(*args, **kwargs)
+            for name in route[hop][1][1:]:
+                value = self._module(name)(value)
+        is_last = hop == len(route) - 1
+        answer, arrived.outputs = pack(value if is_last else ((value,), {}))
+        if any(tensor.requires_grad for tensor in arrived.outputs):
+            step.arrived[message.microbatch][message.call, hop] = arrived
+        origin, call = message.call
+        if is_last:
+            kind, to, number, about = Kind.ANSWER, self.ranks[origin], call, answer
+        else:
+            kind, to, number = Kind.FORWARD, self.ranks[route[hop + 1][0]], message.call
+            about = (hop + 1, route, modes, mix(seed), answer)
+        send(self._mail, to, kind, step.number, message.microbatch, number, about, arrived.outputs)
+
+    def _serve_backward(self, step: _Step, message: Message) -> None:
+        hop, route = message.about
+        unfinished = step.arrived[message.microbatch]
+        arrived = unfinished.pop((message.call, hop), None)
+        given = [pair and pair[0] for pair in message.tensors]
+        if arrived is None:
+            raise SMPRuntimeError(
+                f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
+                "Add the losses, and call model.backward once for each microbatch."
+            )
+        gradients = arrived.backward(given)
+        origin, call = message.call
+        if hop:
+            kind, to, number, about = Kind.BACKWARD, self.ranks[route[hop - 1][0]], message.call, (hop - 1, route)
+        else:
+            kind, to, number, about = Kind.ANSWER, self.ranks[origin], call, None
+        send(self._mail, to, kind, step.number, message.microbatch, number, about, gradients)
+        if not unfinished:
+            step.slot.finish(message.microbatch)
+
+    # --- turns
+
+    def _submit(self, work: Work, job: Callable[[], None]) -> None:
+        step = self._in_step()
+
+        def do() -> None:
+            try:
+                with working_on(work):
+                    self._raise_failure()
+                    step.generators.hand_to(work)
+                    job()
+            except BaseException as error:  # a worker has no caller
+                self.fail(error)
+
+        step.slot.submit(Turn(work.kind, work.microbatch), do)
+
+    def _expect(self, call: int) -> _Reply:
+        turn = Turn(schedule.Kind.GO_ON, _working().microbatch)
+        reply = self._in_step().replies[call] = _Reply(turn)
+        return reply
+
+    def _wait(self, reply: _Reply) -> Message:
+        """Give up the turn until the answer is there."""
+        work = _working()
+        self._sleep(self._in_step(), work, reply)
+        work.kind = schedule.Kind.GO_ON
+        assert reply.message is not None
+        return reply.message
+
+    def _resume(self, step: _Step, reply: _Reply) -> None:
+        if reply.turn is None:
+            reply.go_on()
+        else:
+            step.slot.resume(reply.turn, reply.go_on)
+
+    def _sleep(self, step: _Step, work: Work, reply: _Reply) -> None:
+        step.slot.release()
+        if self._failure is None:
+            reply.wake.acquire()
+        self._raise_failure()
+        step.generators.hand_to(work)
+
+    def _finish(self, microbatch: int) -> None:
+        """A microbatch has ended on the first stage: nobody needs anything of it any more."""
+        step = self._in_step()
+        for rank in self.ranks[1:]:
+            send(self._mail, rank, Kind.FINISHED, step.number, microbatch)
+        if step.forwards and microbatch not in step.counted:
+            self._at_backward(step, microbatch)
+        step.slot.finish(microbatch)
+
+    def _at_backward(self, step: _Step, microbatch: int, *replies: _Reply) -> None:
+        """One more forward has ended: with its reply it waits for the others, without it needs no backward."""
+        with self._lock:
+            step.forwards -= 1
+            step.counted.add(microbatch)
+            step.at_backward.extend(replies)
+            waiting = () if step.forwards else tuple(step.at_backward)
+        for reply in waiting:
+            self._resume(step, reply)
+
+    # --- failure
+
+    def _next_event(self) -> Message:
+        """What comes next for the thread of the script. Events are in order: what came before a failure counts."""
+        message = self._events.get()
+        if message is None:
+            assert self._failure is not None
+            raise self._failure
+        return message
+
+    def _fail(self, error: BaseException) -> bool:
+        with self._lock:
+            if self._failure is not None:
+                return False
+            self._failure = error
+            step = self._step
+        self._events.put(None)
+        if step:
+            for reply in (*step.replies.values(), *step.at_backward):
+                reply.go_on()
+            step.slot.wake_all()
+        return True
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _in_step(self) -> _Step:
+        if self._step is None:
+            raise SMPRuntimeError("This is part of a step, and none runs: call it inside a function under smp.step.")
+        return self._step
+
+    def _who(self, source: int) -> str:
+        return f"Stage {self.ranks.index(source)} (rank {source})" if source in self.ranks else f"Rank {source}"
+
+
+def _working() -> Work:
+    work = current()
+    assert work is not None
+    return work
+
+
+def _inherit_device() -> Callable[[], None]:
+    """What a new thread must do to have this thread's GPU."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 _HELLO = struct.Struct("!16sI")
@@ -64,10 +65,8 @@ class Mail:
         """End all connections. The other ranks see a peer that is lost."""
         self._closed = True
         for sock in (self._listener, *(sock for sock, _ in self._out.values()), *self._in):
-            try:
+            with suppress(OSError):  # was not connected
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # was not connected
             sock.close()
 
     def _connection(self, to: int) -> tuple[socket.socket, threading.Lock]:
@@ -130,7 +129,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def _send_all(sock: socket.socket, parts: list[Any]) -> None:
-    views = [view for view in map(memoryview, parts) if view.nbytes]
+    views: list[memoryview] = [view for view in (memoryview(part) for part in parts) if view.nbytes]
     while views:
         sent = sock.sendmsg(views[:_MOST_PARTS])
         while sent and sent >= views[0].nbytes:

@@ -1,4 +1,4 @@
-"""The configuration: `mp_parameters` of the launch, else the argument of `smp.init`. The keys are those AWS published."""
+"""The configuration: `mp_parameters` of the launch, else the argument of `smp.init`. The keys are AWS's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,154 @@
-"""Model parallel training in PyTorch: `import smdistributed.modelparallel.torch as smp` (AWS API 1.x)."""
+"""Model parallel training in PyTorch: `import smdistributed.modelparallel.torch as smp` (AWS API 1.x).
+
+smp.init()
+model = smp.DistributedModel(model)
+optimizer = smp.DistributedOptimizer(optimizer)
+
+@smp.step
+def train_step(model, data, target):
+    loss = loss_of(model(data), target)
+    model.backward(loss)
+    return loss
+"""
 
 from __future__ import annotations
 
-from smdistributed.modelparallel.torch.api import *  # noqa: F403
+from smdistributed.modelparallel.torch import amp, model, nn
+from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
+from smdistributed.modelparallel.torch.api import (
+    DP_GROUP,
+    MP_GROUP,
+    PP_GROUP,
+    RDP_GROUP,
+    TP_GROUP,
+    WORLD,
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_process_group,
+    init,
+    is_initialized,
+    is_tracing,
+    local_rank,
+    local_size,
+    mp_barrier,
+    mp_rank,
+    mp_size,
+    pp_barrier,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_barrier,
+    rdp_rank,
+    rdp_size,
+    recv_from,
+    send,
+    size,
+    tp_barrier,
+    tp_rank,
+    tp_size,
+)
+from smdistributed.modelparallel.torch.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
+from smdistributed.modelparallel.torch.construction import (
+    delay_param_initialization,
+    model_creation,
+    tensor_parallelism,
+)
+from smdistributed.modelparallel.torch.later import (
+    prepare_optimizer,
+    set_tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.module_manager import partition, set_partition
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.splitting import StepOutput
+from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.step import step
+
+__all__ = [
+    "CommGroup",
+    "DP_GROUP",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "RankType",
+    "StepOutput",
+    "TP_GROUP",
+    "WORLD",
+    "allgather",
+    "amp",
+    "barrier",
+    "broadcast",
+    "delay_param_initialization",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "is_tracing",
+    "load",
+    "local_rank",
+    "local_size",
+    "model",
+    "model_creation",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "nn",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "prepare_optimizer",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
+    "send",
+    "set_activation_checkpointing",
+    "set_partition",
+    "set_tensor_parallelism",
+    "size",
+    "state",
+    "step",
+    "tensor_parallelism",
+    "tp_barrier",
+    "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
+    "tp_size",
+]

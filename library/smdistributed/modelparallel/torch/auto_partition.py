@@ -14,7 +14,8 @@ def auto_stages(
     """The stage of every module."""
     names = list(manager.modules)
     sizes = [sum(p.numel() for p in m._parameters.values() if p is not None) for m in manager.modules.values()]
-    total, before, stages, owners = sum(sizes), 0, {}, {}
+    total, before, stages = sum(sizes), 0, dict[str, int]()
+    owners: dict[int, int] = {}
     for name, size in zip(names, sizes):
         stage = min(config.partitions - 1, (before + size // 2) * config.partitions // max(total, 1))
         for p in manager.modules[name]._parameters.values():

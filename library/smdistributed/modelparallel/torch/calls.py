@@ -41,8 +41,8 @@ class RemoteCall:
     def run(self, inputs: _Tensors) -> tuple[torch.Tensor, ...]:
         """The tensors of the answer, in the graph of this thread."""
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        token = Block.apply(self, Enter.apply(self, anchor, *inputs))
-        outputs: tuple[torch.Tensor, ...] = Leave.apply(self, token) if self.answer else ()
+        token = Block.apply(self, Enter.apply(self, anchor, *inputs))  # type: ignore[no-untyped-call]
+        outputs: tuple[torch.Tensor, ...] = Leave.apply(self, token) if self.answer else ()  # type: ignore[no-untyped-call]
         self.answer = ()
         return outputs
 
@@ -97,7 +97,7 @@ class Arrived:
     def tensors(self, came: Sequence[tuple[torch.Tensor, bool]]) -> tuple[torch.Tensor, ...]:
         """What came (each with whether it requires grad), in the graph of this thread."""
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        return Arrive.apply(self, anchor, came) if came else ()
+        return Arrive.apply(self, anchor, came) if came else ()  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: _Gradients) -> _Gradients:
         """Run the local graph backward; the gradients of what came."""

@@ -11,6 +11,7 @@ from torch import nn
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.torch.auto_partition import auto_stages
 from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
+from smdistributed.modelparallel.torch.optimizer import clip
 from smdistributed.modelparallel.torch.reducer import Reducer
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.work import current
@@ -126,7 +127,10 @@ class DistributedModel(nn.Module):
             self.load_state_dict(*self._to_load)
         if len(state.group("DP_GROUP")) > 1:
             self._reducer = Reducer(
-                list(self.local_named_parameters()), state.process_group("DP_GROUP"), state.group("DP_GROUP"), *self._reducing
+                list(self.local_named_parameters()),
+                state.process_group("DP_GROUP"),
+                state.group("DP_GROUP"),
+                *self._reducing,
             )
             self._reducer.broadcast(tensor for tensor in (*self.local_parameters(), *self.local_buffers()))
             self._reducer.begin()
@@ -204,12 +208,12 @@ class DistributedModel(nn.Module):
     def _in_order(self, found: dict[str, Any]) -> dict[str, Any]:
         return {key: found[key] for key in self.module.state_dict() if key in found}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a whole model's state dict: at once if the model is placed, else as soon as it is."""
         if not self.partitioned:
             self._to_load = dict(state_dict), strict
             return None
-        local = {key for key in self.local_state_dict()}
+        local = set(self.local_state_dict())
         wanted = {key: value for key, value in state_dict.items() if key in local}
         full = set(self.module.state_dict())
         missing, unexpected = sorted(local - wanted.keys()), sorted(set(state_dict) - full)
@@ -233,7 +237,21 @@ class DistributedModel(nn.Module):
         """As the wrapped model's."""
         return self.module.named_buffers(*args, **kwargs)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale gradients down so that their norm over all stages is at most `max_norm`; the norm that they had.
+
+        torch.nn.utils.clip_grad_norm_ sees this stage's only. All ranks of a replica call it, after the step.
+        """
+        return clip(self.local_parameters(), max_norm, norm_type)
+
     # --- hooks
+
+    def when_placed(self, action: Callable[..., Any]) -> None:
+        """Do this as soon as the model is placed: now, if it is."""
+        if self.partitioned:
+            action()
+        else:
+            RemovableHandle(self._after_partition, action)
 
     def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
         """Have `hook(model, optimizer)` called when the model is placed; at once if it is."""

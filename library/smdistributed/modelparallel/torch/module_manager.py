@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
+from smdistributed.modelparallel.torch.activations import Checkpointing, marked, run, run_checkpointed
 from smdistributed.modelparallel.torch.stage import Hop, Stage
 from smdistributed.modelparallel.torch.work import current
 
@@ -77,14 +78,17 @@ class ModuleManager:
         while hops:
             stage, names = hops[0]
             if stage == self.index:
-                for name in names:
-                    value = self.modules[name](value)
+                value = self.run(names, value, marked(module))
                 del hops[0]
                 continue
             count = next((i for i, (stage, _) in enumerate(hops) if stage == self.index), len(hops))
             value = self._stage().call(hops[:count], (value,), {})
             del hops[:count]
         return value
+
+    def run(self, names: Sequence[str], value: Any, how: Checkpointing | None) -> Any:
+        """Call modules of this stage one after the other."""
+        return run([self.modules[name] for name in names], value, how)
 
     def boundary(self, kind: schedule.Kind) -> None:
         """A part of the model begins here."""
@@ -211,10 +215,10 @@ def _route_calls(placed: ModuleManager) -> None:
             return manager.call(place, args, kwargs)
         if place.part:
             manager.boundary(schedule.Kind.FORWARD)
-        if isinstance(self, nn.Sequential) and type(self).forward is nn.Sequential.forward and _is_split(manager, self):
+        if isinstance(self, nn.Sequential) and _is_split(manager, self):
             outputs = manager.chain(place, self, *args)
         else:
-            outputs = original(self, *args, **kwargs)
+            outputs = run_checkpointed(original, self, args, kwargs)
         if place.part:
             _mark(outputs, lambda _: manager.boundary(schedule.Kind.BACKWARD))
         return outputs
@@ -224,17 +228,20 @@ def _route_calls(placed: ModuleManager) -> None:
 
 
 def _is_split(manager: ModuleManager, module: nn.Sequential) -> bool:
-    """Whether some of its children are elsewhere, and nobody has hooks on it, which a chain would not call."""
-    return not (module._forward_hooks or module._forward_pre_hooks) and any(
-        not manager.is_local(manager._name_of(child)) for child in module
-    )
+    """Whether its children are called one by one: some are elsewhere, or they are checkpointed in groups.
+
+    Not if somebody has hooks on it, which would not be called.
+    """
+    if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return bool(marked(module)) or any(not manager.is_local(manager._name_of(child)) for child in module)
 
 
 def _mark(outputs: Any, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook` before the gradients of these outputs go on backward."""
     if isinstance(outputs, torch.Tensor):
         if outputs.requires_grad:
-            outputs.register_hook(hook)
+            outputs.register_hook(hook)  # type: ignore[no-untyped-call]
     elif isinstance(outputs, (tuple, list)):
         for output in outputs:
             _mark(output, hook)

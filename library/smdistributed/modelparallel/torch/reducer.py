@@ -85,7 +85,8 @@ class Reducer:
 
     def _watch(self, parameter: nn.Parameter) -> Any:
         """Have `_accumulated` called after each accumulation; what must be kept for that (torch 2.0 knows this way)."""
-        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        grad_fn: Any = parameter.expand_as(parameter).grad_fn
+        accumulator = grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self._accumulated(parameter))
         return accumulator
 

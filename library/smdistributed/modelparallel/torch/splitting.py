@@ -85,7 +85,7 @@ class Splitter:
         return [1 / len(parts)] * len(parts)
 
     def _names(self, count: int) -> list[str]:
-        names = []
+        names: list[str] = []
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 return names + [parameter.name] * (count - len(names))
@@ -143,9 +143,7 @@ def merge(results: Sequence[Any]) -> Any:
         return StepOutput(results)
     if isinstance(first, Mapping) and all(isinstance(r, Mapping) and r.keys() == first.keys() for r in results):
         return _like(first, {key: merge([result[key] for result in results]) for key in first})
-    if isinstance(first, (tuple, list)) and all(
-        isinstance(r, (tuple, list)) and len(r) == len(first) for r in results
-    ):
+    if isinstance(first, (tuple, list)) and all(isinstance(r, (tuple, list)) and len(r) == len(first) for r in results):
         return _like(first, [merge(items) for items in zip(*results)])
     return list(results)
 

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.backend.slot import Slot, Workers
 from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 from smdistributed.modelparallel.torch.packing import pack, unpack
-from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
+from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, has_gpu, mix, working_on
 
 _DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
 Hop = tuple[int, tuple[str, ...]]
@@ -274,12 +274,11 @@ class Stage:
         if any(tensor.requires_grad for tensor in arrived.outputs):
             step.arrived[message.microbatch][message.call, hop] = arrived
         origin, call = message.call
+        about: Any = answer if is_last else (hop + 1, route, modes, mix(seed), answer)
         if is_last:
-            kind, to, number, about = Kind.ANSWER, self.ranks[origin], call, answer
+            self._tell(self.ranks[origin], (Kind.ANSWER, call), message, about, arrived.outputs)
         else:
-            kind, to, number = Kind.FORWARD, self.ranks[route[hop + 1][0]], message.call
-            about = (hop + 1, route, modes, mix(seed), answer)
-        send(self._mail, to, kind, step.number, message.microbatch, number, about, arrived.outputs)
+            self._tell(self.ranks[route[hop + 1][0]], (Kind.FORWARD, message.call), message, about, arrived.outputs)
 
     def _serve_backward(self, step: _Step, message: Message) -> None:
         hop, route = message.about
@@ -294,12 +293,24 @@ class Stage:
         gradients = arrived.backward(given)
         origin, call = message.call
         if hop:
-            kind, to, number, about = Kind.BACKWARD, self.ranks[route[hop - 1][0]], message.call, (hop - 1, route)
+            self._tell(
+                self.ranks[route[hop - 1][0]], (Kind.BACKWARD, message.call), message, (hop - 1, route), gradients
+            )
         else:
-            kind, to, number, about = Kind.ANSWER, self.ranks[origin], call, None
-        send(self._mail, to, kind, step.number, message.microbatch, number, about, gradients)
+            self._tell(self.ranks[origin], (Kind.ANSWER, call), message, None, gradients)
         if not unfinished:
             step.slot.finish(message.microbatch)
+
+    def _tell(
+        self,
+        to: int,
+        what: tuple[Kind, Any],
+        message: Message,
+        about: Any,
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Send on what a message led to."""
+        send(self._mail, to, what[0], message.step, message.microbatch, what[1], about, tensors)
 
     # --- turns
 
@@ -406,7 +417,7 @@ def _working() -> Work:
 
 def _inherit_device() -> Callable[[], None]:
     """What a new thread must do to have this thread's GPU."""
-    if not torch.cuda.is_initialized():
+    if not has_gpu():
         return lambda: None
     device = torch.cuda.current_device()
     return lambda: torch.cuda.set_device(device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in, read_launch
 from smdistributed.core.mail import Mail, own_address
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.module_manager import ModuleManager
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 _SECRET_BYTES = 16
 
@@ -41,7 +43,9 @@ class State:
 
     def __init__(self) -> None:
         self.initialized = False
+        self.is_tracing = False
         self.model: DistributedModel | None = None
+        self.optimizer: DistributedOptimizer | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -96,7 +100,7 @@ class State:
         if backend == "auto":
             backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if size == 1 and "RANK" not in os.environ:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+            dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
         else:
             dist.init_process_group(backend)
 
@@ -107,9 +111,9 @@ class State:
         self._process_groups[ranks] = dist.group.WORLD if everybody else dist.new_group(list(ranks))
 
     def _exchange_addresses(self) -> None:
-        store = dist.PrefixStore("smp", dist.distributed_c10d._get_default_store())
+        store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         if self.rank == 0:
-            store.set("secret", secrets.token_bytes(_SECRET_BYTES))
+            store.set("secret", secrets.token_hex(_SECRET_BYTES // 2))
         mail = Mail(self.rank, bytes(store.get("secret")), self._deliver, self._lost)
         self.post = Post(mail, self.rank)
         self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self.cfg.active_microbatches, self._module)

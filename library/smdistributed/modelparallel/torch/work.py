@@ -71,7 +71,7 @@ class Generators:
         self._owner = work
         if work.random is None:
             torch.default_generator.manual_seed(work.seed)
-            if torch.cuda.is_initialized():
+            if has_gpu():
                 torch.cuda.manual_seed(work.seed)
         else:
             _set_random_state(work.random)
@@ -81,8 +81,13 @@ class Generators:
         _set_random_state(self._outside)
 
 
+def has_gpu() -> bool:
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized
+
+
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if has_gpu() else None
 
 
 def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:

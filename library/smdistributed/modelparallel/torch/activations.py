@@ -1,0 +1,75 @@
+"""Activation checkpointing of whole modules: which, and in which groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+_MARK = "_smp_checkpointing"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """How a module's activations are checkpointed.
+
+    group: how many children of a sequence at once; 0: all that follow each other on one stage.
+    """
+
+    preserve_rng_state: bool
+    group: int
+
+
+def set_activation_checkpointing(
+    module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
+) -> None:
+    """Compute a module's activations again in backward instead of keeping them (AWS API).
+
+    strategy: for nn.Sequential: `each` child on its own, `contiguous` ones of a stage together, or `group_N` at a time.
+    pack_args_as_tuple is accepted: children get what the child before gave, as in any sequence.
+
+    Raises ValueError for another strategy.
+    """
+    found = re.fullmatch(r"each|contiguous|group_([1-9]\d*)", strategy)
+    if not found:
+        raise ValueError(
+            f"The strategy is {strategy!r}: it must be 'each', 'contiguous' or 'group_N', with N from 1 on."
+        )
+    group = {"each": 1, "contiguous": 0}.get(strategy) if found[1] is None else int(found[1])
+    module.__dict__[_MARK] = Checkpointing(preserve_rng_state, group or 0)
+
+
+def marked(module: nn.Module) -> Checkpointing | None:
+    """How the module is checkpointed now; None: it is not, or no gradients are computed."""
+    mark: Checkpointing | None = module.__dict__.get(_MARK)
+    return mark if mark and torch.is_grad_enabled() else None
+
+
+def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call(module, *args, **kwargs)`, checkpointed if the module is marked."""
+    how = marked(module)
+    if how is None:
+        return call(module, *args, **kwargs)
+    return checkpoint(call, module, *args, use_reentrant=False, preserve_rng_state=how.preserve_rng_state, **kwargs)
+
+
+def run(modules: Sequence[nn.Module], value: Any, how: Checkpointing | None) -> Any:
+    """Call modules one after the other, the first with `value`."""
+    if how is None:
+        return _one_by_one(modules, value)
+    size = how.group or max(1, len(modules))
+    for begin in range(0, len(modules), size):
+        group = modules[begin : begin + size]
+        value = checkpoint(_one_by_one, group, value, use_reentrant=False, preserve_rng_state=how.preserve_rng_state)
+    return value
+
+
+def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value

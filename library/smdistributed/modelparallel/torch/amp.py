@@ -1,0 +1,33 @@
+"""`smp.amp`: automatic mixed precision over stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.torch.state_mod import state
+
+
+class GradScaler(torch.cuda.amp.GradScaler):
+    """torch's, whose stages all leave out a step when the gradients of any of them overflow (AWS API)."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Take the scale out of this stage's gradients, and learn of overflows on the others."""
+        super().unscale_(getattr(optimizer, "optimizer", optimizer))
+        if not self.is_enabled():
+            return
+        found = self._per_optimizer_states[id(getattr(optimizer, "optimizer", optimizer))]["found_inf_per_device"]
+        worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)])
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=state.process_group("PP_GROUP"))
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        for key in list(found) or [device]:
+            found[key] = worst.to(device)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, for a DistributedOptimizer too."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if self.is_enabled() and self._per_optimizer_states[id(inner)]["stage"].name == "READY":
+            self.unscale_(inner)
+        return super().step(inner, *args, **kwargs)

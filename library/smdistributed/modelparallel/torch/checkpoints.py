@@ -1,0 +1,230 @@
+"""Checkpoints: partial ones, a file for each stage, and full ones, which plain PyTorch loads (AWS API).
+
+A checkpoint is written beside its place and renamed when it is complete: killed at any moment, a job leaves the one
+before. What is partial is kept by names of parameters, so that another number of stages can read it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.api import barrier, dp_rank, mp_rank, pp_rank
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.state_mod import state
+
+_NEWEST = "newest"
+_USER = "user_content.pt"
+
+
+def save(obj: Any, f: str | os.PathLike[str], partial: bool = True, **_: Any) -> None:
+    """Save an object, to `f`, or with `partial` to `f_{mp_rank}`, which every stage calls."""
+    path = Path(f"{os.fspath(f)}_{mp_rank()}" if partial else f)
+    _write(obj, path)
+
+
+def load(f: str | os.PathLike[str], map_location: Any = None, partial: bool = True, **_: Any) -> Any:
+    """Load what `save` saved."""
+    return _read(Path(f"{os.fspath(f)}_{mp_rank()}" if partial else f), map_location)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+    **_: Any,
+) -> None:
+    """Save a checkpoint named `tag` under the directory `path`; every rank calls it (AWS API).
+
+    partial: a directory `tag_partial` with a file for each stage; else `tag` is an ordinary state dict of the model,
+        with `optimizer_{tag}` beside it.
+    user_content: anything that can be pickled; `resume_from_checkpoint` returns it.
+    num_kept_partial_checkpoints: how many partial ones stay, the newest; None: all.
+
+    translate_if_full is accepted: full checkpoints have the model's own names in any case.
+    """
+    if model is None and optimizer is None:
+        raise SMPRuntimeError(f"save_checkpoint of {tag!r}: give a model, an optimizer or both.")
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if partial:
+        _save_partial(directory, tag, model, optimizer, user_content)
+        _drop_old(directory, num_kept_partial_checkpoints)
+    else:
+        _save_full(directory, tag, model, optimizer, user_content)
+    barrier()
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    **_: Any,
+) -> Any:
+    """Load a checkpoint into the script's model and optimizer, and return its `user_content` (AWS API).
+
+    Called on every rank, before or after the first step. tag: which; None: the newest. A partial one may have been
+    saved by another number of stages.
+
+    Raises SMPRuntimeError when there is none.
+    """
+    directory = Path(path)
+    tag = tag or _newest(directory, partial)
+    if partial:
+        return _resume_partial(directory / f"{tag}_partial", strict, load_optimizer)
+    if not (directory / tag).is_file():
+        raise SMPRuntimeError(f"There is no full checkpoint {tag!r} in {directory}: it holds {_listing(directory)}.")
+    state.the_model().load_state_dict(_read(directory / tag), strict)
+    saved = directory / f"optimizer_{tag}"
+    if load_optimizer and state.optimizer is not None and saved.is_file():
+        state.optimizer.load_state_dict(_read(saved))
+    user = directory / _USER
+    return _read(user) if user.is_file() else None
+
+
+def _save_partial(
+    directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, user: Any
+) -> None:
+    final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
+    if state.rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+    barrier()
+    shares = optimizer.local_state_dict() if optimizer else None  # gathered from all replicas
+    if dp_rank() == 0:
+        if model:
+            _write(model.local_state_dict(), unfinished / f"model_{pp_rank()}.pt")
+        if shares is not None:
+            _write({**shares, "names": _names()}, unfinished / f"optimizer_{pp_rank()}.pt")
+        if pp_rank() == 0:
+            _write(user, unfinished / _USER)
+    barrier()
+    if state.rank == 0:
+        old = directory / f".{tag}_partial.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        unfinished.rename(final)
+        _write_text(directory / _NEWEST, tag)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _save_full(
+    directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, user: Any
+) -> None:
+    shares = optimizer.local_state_dict() if optimizer else None
+    if dp_rank() == 0:
+        whole = model.state_dict(gather_to_rank0=True) if model else {}
+        states = optimizer.state_dict(gather_to_rank0=True) if optimizer and shares is not None else {}
+        if pp_rank() == 0:
+            if user is not None:
+                _write(user, directory / _USER)
+            if optimizer:
+                _write(states, directory / f"optimizer_{tag}")
+            if model:
+                _write(whole, directory / tag)
+            _write_text(directory / _NEWEST, tag)
+
+
+def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
+    _finish_rename(directory)
+    if not directory.is_dir():
+        raise SMPRuntimeError(f"There is no partial checkpoint {directory}: it holds {_listing(directory.parent)}.")
+    model: dict[str, Any] = {}
+    for file in sorted(directory.glob("model_*.pt")):
+        model.update(_read(file))
+    if model:
+        state.the_model().load_state_dict(model, strict)
+    parts = [_read(file) for file in sorted(directory.glob("optimizer_*.pt"))]
+    if parts and load_optimizer and state.optimizer is not None:
+        state.optimizer.load_state_dict(_joined(parts))
+    user = directory / _USER
+    return _read(user) if user.is_file() else None
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One optimizer's state dict of those of all stages, whose parameters may have other numbers here."""
+    numbers = {name: number for number, name in _names().items()}
+    states = {
+        numbers[part["names"][number]]: value
+        for part in parts
+        for number, value in part["state"].items()
+        if part["names"].get(number) in numbers
+    }
+    return {**parts[0], "state": states}
+
+
+def _names() -> dict[int, str]:
+    """The names of the parameters by their numbers in the script's optimizer."""
+    assert state.optimizer is not None
+    names = {id(parameter): name for name, parameter in state.the_model().named_parameters()}
+    masters = {id(master): names.get(id(p), "") for p, master in state.optimizer.masters.items()}
+    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
+    return {number: {**names, **masters}.get(id(p), str(number)) for number, p in enumerate(parameters)}
+
+
+def _drop_old(directory: Path, kept: int | None) -> None:
+    if kept is None or state.rank != 0:
+        return
+    partial = sorted(_partial(directory), key=lambda path: path.stat().st_mtime_ns)
+    for path in partial[: max(0, len(partial) - max(1, kept))]:
+        shutil.rmtree(path)
+
+
+def _partial(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.glob("*_partial") if path.is_dir() and not path.name.startswith("."))
+
+
+def _finish_rename(directory: Path) -> None:
+    """A job killed between the two renames has left the one before under another name."""
+    old = directory.with_name(f".{directory.name}.old")
+    if not directory.exists() and old.is_dir():
+        old.rename(directory)
+
+
+def _newest(directory: Path, partial: bool) -> str:
+    file = directory / _NEWEST
+    if file.is_file():
+        return file.read_text()
+    raise SMPRuntimeError(
+        f"There is no {'partial' if partial else 'full'} checkpoint in {directory}: it holds {_listing(directory)}."
+    )
+
+
+def _listing(directory: Path) -> str:
+    return ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
+
+
+def _write(obj: Any, path: Path) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(obj, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def _read(path: Path, map_location: Any = "cpu") -> Any:
+    if not path.is_file():
+        raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {_listing(path.parent)}.")
+    return torch.load(path, map_location=map_location, weights_only=False)

@@ -1,0 +1,246 @@
+"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.torch.state_mod import state
+
+_DYNAMIC = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
+
+
+class LossScale:
+    """The factor by which losses are multiplied so that half-precision gradients do not vanish.
+
+    dynamic: halve it (by `scale_factor`) when gradients overflow, double it after `scale_window` steps without.
+    """
+
+    def __init__(self, static: float, dynamic: bool, arguments: Mapping[str, Any] | None) -> None:
+        unknown = set(arguments or ()) - set(_DYNAMIC)
+        if unknown:
+            raise SMPConfigError(
+                f"dynamic_loss_args has {', '.join(map(repr, sorted(unknown)))}: allowed are {', '.join(_DYNAMIC)}."
+            )
+        self._args = {**_DYNAMIC, **(arguments or {})}
+        self._dynamic, self._good_steps = dynamic, 0
+        self.value = float(self._args["init_scale"]) if dynamic else float(static)
+
+    def update(self, overflow: bool) -> None:
+        """Say whether the gradients of a step overflowed."""
+        if not self._dynamic:
+            return
+        if overflow:
+            self.value = max(self.value / self._args["scale_factor"], self._args["min_scale"])
+            self._good_steps = 0
+        else:
+            self._good_steps += 1
+            if self._good_steps % self._args["scale_window"] == 0:
+                self.value *= self._args["scale_factor"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.value, self._good_steps = saved["value"], saved["good_steps"]
+
+
+class DistributedOptimizer:
+    """Wraps the optimizer of a script (AWS API). It steps what is on this stage: the rest has no gradients.
+
+    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see LossScale; the script calls `backward` of this object
+        instead of the model's, and `step` leaves out a step whose gradients overflowed on any rank.
+
+    With `shard_optimizer_state` each replica keeps the state of its share of the parameters, and sends the others what
+    it has updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        state.require()
+        self.optimizer = optimizer
+        self.scale = LossScale(static_loss_scale or 1.0, dynamic_loss_scale, dynamic_loss_args)
+        self.overflow = False
+        self._unscaled = False
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        state.optimizer = self
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The copies of half-precision parameters that are updated, by the model's."""
+        return self._masters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of losses now."""
+        return self.scale.value
+
+    # --- inside a step
+
+    def backward(self, loss: torch.Tensor, update_master_grads: bool = False) -> None:
+        """The model's backward of the scaled loss. update_master_grads is accepted: call the method of that name."""
+        state.the_model().backward(loss.float() * self.scale.value)
+
+    # --- outside
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's."""
+        self.optimizer.zero_grad(*args, **kwargs)
+        for parameter in self._masters:
+            parameter.grad = None
+
+    def update_master_grads(self) -> None:
+        """Take the scale out of the gradients, and find out whether any overflowed, on any rank."""
+        self._make_masters()
+        self.overflow = False
+        if self.scale.value == 1.0 and not self._masters:
+            return
+        found = torch.zeros(1)
+        for parameter in self._with_gradients(half=True):
+            gradient = parameter.grad
+            assert gradient is not None
+            if parameter in self._masters:
+                gradient = self._masters[parameter].grad = gradient.float()
+            gradient /= self.scale.value
+            found += float(not torch.isfinite(gradient).all())
+        dist.all_reduce(found)
+        self.overflow, self._unscaled = bool(found.item()), True
+
+    def clip_master_grads(self, max_norm: float) -> float:
+        """Scale the gradients down to this 2-norm over all stages; the norm that they had."""
+        if not self._unscaled:
+            self.update_master_grads()
+        if self.overflow:
+            return float("inf")
+        return clip(self._with_gradients(), max_norm)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters of this stage; if gradients overflowed anywhere, nothing but the loss scale."""
+        if not self._unscaled:
+            self.update_master_grads()
+        self._unscaled = False
+        self.scale.update(self.overflow)
+        if self.overflow:
+            return None
+        result = self._step_shard(closure) if state.cfg.shard_optimizer_state else self.optimizer.step(closure)
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.data)
+        return result
+
+    # --- what is kept
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The wrapped optimizer's state of this stage's parameters. gather_if_shard: of all replicas' shares."""
+        local = self.optimizer.state_dict()
+        if state.cfg.shard_optimizer_state and gather_if_shard:
+            local["state"] = _union(state.post.gather(local["state"], state.group("RDP_GROUP")))
+        local["loss_scale"] = self.scale.state_dict()
+        return local
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """The wrapped optimizer's, of all stages; all ranks of a replica call it. See `DistributedModel.state_dict`."""
+        local = self.local_state_dict()
+        ranks = state.group("PP_GROUP")
+        if gather_to_rank0:
+            if state.rank != ranks[0]:
+                state.post.send(local["state"], ranks[0], "state")
+                return {}
+            parts = [local["state"], *(state.post.receive(rank, "state") for rank in ranks[1:])]
+        else:
+            parts = state.post.gather(local["state"], ranks)
+        return {**local, "state": _union(parts)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` or `local_state_dict` gave: at once if the model is placed, else as soon as it is."""
+        saved = dict(state_dict)
+
+        def load(*_: Any) -> None:
+            if "loss_scale" in saved:
+                self.scale.load_state_dict(saved["loss_scale"])
+            self._make_masters()
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
+            self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
+
+        state.the_model().when_placed(load)
+
+    # --- how
+
+    def _make_masters(self) -> None:
+        """Half-precision parameters are updated in copies of single precision, which the wrapped optimizer gets."""
+        if not (state.cfg.fp16 or state.cfg.bf16) or self._masters:
+            return
+        for group in self.optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
+                    master = self._masters[parameter] = nn.Parameter(parameter.detach().float())
+                    group["params"][place] = master
+
+    def _with_gradients(self, half: bool = False) -> list[nn.Parameter]:
+        """The parameters here that have gradients; `half`: the model's own in place of their copies."""
+        parameters: Iterable[nn.Parameter] = (p for group in self.optimizer.param_groups for p in group["params"])
+        if half:
+            models = {id(master): parameter for parameter, master in self._masters.items()}
+            parameters = (models.get(id(p), p) for p in parameters)
+        return [p for p in parameters if p.grad is not None]
+
+    def _step_shard(self, closure: Any) -> Any:
+        ranks, group = state.group("RDP_GROUP"), state.process_group("RDP_GROUP")
+        parameters = self._with_gradients()
+        owners = share(parameters, len(ranks))
+        mine = ranks.index(state.rank)
+        held = {p: p.grad for p, owner in zip(parameters, owners) if owner != mine}
+        for parameter in held:
+            parameter.grad = None
+        result = self.optimizer.step(closure)
+        for parameter, gradient in held.items():
+            parameter.grad = gradient
+        works = [
+            dist.broadcast(p.data, ranks[owner], group=group, async_op=True) for p, owner in zip(parameters, owners)
+        ]
+        for work in works:
+            work.wait()
+        return result
+
+
+def share(parameters: Iterable[torch.Tensor], replicas: int) -> list[int]:
+    """The replica of each parameter: the largest first, each to who has least so far."""
+    sizes = [parameter.numel() for parameter in parameters]
+    owners, loads = [0] * len(sizes), [0] * replicas
+    for place in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners
+
+
+def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> float:
+    """Scale gradients down so that their norm over all stages is at most `max_norm`; the norm that they had."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    infinite = norm_type == float("inf")
+    norms = [torch.linalg.vector_norm(g.float(), norm_type).cpu() for g in gradients]
+    local = torch.stack(norms) if norms else torch.zeros(1)
+    part = float(local.max() if infinite else (local**norm_type).sum())
+    parts = state.post.gather(part, state.group("PP_GROUP"))
+    total = max(parts) if infinite else sum(parts) ** (1 / norm_type)
+    if total > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / (total + 1e-6))
+    return float(total)
+
+
+def _union(parts: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+    return dict(sorted((key, value) for part in parts for key, value in part.items()))

@@ -1,0 +1,1 @@
+"""Replacements of torch's functions, by the names that scripts import."""

@@ -1,0 +1,31 @@
+"""Activation checkpointing by hand: compute a part of a model again in backward instead of keeping its activations.
+
+torch's own functions work inside a step; these have the published names and arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)`, whose activations are computed again in backward (AWS API)."""
+    return _checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+
+
+def checkpoint_sequential(
+    sequential_module: nn.Sequential,
+    input: Any,  # noqa: A002 (the published name)
+    strategy: str = "each",
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+) -> Any:
+    """The output of a sequence, checkpointed as `smp.set_activation_checkpointing` does (AWS API)."""
+    from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
+
+    set_activation_checkpointing(sequential_module, preserve_rng_state, pack_args_as_tuple, strategy)
+    return sequential_module(*input) if pack_args_as_tuple else sequential_module(input)

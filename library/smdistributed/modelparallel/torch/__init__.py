@@ -13,7 +13,7 @@ def train_step(model, data, target):
 
 from __future__ import annotations
 
-from smdistributed.modelparallel.torch import amp, model, nn
+from smdistributed.modelparallel.torch import amp, exceptions, model, nn
 from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.api import (
     DP_GROUP,
@@ -83,6 +83,7 @@ from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step import step
 
 __all__ = [
+    "exceptions",
     "CommGroup",
     "DP_GROUP",
     "DistributedModel",

@@ -1,26 +1,133 @@
-"""Automatic partition. (First slice: by parameters, in the order of the tree.)"""
+"""Automatic partition: which stage has which module, by what a trace on the meta device found."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import Config
-from smdistributed.modelparallel.torch.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.trace import Trace, trace
+
+_log = logging.getLogger("smdistributed.modelparallel")
+_STATE_BYTES = 4  # per byte of a parameter: itself, its gradient, and two moments of Adam
 
 
-def auto_stages(
-    manager: ModuleManager, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, int]:
-    """The stage of every module."""
-    names = list(manager.modules)
-    sizes = [sum(p.numel() for p in m._parameters.values() if p is not None) for m in manager.modules.values()]
-    total, before, stages = sum(sizes), 0, dict[str, int]()
-    owners: dict[int, int] = {}
-    for name, size in zip(names, sizes):
-        stage = min(config.partitions - 1, (before + size // 2) * config.partitions // max(total, 1))
-        for p in manager.modules[name]._parameters.values():
-            if p is not None:
-                stage = owners.setdefault(id(p), stage)
-        stages[name] = stage
-        before += size
-    return stages
+@dataclass(frozen=True)
+class Partition:
+    """stages: of every module, by name. shares: of every stage in the cost. gap: the largest over the best possible."""
+
+    stages: dict[str, int]
+    shares: tuple[float, ...]
+    gap: float
+
+    def __str__(self) -> str:
+        lines = [f"The model is on {len(self.shares)} stages, the largest {self.gap:.3f} times that of the best cut."]
+        for stage, share in enumerate(self.shares):
+            lines.append(f"  stage {stage}: {share:6.1%}  {', '.join(_roots(self.stages, stage))}")
+        return "\n".join(lines)
+
+
+def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
+    """Cut a model that is called with these arguments. Where it cannot be traced, modules count in their order in the
+    tree, by their parameters."""
+    modules = dict(root.named_modules())
+    try:
+        found = trace(root, {id(module): name for name, module in modules.items()}, args, kwargs)
+    except Exception as error:  # any model, any reason
+        found = Trace()
+        _log.warning(
+            "The model cannot be traced without values (%s: %s): it is cut by its parameters, in the order in which it "
+            "was constructed. Use smp.partition to cut it yourself.",
+            *(type(error).__name__, error),
+        )
+    costs = _costs(modules, found, config)
+    items = [name for name in _in_order(modules, found.order) if costs[name] or not any(_children(modules, name))]
+    result = cut([costs[name] for name in items], items, _together(modules, found, items), config.partitions)
+    stages = _place(modules, dict(zip(items, result.stages)))
+    return Partition(stages, _shares(costs, stages, config.partitions), result.largest / (result.optimum or 1))
+
+
+def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
+    """What each module costs itself: memory and operations, as shares, weighed by `memory_weight`."""
+    seen: set[int] = set()
+    memory = {}
+    for name, module in modules.items():
+        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen.update(map(id, own))
+        kept = sum(p.numel() * p.element_size() for p in own) * _STATE_BYTES
+        memory[name] = kept + found.activation_bytes[name] * min(config.active_microbatches, config.microbatches)
+    weight = config.memory_weight if found.order else 1.0
+    total_memory, total_operations = sum(memory.values()) or 1, sum(found.operations.values()) or 1
+    return {
+        name: weight * memory[name] / total_memory + (1 - weight) * found.operations[name] / total_operations
+        for name in modules
+    }
+
+
+def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name: str = "") -> Iterator[str]:
+    """Modules, containers before what is in them, in the order of their first calls."""
+    yield name
+    last = 0
+    places = {}
+    for child in _children(modules, name):
+        last = called.get(child, last)  # one that is never called stays behind its neighbour
+        places[child] = last
+    for child in sorted(places, key=places.__getitem__):
+        yield from _in_order(modules, called, child)
+
+
+def _children(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
+    prefix = f"{name}." if name else ""
+    return (f"{prefix}{child}" for child in modules[name]._modules if f"{prefix}{child}" in modules)
+
+
+def _together(modules: Mapping[str, nn.Module], found: Trace, items: list[str]) -> list[list[int]]:
+    """Places of items that share a parameter, or use one of each other's."""
+    group_of = {name: {name} for name in modules}
+
+    def join(one: str, other: str) -> None:
+        joined = group_of[one] | group_of[other]
+        for name in joined:
+            group_of[name] = joined
+
+    owners: dict[int, str] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                join(owners.setdefault(id(parameter), name), name)
+    for user, used in found.uses.items():
+        for owner in used:
+            join(user, owner)
+    groups = {id(group): group for group in group_of.values() if len(group) > 1}
+    found_groups = [[place for place, name in enumerate(items) if name in group] for group in groups.values()]
+    return [group for group in found_groups if len(group) > 1]
+
+
+def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[str, int]:
+    """Every module's stage: a container that costs nothing itself is on the first stage of what is in it."""
+    stages = dict(placed)
+    for name in reversed(list(modules)):
+        if name not in stages:
+            stages[name] = min(stages[child] for child in _children(modules, name))
+    return {name: stages[name] for name in modules}
+
+
+def _shares(costs: Mapping[str, float], stages: Mapping[str, int], count: int) -> tuple[float, ...]:
+    total = sum(costs.values()) or 1
+    return tuple(sum(cost for name, cost in costs.items() if stages[name] == s) / total for s in range(count))
+
+
+def _roots(stages: Mapping[str, int], stage: int) -> Iterator[str]:
+    """The largest modules that are wholly on a stage."""
+    whole = {name for name in stages if all(s == stage for other, s in stages.items() if _is_in(other, name))}
+    roots = (name for name in stages if name in whole and (not name or name.rpartition(".")[0] not in whole))
+    return (name or "the model" for name in roots)
+
+
+def _is_in(name: str, container: str) -> bool:
+    return not container or name == container or name.startswith(f"{container}.")

@@ -1,14 +1,26 @@
-"""How a model is constructed: contexts of the published interface."""
+"""How a model is constructed: contexts of the published interface, and construction without memory.
+
+Inside `delay_param_initialization` parameters are on the meta device, and what initialises them is written down. When
+the model is placed, each stage replays that for its own: no rank ever holds the whole model. The random numbers of a
+parameter then follow from the seed and the parameter's name, so that they do not depend on the number of stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.modelparallel.torch.later import refuse
+from smdistributed.modelparallel.torch.work import mix
+
+_SMALL = 4096
+"""Tensors of fewer elements are made at once: constructors read numbers from them, and they cost no memory."""
 
 
 @contextmanager
@@ -34,5 +46,133 @@ def model_creation(tensor_parallelism: bool = False, dtype: torch.dtype | None =
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Accepted: parameters are initialised at once, so far."""
-    yield
+    """Construct a model inside `with` that takes no memory until it is placed (AWS API 1.6).
+
+    Its initial values are not those that the same seed gives without this context: see the top of this module.
+    """
+    if not enabled:
+        yield
+        return
+    with _Recording():
+        yield
+
+
+class _Call(NamedTuple):
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class _Recording(TorchDispatchMode):
+    """Has large tensors made on the meta device, and notes every call that concerns one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = torch.initial_seed()
+        self._tape: list[_Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(argument.name == "device" for argument in func._schema.arguments) and not _meta_tensors((args, kwargs)):
+            on_meta = func(*args, **{**kwargs, "device": torch.device("meta")})
+            if math.prod(on_meta.shape) < _SMALL:
+                return func(*args, **kwargs)
+            result = on_meta
+        else:
+            result = func(*args, **kwargs)
+        tensors = [*_meta_tensors((args, kwargs)), *_meta_tensors(result)]
+        if tensors:
+            self._tape.append(_Call(func, args, kwargs, result))
+            for tensor in tensors:
+                _recipes[_storage(tensor)] = self._tape, self._seed
+        return result
+
+
+_recipes: dict[int, tuple[list[_Call], int]] = {}
+"""The tape, and the seed, of every storage that is on the meta device."""
+
+
+def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Make what a tensor on the meta device stands for. name: of the parameter, for its random numbers.
+
+    Raises KeyError for a tensor that was not made under `delay_param_initialization`.
+    """
+    tape, seed = _recipes[_storage(tensor)]
+    made: dict[int, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(mix(seed, *name.encode()))
+        for call in _needed(tape, _storage(tensor)):
+            args, kwargs = _real((call.args, call.kwargs), made)
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("cpu")
+            result = call.func(*args, **kwargs)
+            for one, other in zip(_tensors(call.result), _tensors(result)):
+                if one.is_meta:
+                    made.setdefault(_storage(one), other)
+    return _real(tensor, made).clone()  # type: ignore[no-any-return]
+
+
+def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Parameter]:
+    """Make the parameters and buffers of one module; the new parameters by the old."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            values = materialize(parameter, f"{name}.{key}")
+            replaced[parameter] = module._parameters[key] = nn.Parameter(values, parameter.requires_grad)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = materialize(buffer, f"{name}.{key}")
+    return replaced
+
+
+def _needed(tape: list[_Call], storage: int) -> list[_Call]:
+    """The calls, in order, that what lies in this storage depends on."""
+    wanted, calls = {storage}, []
+    for call in reversed(tape):
+        inputs, outputs = (set(map(_storage, _meta_tensors(part))) for part in ((call.args, call.kwargs), call.result))
+        makes = (outputs - inputs) | (set(map(_storage, _written(call))) if call.func._schema.is_mutable else set())
+        if makes & wanted:
+            calls.append(call)
+            wanted |= inputs
+    return calls[::-1]
+
+
+def _written(call: _Call) -> Iterator[torch.Tensor]:
+    for argument, value in zip(call.func._schema.arguments, call.args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _meta_tensors(value)
+    yield from _meta_tensors(call.kwargs.get("out"))
+
+
+def _real(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """`value` with what was made in place of tensors on the meta device."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        base = made[_storage(value)]
+        return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, (tuple, list)):
+        return type(value)(_real(item, made) for item in value)
+    if isinstance(value, dict):
+        return {key: _real(item, made) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    tensors: Iterable[torch.Tensor] = _tensors(value)
+    return [tensor for tensor in tensors if tensor.is_meta]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
-from smdistributed.modelparallel.torch.auto_partition import auto_stages
+from smdistributed.modelparallel.torch.auto_partition import auto_partition
+from smdistributed.modelparallel.torch.construction import materialize_module
 from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
 from smdistributed.modelparallel.torch.optimizer import clip
 from smdistributed.modelparallel.torch.reducer import Reducer
@@ -122,6 +124,7 @@ class DistributedModel(nn.Module):
         """Place the modules: every rank keeps the parameters of its own."""
         self.manager.assign(stages)
         self.partitioned = True
+        self._materialize()
         self._move()
         if self._to_load:
             self.load_state_dict(*self._to_load)
@@ -139,8 +142,27 @@ class DistributedModel(nn.Module):
 
     def _choose_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         if state.cfg.auto_partition:
-            return auto_stages(self.manager, state.cfg, args, kwargs)
+            state.is_tracing = True
+            try:
+                found = auto_partition(self.module, state.cfg, args, kwargs)
+            finally:
+                state.is_tracing = False
+            if state.rank == 0:
+                print(found, file=sys.stderr)
+            return found.stages
         return manual_stages(self.manager, state.cfg.default_partition, state.cfg.partitions)
+
+    def _materialize(self) -> None:
+        """Make what was constructed without memory, and have the optimizer know it."""
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for name, module in self.manager.local_modules():
+            for key, parameter in module._parameters.items():
+                if parameter in replaced:  # shared
+                    module._parameters[key] = replaced[parameter]
+            replaced.update(materialize_module(module, name))
+        if replaced and state.optimizer is not None:
+            for group in state.optimizer.param_groups:
+                group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
     def _move(self) -> None:
         if torch.cuda.is_available():

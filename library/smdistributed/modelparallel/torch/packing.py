@@ -77,6 +77,8 @@ def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
     """A tensor on these bytes, without a copy, or on the current GPU if it came from one."""
     dtype, shape, _, on_gpu = meta
-    flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
-    tensor = flat.view(shape)
+    tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
+    if buffer:  # not as a view: modules may change what they get in place
+        strides = torch.empty(shape, device="meta").stride()
+        tensor.set_(torch.frombuffer(buffer, dtype=dtype).untyped_storage(), 0, shape, strides)
     return tensor.cuda() if on_gpu else tensor

@@ -71,12 +71,9 @@ class Stage:
     ranks: the ranks of the job that hold the stages, in order. `module` gives a module by its name.
     """
 
-    def __init__(
-        self, mail: Mail, ranks: Sequence[int], rank: int, active_microbatches: int, module: Callable[[str], Any]
-    ) -> None:
+    def __init__(self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any]) -> None:
         self._mail, self.ranks, self._module = mail, tuple(ranks), module
         self.index = self.ranks.index(rank)
-        self._active = active_microbatches
         self._workers = Workers(_inherit_device())
         self._calls = itertools.count()
         self._lock = threading.Lock()
@@ -88,10 +85,13 @@ class Stage:
 
     # --- the step, on the thread of the script
 
-    def begin(self, simple: bool, microbatches: int) -> None:
-        """Enter the next step."""
+    def begin(self, simple: bool, microbatches: int, active: int) -> None:
+        """Enter the next step.
+
+        simple: all forwards come before all backwards. active: how many microbatches are in flight otherwise.
+        """
         self._raise_failure()
-        window = microbatches if simple else self._active - self.index
+        window = microbatches if simple else active - self.index
         with self._lock:
             self._steps += 1
             self._step = _Step(self._steps, Slot(Schedule(window), self._workers))

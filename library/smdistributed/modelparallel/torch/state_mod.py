@@ -116,7 +116,7 @@ class State:
             store.set("secret", secrets.token_hex(_SECRET_BYTES // 2))
         mail = Mail(self.rank, bytes(store.get("secret")), self._deliver, self._lost)
         self.post = Post(mail, self.rank)
-        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self.cfg.active_microbatches, self._module)
+        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store.set(str(self.rank), f"{self._own_address(master)} {mail.port}")
         others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]

@@ -49,11 +49,10 @@ def _decorate(
         state.require()
         if current() is not None:
             raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
-        microbatches = state.cfg.microbatches
         splitter.uneven = state.cfg.uneven_microbatches
         model = state.the_model()
         model.before_step()
-        state.stage.begin(state.cfg.pipeline == "simple", microbatches)
+        state.stage.begin(state.cfg.pipeline == "simple", state.cfg.microbatches, state.cfg.active_microbatches)
         try:
             if state.stage.index:
                 body, tensors = state.stage.serve(model.apply_partition)

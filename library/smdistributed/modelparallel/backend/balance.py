@@ -1,0 +1,134 @@
+"""Cut a sequence of modules into stages whose costs are as equal as can be.
+
+The largest stage is at most `SLACK` times that of the best contiguous cut; among such cuts the one is taken that goes
+through the fewest containers, since each of those makes more calls from stage to stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+
+SLACK = 1.03
+_BISECTIONS = 100
+_MOST_CHOICES = 64
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stage of every item, the cost of the largest stage, and that of the best contiguous cut."""
+
+    stages: tuple[int, ...]
+    largest: float
+    optimum: float
+
+
+def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequence[int]], stages: int) -> Cut:
+    """Deal items, in the order of their execution, to stages.
+
+    names: dotted, as those of modules. together: places of items that must be on one stage; such a group counts where
+    its first item is, or its last, whichever balances better.
+
+    Raises SMPConfigError when there are fewer items, or groups, than stages.
+    """
+    best: Cut | None = None
+    ends = [(min(group), max(group)) for group in together]
+    for anchors in itertools.islice(itertools.product(*ends), _MOST_CHOICES):
+        found = _cut_anchored(costs, names, dict(zip(anchors, together)), stages)
+        if best is None or found.largest < best.largest:
+            best = found
+    assert best is not None
+    return best
+
+
+def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int, Sequence[int]], stages: int) -> Cut:
+    members = {place: anchor for anchor, group in groups.items() for place in group}
+    kept = [place for place in range(len(costs)) if members.get(place, place) == place]
+    if len(kept) < stages:
+        raise SMPConfigError(
+            f"'partitions' is {stages}, but the model has {len(kept)} modules that can be on stages of their own: "
+            "use fewer partitions."
+        )
+    merged = [sum(costs[member] for member in groups.get(place, (place,))) for place in kept]
+    optimum = largest_of(merged, _greedy(merged, stages))
+    begins = _fewest_splits(merged, [names[place] for place in kept], stages, optimum * SLACK)
+    stage_of = {place: stage for stage, places in enumerate(_segments(kept, begins)) for place in places}
+    return Cut(
+        tuple(stage_of[members.get(place, place)] for place in range(len(costs))), largest_of(merged, begins), optimum
+    )
+
+
+def largest_of(costs: Sequence[float], begins: Sequence[int]) -> float:
+    """The cost of the largest segment; `begins` are the places where segments begin, from 0 on."""
+    return max(sum(segment) for segment in _segments(costs, begins))
+
+
+def _segments(items: Sequence[float] | Sequence[int], begins: Sequence[int]) -> list[Sequence[float]]:
+    return [items[begin:end] for begin, end in zip(begins, [*begins[1:], len(items)])]
+
+
+def _greedy(costs: Sequence[float], stages: int) -> list[int]:
+    """The best contiguous cut, by bisection of the limit that a stage may reach."""
+    low, high = max(costs), sum(costs)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if len(_fill(costs, middle, stages)) <= stages:
+            high = middle
+        else:
+            low = middle
+    return _fill(costs, high * (1 + 1e-12), stages)
+
+
+def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
+    """Where segments begin when each is filled up to the limit, and the last ones have one item at least."""
+    begins, size = [0], 0.0
+    for place, cost in enumerate(costs):
+        must = len(costs) - place == stages - len(begins)
+        if place and (size + cost > limit or must):
+            begins.append(place)
+            size = 0.0
+        size += cost
+    return begins
+
+
+def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, limit: float) -> list[int]:
+    """Where `stages` segments begin, none above the limit, with the shallowest cuts."""
+    count = len(costs)
+    before = [0.0, *itertools.accumulate(costs)]
+    depth = [0, *(_common_depth(one, other) for one, other in zip(names, names[1:]))]
+    # best[end]: the least sum of depths of a cut of the first `end` items, and where its last segment begins.
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, -1)}]
+    for _ in range(stages):
+        step: dict[int, tuple[int, int]] = {}
+        for end in range(1, count + 1):
+            options = [
+                (best[-1][begin][0] + depth[begin], begin)
+                for begin in _begins(before, end, limit * (1 + 1e-9))
+                if begin in best[-1]
+            ]
+            if options:
+                step[end] = min(options)
+        best.append(step)
+    begins, end = [], count
+    for level in reversed(best[1:]):
+        end = level[end][1]
+        begins.append(end)
+    return begins[::-1]
+
+
+def _begins(before: Sequence[float], end: int, limit: float) -> list[int]:
+    found = []
+    for begin in range(end - 1, -1, -1):
+        if before[end] - before[begin] > limit:
+            break
+        found.append(begin)
+    return found
+
+
+def _common_depth(one: str, other: str) -> int:
+    """How deep the smallest container of both is."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))
+    return sum(1 for _ in pairs)

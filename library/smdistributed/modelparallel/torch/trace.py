@@ -1,0 +1,126 @@
+"""What a model does, found by running it on the meta device: no memory, no arithmetic, any control flow.
+
+Found are the order in which modules are called, what each costs, and which use parameters of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smdistributed.modelparallel.torch.packing import pack, unpack
+
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+
+
+class Trace:
+    """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, without what
+    modules below cost. uses: for each module, those whose parameters it uses itself."""
+
+    def __init__(self) -> None:
+        self.order: dict[str, int] = {}
+        self.operations: dict[str, float] = defaultdict(float)
+        self.activation_bytes: dict[str, float] = defaultdict(float)
+        self.uses: dict[str, set[str]] = defaultdict(set)
+
+
+def trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run `root` with arguments like these. names: those of its modules, by their identity.
+
+    Raises whatever the model raises that cannot run without values.
+    """
+    found, stack = Trace(), list[str]()
+    tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    state = {name: _on_meta(tensor) for name, tensor in tensors.items()}
+    owners = {id(state[name]): name.rpartition(".")[0] for name in dict(root.named_parameters())}
+    body, given = pack((args, kwargs))
+    args, kwargs = unpack(body, [_on_meta(tensor) for tensor in given])
+    modes = _Uses(found, stack, owners), _Costs(found, stack)
+    with _calls(found, stack, names), modes[0], modes[1], torch.no_grad():
+        functional_call(root, state, args, kwargs)
+    return found
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _calls(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
+    """Keep the stack of modules that run."""
+
+    def enter(module: nn.Module, _: Any) -> None:
+        name = names.get(id(module))
+        stack.append(name if name is not None else stack[-1])
+        if name is not None:
+            found.order.setdefault(name, len(found.order))
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which module uses whose parameters."""
+
+    def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, str]) -> None:
+        super().__init__()
+        self._found, self._stack, self._owners = found, stack, owners
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            owner = self._owners.get(id(value))
+            if owner is not None and self._stack and owner != self._stack[-1]:
+                self._found.uses[self._stack[-1]].add(owner)
+        return func(*args, **(kwargs or {}))
+
+
+class _Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up operations, and bytes of results, for the module that runs."""
+
+    def __init__(self, found: Trace, stack: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found, self._stack = found, stack
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(r)]
+        if self._stack:
+            module = self._stack[-1]
+            self._found.operations[module] += _operations(func, args, outputs)
+            self._found.activation_bytes[module] += sum(r.numel() * r.element_size() for r in outputs)
+        return result
+
+
+def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> float:
+    """Multiplications and additions, as far as one formula tells; an element of a result counts as one."""
+    name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
+    size = float(sum(output.numel() for output in outputs))
+    if name in _MATRIX_PRODUCTS:
+        left = next(arg for arg in args[-2:] if torch.is_tensor(arg))
+        return 2 * size * int(left.shape[-1])
+    if name == "convolution":
+        return 2 * size * int(math.prod(args[1].shape[1:]))
+    if "scaled_dot_product" in name:
+        return 4 * float(args[0].numel()) * args[1].shape[-2]
+    return size

@@ -1,0 +1,515 @@
+"""A rank of a model parallel job: python modelparallel.py CASE [ARGUMENT ...]. Several jobs run in one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.backend.config import check
+
+STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
+
+
+class Net(nn.Module):
+    """Residual blocks in a list, a sequence, skips, in-place modules, tied weights, keyword arguments, a dict out."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 24)
+        nn.init.normal_(self.embed.weight, std=0.2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 48), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(48, 24))
+            for _ in range(4)
+        )
+        self.tail = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
+        self.norm = nn.LayerNorm(24)
+        self.register_buffer("shift", torch.full((24,), 0.1))
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        hidden = self.embed(tokens)
+        skip = hidden
+        for index, block in enumerate(self.blocks):
+            hidden = hidden + block(hidden) * scale
+            if index == 2:
+                hidden = hidden + skip
+        hidden = self.norm(self.tail(hidden) + self.blocks[1](skip)) + self.shift
+        return {"logits": self.head(hidden), "states": (hidden.mean(), "words")}
+
+
+def configure(**values: Any) -> None:
+    """Another job in this process."""
+    smp.state.cfg = check({"partitions": smp.pp_size(), "ddp": smp.dp_size() > 1, **values})
+    smp.state.model = smp.state.optimizer = None
+
+
+def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [tuple(torch.randint(0, 50, (2, BATCH, 5), generator=generator)) for _ in range(count)]  # type: ignore[misc]
+
+
+def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(module.parameters(), 1e-3, eps=1e-4)
+    return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
+
+
+def train_alone(module: nn.Module, optimizer: str, count: int = STEPS) -> list[float]:
+    """The losses of one process."""
+    inner, losses = make_optimizer(optimizer, module), []
+    for tokens, target in batches(count):
+        inner.zero_grad()
+        loss = loss_of(module(tokens, scale=0.5)["logits"], target)
+        loss.backward()
+        inner.step()
+        losses.append(loss.item())
+    return losses
+
+
+@smp.step
+def train_step(model: Any, tokens: torch.Tensor, target: torch.Tensor) -> Any:
+    outputs = model(tokens, scale=0.5)
+    loss = loss_of(outputs["logits"], target)
+    model.backward(loss)
+    return loss, outputs["states"]
+
+
+def train(model: Any, optimizer: Any, data: Any) -> list[float]:
+    losses = []
+    for tokens, target in data:
+        optimizer.zero_grad()
+        loss, (mean, words) = train_step(model, tokens, target)
+        optimizer.step()
+        assert isinstance(mean, smp.StepOutput)
+        assert words == ["words"] * smp.state.cfg.microbatches, words
+        losses.append(float(loss.reduce_mean()))
+    return losses
+
+
+def equal(module: nn.Module, alone: nn.Module, losses: list[float], expected: list[float], what: object) -> None:
+    worst = max(abs(one - other) for one, other in zip(losses, expected))
+    assert worst <= TOLERANCE, (what, worst)
+    reference = alone.state_dict()
+    for name, value in module.state_dict().items():
+        difference = (value - reference[name]).abs().max().item()
+        assert difference <= TOLERANCE, (what, name, difference)
+
+
+def share_of(data: Any) -> Any:
+    """This replica's part of every batch."""
+    replicas, mine = smp.dp_size(), smp.dp_rank()
+    return [(tokens.chunk(replicas)[mine], target.chunk(replicas)[mine]) for tokens, target in data]
+
+
+def against_one_process() -> None:
+    """20 steps equal those of one process: microbatches, pipelines, optimizers; overlapped or not, by replicas."""
+    for optimizer in ("sgd", "adam"):
+        torch.manual_seed(0)
+        fresh = Net()
+        alone = copy.deepcopy(fresh)
+        expected = train_alone(alone, optimizer)
+        most = BATCH // smp.dp_size()
+        for microbatches, pipeline in itertools.product([m for m in (1, 4, 8) if m <= most], ("simple", "interleaved")):
+            configure(microbatches=microbatches, pipeline=pipeline)
+            module = copy.deepcopy(fresh)
+            inner = make_optimizer(optimizer, module)
+            model = smp.DistributedModel(module, overlapping_allreduce=pipeline == "interleaved", bucket_cap_mb=0)
+            losses = train(model, smp.DistributedOptimizer(inner), share_of(batches()))
+            losses = [sum(parts) / len(parts) for parts in zip(*smp.allgather(losses, smp.DP_GROUP))]
+            equal(model, alone, losses, expected, (optimizer, microbatches, pipeline))
+    said = smp.allgather(smp.pp_rank())
+    assert len(set(said)) == smp.pp_size(), said
+    print("equal")
+
+
+def manual() -> None:
+    """Modules where the script puts them; what is not said is on the default partition."""
+    configure(auto_partition=False, default_partition=smp.pp_size() - 1, microbatches=2)
+    torch.manual_seed(0)
+    alone = Net()
+    torch.manual_seed(0)
+    with smp.partition(0):
+        module = Net()
+    smp.set_partition(module.blocks[2], 1)
+    module.blocks[2][0] = copy.deepcopy(alone.blocks[2][0])  # made outside: it has no partition of its own
+    model = smp.DistributedModel(module)
+    expected = train_alone(alone, "sgd")
+    placed: list[str] = []
+    model.register_post_partition_hook(lambda model, _: placed.extend(name for name, _ in model.local_named_modules()))
+    losses = train(model, make_optimizer("sgd", module), batches())
+    equal(model, alone, losses, expected, "manual")
+    wanted = {0: lambda name: not name.startswith("blocks.2"), 1: lambda name: name in ("blocks.2", "blocks.2.0")}
+    want = wanted.get(smp.pp_rank(), lambda name: False)
+    everything = [name for name, _ in module.named_modules()]
+    assert {n for n in placed if not n.startswith("blocks.2.")} == {
+        n for n in everything if want(n) and not n.startswith("blocks.2.")
+    }, placed
+    print("manual")
+
+
+class Random(nn.Module):
+    """A tree of modules drawn at random: containers of several kinds, skips, re-use, nesting, branches on values."""
+
+    def __init__(self, draw: random.Random, depth: int) -> None:
+        super().__init__()
+        self.kind = draw.choice(("chain", "residual", "twice", "fork", "branch"))
+        count = draw.randint(1, 3)
+        leaf = depth == 0
+        self.parts = nn.ModuleList(self._leaf(draw) if leaf else Random(draw, depth - 1) for _ in range(count))
+        self.sequence = nn.Sequential(*(self._leaf(draw) for _ in range(draw.randint(0, 3))))
+        self.weight = nn.Parameter(torch.rand(8, generator=torch.Generator().manual_seed(draw.randint(0, 99))))
+
+    @staticmethod
+    def _leaf(draw: random.Random) -> nn.Module:
+        return draw.choice((lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8), nn.Tanh, lambda: nn.ReLU(inplace=True)))()
+
+    def forward(self, value: Any, flag: bool = True) -> Any:
+        value = value["value"] if isinstance(value, dict) else value
+        first = value
+        for part in self.parts:
+            result = part({"value": value}, flag) if isinstance(part, Random) else part(value * 1.0)
+            value = result[1] if isinstance(result, tuple) else result
+            if self.kind == "residual":
+                value = value + first
+        if self.kind == "twice":
+            result = self.parts[0](value * 0.5)
+            value = result[1] if isinstance(result, tuple) else result
+        if self.kind == "branch" and flag:
+            value = value * self.weight
+        value = self.sequence(value * 1.0)
+        return ("unused", value, {"first": first}) if self.kind == "fork" else value
+
+
+def tree(seed: int) -> nn.Module:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    module = Random(draw, draw.randint(1, 2))
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if len(linears) > 2 and draw.random() < 0.5:
+        linears[-1].weight = linears[0].weight
+    return module
+
+
+def value_of(outputs: Any) -> torch.Tensor:
+    return outputs[1] if isinstance(outputs, tuple) else outputs
+
+
+@smp.step
+def value_step(model: Any, data: torch.Tensor) -> Any:
+    loss = value_of(model(data, flag=True)).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def random_models(count: str) -> None:
+    """Trees drawn at random have the gradients that they have alone, wherever the cuts are."""
+    compared = 0
+    for seed in range(int(count)):
+        module = tree(seed)
+        names = [name for name, _ in module.named_modules()]
+        if len(names) < 2 * smp.pp_size() or not any(p.requires_grad for p in module.parameters()):
+            continue
+        alone, draw = copy.deepcopy(module), random.Random(seed)
+        by_hand = bool(seed % 2)
+        configure(microbatches=2, auto_partition=not by_hand, default_partition=0)
+        if by_hand:
+            for part in module.modules():
+                smp.set_partition(part, draw.randrange(smp.pp_size()))
+        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model = smp.DistributedModel(module)
+        loss = value_step(model, data).reduce_mean()
+        expected = value_of(alone(data, flag=True)).square().mean()
+        expected.backward()
+        assert abs(loss - expected) <= TOLERANCE * max(1, abs(expected)), (seed, loss, expected)
+        gradients = {name: p.grad for name, p in alone.named_parameters()}
+        for name, parameter in model.local_named_parameters():
+            want = gradients[name]
+            if want is None:
+                assert parameter.grad is None or not parameter.grad.any(), (seed, name)
+            else:
+                assert parameter.grad is not None, (seed, name)
+                assert torch.allclose(parameter.grad, want, rtol=1e-5, atol=1e-6), (seed, name)
+        compared += 1
+    assert compared > int(count) // 2, compared
+    print("random")
+
+
+def dropout() -> None:
+    """The same seed gives the same losses, however work is interleaved, with activations computed again or not."""
+    seen = []
+    for checkpointed in (False, True, False):
+        configure(microbatches=4)
+        torch.manual_seed(0)
+        module = Net(dropout=0.3)
+        if checkpointed:
+            for block in module.blocks:
+                smp.set_activation_checkpointing(block, strategy="contiguous")
+        model = smp.DistributedModel(module)
+        smp.state.stage._steps = 0  # as in a process of its own
+        seen.append(train(model, make_optimizer("sgd", module), batches(5)))
+    assert seen[0] == seen[2], seen
+    assert max(abs(one - other) for one, other in zip(seen[0], seen[1])) < TOLERANCE, seen
+    print("dropout")
+
+
+def delayed() -> None:
+    """Constructed without memory: the values do not depend on the number of stages, and the optimizer knows them."""
+    configure(microbatches=2)
+    torch.manual_seed(0)
+    with smp.delay_param_initialization():
+        module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(6)))
+    assert all(layer.weight.is_meta for layer in module)  # type: ignore[union-attr]
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1))
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, data: torch.Tensor) -> Any:
+        loss = model(data).square().mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(float(step(model, torch.ones(4, 100)).reduce_mean()))
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2], losses
+    print(f"delayed {losses[0]:.7f}")
+
+
+def checkpoints(path: str) -> None:
+    """Partial and full ones resume where they were saved; a full one loads in plain PyTorch."""
+    for partial in (True, False):
+        directory = Path(path, "partial" if partial else "full")
+        configure(microbatches=2)
+        torch.manual_seed(0)
+        module = Net()
+        optimizer = smp.DistributedOptimizer(make_optimizer("adam", module))
+        model = smp.DistributedModel(module)
+        train(model, optimizer, batches(3))
+        for tag in ("one", "two", "three"):
+            smp.save_checkpoint(
+                directory, tag, partial, model, optimizer, {"epoch": tag}, num_kept_partial_checkpoints=2
+            )
+        wanted = train(model, optimizer, batches(3))
+        if partial:
+            assert sorted(p.name for p in directory.glob("*_partial")) == ["three_partial", "two_partial"]
+        elif smp.rank() == 0:
+            Net().load_state_dict(torch.load(directory / "three"))
+        assert wanted == resume(directory, partial), partial
+    print("checkpoints")
+
+
+def resume(directory: Path, partial: bool) -> list[float]:
+    configure(microbatches=2)
+    torch.manual_seed(1)
+    module = Net()
+    optimizer = smp.DistributedOptimizer(make_optimizer("adam", module))
+    model = smp.DistributedModel(module)
+    content = smp.resume_from_checkpoint(directory, None, partial)
+    assert content == {"epoch": "three"}, content
+    return train(model, optimizer, batches(3))
+
+
+def resharded(path: str) -> None:
+    """A partial checkpoint of another number of stages: prints the losses after it."""
+    print("resharded", " ".join(f"{loss:.6f}" for loss in resume(Path(path, "partial"), True)))
+
+
+def options() -> None:
+    """Accumulation, clipping, losses scaled for half precision, sharded optimizer states."""
+    torch.manual_seed(0)
+    alone = Net()
+    fresh = copy.deepcopy(alone)
+    inner = make_optimizer("adam", alone)
+    for _ in range(2):
+        inner.zero_grad()
+        for tokens, target in batches(2):
+            loss_of(alone(tokens, scale=0.5)["logits"], target).backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        inner.step()
+    configure(microbatches=2, shard_optimizer_state=True)
+    module = copy.deepcopy(fresh)
+    optimizer = smp.DistributedOptimizer(make_optimizer("adam", module), static_loss_scale=1024.0)
+    model = smp.DistributedModel(module, backward_passes_per_step=2)
+
+    @smp.step
+    def scaled_step(model: Any, tokens: torch.Tensor, target: torch.Tensor) -> None:
+        optimizer.backward(loss_of(model(tokens, scale=0.5)["logits"], target))
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        for tokens, target in share_of(batches(2)):
+            scaled_step(model, tokens, target)
+        optimizer.update_master_grads()
+        found = optimizer.clip_master_grads(0.1)
+        optimizer.step()
+    assert abs(found - float(norm)) < 1e-5, (found, norm)
+    equal(model, alone, [0.0], [0.0], "options")
+    kept = sum(len(entry) for entry in optimizer.local_state_dict(gather_if_shard=False)["state"].values())
+    whole = sum(len(entry) for entry in optimizer.local_state_dict()["state"].values())
+    assert kept <= whole / smp.rdp_size() + 4, (kept, whole)
+    print("options")
+
+
+def half() -> None:
+    """fp16 parameters, copies in fp32, a dynamic scale that halves until nothing overflows."""
+    configure(microbatches=2, fp16=True)
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).half()
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), 0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2.0**24, "scale_window": 3},
+    )
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def half_step(model: Any, data: torch.Tensor) -> Any:
+        loss = model(data.half()).float().square().mean()
+        optimizer.backward(loss)
+        return loss
+
+    losses, skipped, scales = [], 0, []
+    for _ in range(25):
+        optimizer.zero_grad()
+        losses.append(float(half_step(model, torch.ones(4, 8)).reduce_mean()))
+        optimizer.update_master_grads()
+        optimizer.clip_master_grads(1.0)
+        skipped += optimizer.overflow
+        optimizer.step()
+        scales.append(optimizer.loss_scale)
+    assert 0 < skipped < 25, skipped
+    assert len(set(smp.allgather((skipped, tuple(scales))))) == 1
+    assert losses[-1] < losses[0] / 2, losses
+    print("half")
+
+
+def ranks() -> None:
+    """Objects between ranks, by every kind of rank."""
+    me, everybody = smp.rank(), list(range(smp.size()))
+    assert smp.allgather({"rank": me}) == [{"rank": rank} for rank in everybody]
+    smp.send(torch.arange(3) + me, (smp.pp_rank() + 1) % smp.pp_size(), smp.RankType.PP_RANK)
+    before = (smp.pp_rank() - 1) % smp.pp_size()
+    got = smp.recv_from(before, smp.RankType.PP_RANK)
+    assert torch.equal(got, torch.arange(3) + smp.get_pp_group()[before]), got
+    if me == 1:
+        smp.broadcast(["hello", me])
+    else:
+        assert smp.recv_from(1) == ["hello", 1]
+    smp.barrier()
+    smp.mp_barrier()
+    smp.dp_barrier()
+    assert smp.mp_size() * smp.rdp_size() == smp.pp_size() * smp.dp_size() == smp.size()
+    try:
+        smp.send(1, 99)
+    except ValueError as error:
+        assert "they count from 0" in str(error)
+    print("ranks")
+
+
+def misuse() -> None:
+    """Every rank raises, and says what and where."""
+    configure(microbatches=4)
+    model = smp.DistributedModel(Net())
+    for call in (lambda: model(torch.zeros(1)), lambda: model.backward(torch.zeros(1)), model.local_parameters):
+        try:
+            call()
+        except smp.exceptions.StepUsageError as error:
+            print(error)
+    tokens, target = batches(1)[0]
+    try:
+        train_step(model, tokens[:6], target[:6])
+    except RuntimeError as error:
+        print(error)
+
+
+def uneven() -> None:
+    """Microbatches of different sizes weigh by their sizes."""
+    configure(microbatches=4, uneven_microbatches=True)
+    torch.manual_seed(0)
+    module = Net()
+    alone = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+    tokens, target = (part[:10] for part in batches(1)[0])
+    train_step(model, tokens, target)
+    loss_of(alone(tokens, scale=0.5)["logits"], target).backward()
+    gradients = dict(alone.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        want = gradients[name].grad
+        assert want is None or torch.allclose(parameter.grad, want, atol=1e-6), name
+    print("uneven")
+
+
+class Fails(nn.Module):
+    """Raises, or kills its process, at one of its calls."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__()
+        self.layer, self.what, self.left = nn.Linear(24, 24), what, at
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0 and self.what == "raise":
+            raise ArithmeticError("this layer fails")
+        result: torch.Tensor = self.layer(value)
+        if self.left == 0 and self.what == "backward":
+            result.register_hook(_raise)
+        return result
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ArithmeticError("this layer fails")
+
+
+def fails(what: str, stage: str, at: str) -> None:
+    """A stage raises, or is killed some milliseconds after the first step."""
+    configure(microbatches=4, auto_partition=False, default_partition=0)
+    torch.manual_seed(0)
+    module = Net()
+    smp.set_partition(module.blocks[2], 1)
+    module.blocks[1] = Fails(what, int(at)) if what != "kill" else module.blocks[1]
+    smp.set_partition(module.blocks[1], int(stage))
+    model = smp.DistributedModel(module)
+    optimizer = make_optimizer("sgd", module)
+    if what == "kill":
+        train(model, optimizer, batches(1))
+        if smp.pp_rank() == int(stage):
+            threading.Timer(int(at) / 1000, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    try:
+        while time.monotonic() < began + 60:
+            train(model, optimizer, batches(1))
+    except (RuntimeError, ArithmeticError) as error:
+        seconds = time.monotonic() - began
+        print(f"stage {smp.pp_rank()} raised after {seconds:.1f} s: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    cases: dict[str, Callable[..., None]] = {
+        case.__name__: case
+        for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
+    }
+    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails)})
+    smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
+    for case in sys.argv[1].split(","):
+        cases[case](*sys.argv[2:])

@@ -38,10 +38,11 @@ class Schedule:
     """The rule of one stage, for one step.
 
     window: how many earlier microbatches may be unfinished here when one begins.
+    in_order: backwards are in the order of the microbatches, so that sums of gradients are the same in every run.
     """
 
-    def __init__(self, window: int) -> None:
-        self._window = max(1, window)
+    def __init__(self, window: int, in_order: bool = False) -> None:
+        self._window, self._in_order = max(1, window), in_order
         self._last = Kind.BACKWARD
         self._begun: set[int] = set()
         self._finished: set[int] = set()
@@ -65,6 +66,8 @@ class Schedule:
         self._finished.add(microbatch)
 
     def _may_begin(self, turn: Turn) -> bool:
+        if self._in_order and turn.kind is Kind.BACKWARD:
+            return self._finished.issuperset(range(turn.microbatch))
         if turn.microbatch in self._begun:
             return True
         earlier = [m for m in self._begun - self._finished if m < turn.microbatch]

@@ -52,7 +52,9 @@ class Reducer:
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy those of the first replica to the others."""
-        works = [dist.broadcast(t, self._ranks[0], group=self._group, async_op=True) for t in tensors if t.numel()]
+        works = [
+            dist.broadcast(t.detach(), self._ranks[0], group=self._group, async_op=True) for t in tensors if t.numel()
+        ]
         for work in works:
             work.wait()
 

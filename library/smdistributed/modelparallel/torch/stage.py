@@ -22,6 +22,7 @@ import torch
 
 from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend import schedule
+from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn
 from smdistributed.modelparallel.backend.slot import Slot, Workers
@@ -54,8 +55,8 @@ class _Reply:
 class _Step:
     """What belongs to one step."""
 
-    def __init__(self, number: int, slot: Slot) -> None:
-        self.number, self.slot = number, slot
+    def __init__(self, number: int, slot: Slot, in_order: bool) -> None:
+        self.number, self.slot, self.in_order = number, slot, in_order
         self.generators = Generators()
         self.replies: dict[int, _Reply] = {}
         self.arrived: dict[int, dict[Any, Arrived]] = defaultdict(dict)
@@ -82,19 +83,19 @@ class Stage:
         self._step: _Step | None = None
         self._steps = 0
         self._failure: BaseException | None = None
+        self._told = False
 
     # --- the step, on the thread of the script
 
-    def begin(self, simple: bool, microbatches: int, active: int) -> None:
-        """Enter the next step.
-
-        simple: all forwards come before all backwards. active: how many microbatches are in flight otherwise.
-        """
+    def begin(self, config: Config) -> None:
+        """Enter the next step."""
         self._raise_failure()
-        window = microbatches if simple else active - self.index
+        simple, microbatches = config.pipeline == "simple", config.microbatches
+        window = microbatches if simple else config.active_microbatches - self.index
+        slot = Slot(Schedule(window, config.deterministic_server), self._workers)
         with self._lock:
             self._steps += 1
-            self._step = _Step(self._steps, Slot(Schedule(window), self._workers))
+            self._step = _Step(self._steps, slot, config.deterministic_server)
             held, self._held = self._held, []
         self._step.forwards = microbatches if simple else 0
         for message in held:
@@ -173,7 +174,7 @@ class Stage:
             return [pair for pair in message.tensors if pair is not None]
 
         def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
-            replies.append(self._expect(call[1]))
+            replies.append(self._expect(call[1], is_backward=True))
             about = (len(route) - 1, tuple(route))
             send(self._mail, ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
 
@@ -235,12 +236,15 @@ class Stage:
 
     def fail(self, error: BaseException) -> None:
         """End the step on all stages because of this, and every later one."""
-        if self._fail(error):
+        with self._lock:
+            is_first, self._told = not self._told and self._failure is None, True
+        if is_first:  # before this process learns of it, and exits
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             for rank in self.ranks:
                 if rank != self.ranks[self.index]:
                     with suppress(OSError):  # gone as well
                         send(self._mail, rank, Kind.FAILED, self._steps, about=text)
+        self._fail(error)
 
     def _handle(self, message: Message) -> None:
         step = self._in_step()
@@ -328,9 +332,10 @@ class Stage:
 
         step.slot.submit(Turn(work.kind, work.microbatch), do)
 
-    def _expect(self, call: int) -> _Reply:
-        turn = Turn(schedule.Kind.GO_ON, _working().microbatch)
-        reply = self._in_step().replies[call] = _Reply(turn)
+    def _expect(self, call: int, is_backward: bool = False) -> _Reply:
+        step = self._in_step()
+        kind = schedule.Kind.BACKWARD if is_backward and step.in_order else schedule.Kind.GO_ON
+        reply = step.replies[call] = _Reply(Turn(kind, _working().microbatch))
         return reply
 
     def _wait(self, reply: _Reply) -> Message:
@@ -383,10 +388,10 @@ class Stage:
             raise self._failure
         return message
 
-    def _fail(self, error: BaseException) -> bool:
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._failure is not None:
-                return False
+                return
             self._failure = error
             step = self._step
         self._events.put(None)
@@ -394,7 +399,6 @@ class Stage:
             for reply in (*step.replies.values(), *step.at_backward):
                 reply.go_on()
             step.slot.wake_all()
-        return True
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -52,7 +52,7 @@ def _decorate(
         splitter.uneven = state.cfg.uneven_microbatches
         model = state.the_model()
         model.before_step()
-        state.stage.begin(state.cfg.pipeline == "simple", state.cfg.microbatches, state.cfg.active_microbatches)
+        state.stage.begin(state.cfg)
         try:
             if state.stage.index:
                 body, tensors = state.stage.serve(model.apply_partition)

@@ -1,0 +1,97 @@
+"""`smdistributed.modelparallel.torch` on real ranks: see ranks/modelparallel.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.library.conftest import clean_environment
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Mpirun
+
+RANKS = Path(__file__).parent / "ranks/modelparallel.py"
+
+
+def job(mpirun: Mpirun, ranks: int, stages: int, *case: object, **environ: str) -> str:
+    return mpirun(ranks, RANKS, *case, STAGES=str(stages), **environ)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages: int) -> None:
+    assert job(mpirun, ranks, stages, "against_one_process").count("equal") == ranks
+
+
+@pytest.mark.mpi
+def test_training_on_eight_ranks_equals_that_of_one_process(mpirun: Mpirun) -> None:
+    assert job(mpirun, 8, 8, "against_one_process").count("equal") == 8
+
+
+@pytest.mark.mpi
+def test_partition_by_hand_random_numbers_uneven_batches_and_messages(mpirun: Mpirun) -> None:
+    said = job(mpirun, 3, 3, "manual,dropout,uneven,ranks,half")
+    assert [said.count(word) for word in ("manual", "dropout", "uneven", "ranks", "half")] == [3] * 5
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: Mpirun, ranks: int) -> None:
+    assert job(mpirun, ranks, ranks, "random_models", 40).count("random") == ranks
+
+
+@pytest.mark.mpi
+def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: Mpirun) -> None:
+    assert job(mpirun, 4, 2, "options").count("options") == 4
+
+
+@pytest.mark.mpi
+def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpirun: Mpirun) -> None:
+    said = [job(mpirun, ranks, ranks, "delayed") for ranks in (1, 3)]
+    assert len({loss for text in said for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1
+
+
+@pytest.mark.mpi
+def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun: Mpirun, tmp_path: Path) -> None:
+    assert job(mpirun, 2, 2, "checkpoints", tmp_path).count("checkpoints") == 2
+    said = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
+    assert len({losses for text in said for losses in re.findall(r"resharded (.*)", text)}) == 1
+
+
+@pytest.mark.mpi
+def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
+    said = job(mpirun, 2, 2, "misuse")
+    assert said.count("The model is called outside a step") == 2
+    assert said.count("model.backward is called outside a step") == 2
+    assert said.count("The model is not placed yet") == 2
+    assert said.count("tokens, of shape (6, 5), has 6 along axis 0: that must be a multiple of 'microbatches', 4") == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("what", "stage", "at"), [("raise", 0, 3), ("raise", 1, 7), ("backward", 1, 6), ("kill", 1, 40)]
+)
+def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage: int, at: int) -> None:
+    """Each rank under a process of its own, so that mpirun does not end the others."""
+    under = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    said = mpirun(3, "-c", under, RANKS, "fails", what, stage, at, STAGES="3")
+    raised = dict(re.findall(r"stage (\d) raised after ([\d.]+) s", said))
+    assert set(map(int, raised)) == {0, 1, 2} - ({stage} if what == "kill" else set())
+    assert max(map(float, raised.values())) < 5
+    if what == "kill":
+        assert f"Stage {stage} (rank {stage}) is gone" in said
+    else:
+        assert said.count(f"Stage {stage} (rank {stage}) failed:") == 2
+        assert said.count("ArithmeticError: this layer fails") >= 3
+
+
+def test_dataparallel_beside_it_is_refused() -> None:
+    code = "import smdistributed.dataparallel, smdistributed.modelparallel.torch as smp; smp.init({'partitions': 1})"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert 'Using "modelparallel" and "dataparallel" in one job is not supported' in ended.stderr

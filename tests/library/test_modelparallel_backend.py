@@ -1,0 +1,163 @@
+"""What model parallelism decides without a framework: configuration, ranks, schedule, cuts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smdistributed.modelparallel.backend.balance import SLACK, cut, largest_of
+from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
+from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
+from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+
+
+def test_the_launch_wins_over_the_script() -> None:
+    config = read_config({"partitions": 4}, {"SM_HP_MP_PARAMETERS": json.dumps({"partitions": 2, "microbatches": 8})})
+    assert (config.partitions, config.microbatches) == (2, 8)
+
+
+def test_defaults_follow_from_other_values() -> None:
+    config = check({"partitions": 4})
+    assert (config.pipeline, config.active_microbatches, config.memory_weight) == ("interleaved", 6, 0.8)
+    assert check({"pipeline_parallel_degree": 2, "optimize": "speed"}).memory_weight == 0.2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "'partitions' is a required parameter."),
+        ({"partitions": 2, "auto_partition": False}, "default_partition must be supplied if auto_partition is set to"),
+        ({"partitions": 2, "default_partition": 2}, "default_partition must be less than the number of partitions!"),
+        ({"partitions": 2, "memory_weight": 1.5}, "memory_weight must be between 0.0 and 1.0!"),
+        ({"partitions": 2, "ddp_port": 1234}, "`ddp_port` needs `ddp` to be set as well"),
+        ({"partitions": 2, "ddp": True, "horovod": True}, "'ddp' and 'horovod' cannot be simultaneously enabled."),
+        ({"partitions": 0}, "'pipeline_parallel_degree' is 0: it must be 1 or more."),
+        ({"partitions": "2"}, "'pipeline_parallel_degree' is '2': it must be an integer."),
+        ({"partitions": 2, "pipeline": "gpipe"}, "'pipeline' is 'gpipe': it must be one of 'interleaved', 'simple'."),
+        ({"partitions": 2, "placement_strategy": "DPX"}, "'placement_strategy' is 'DPX': it must be one of 'cluster'"),
+        ({"partitions": 2, "ddp": 1}, "'ddp' is 1: it must be true or false."),
+        ({"partitions": 2, "pipeline_parallel_degree": 3}, "they mean the same"),
+    ],
+)
+def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SMPConfigError, match=re.escape(message)):
+        check(values)
+
+
+def test_what_is_not_there_yet_says_so() -> None:
+    with pytest.raises(SMPUnsupportedError, match="'tensor_parallel_degree' is 2: it came with"):
+        check({"partitions": 2, "tensor_parallel_degree": 2})
+
+
+def test_unknown_keys_warn_and_guess() -> None:
+    with pytest.warns(UserWarning, match="unknown key, 'microbatch', which is ignored. Did you mean 'microbatches'?"):
+        check({"partitions": 2, "microbatch": 4})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check({"partitions": 2})
+
+
+@pytest.mark.parametrize("strategy", sorted(PLACEMENTS))
+@pytest.mark.parametrize(("replicas", "stages", "tensors"), [(1, 4, 1), (2, 4, 1), (3, 2, 2)])
+def test_every_rank_is_in_one_group_of_each_kind(strategy: str, replicas: int, stages: int, tensors: int) -> None:
+    grid = Grid(replicas * stages * tensors, stages, tensors, PLACEMENTS[strategy])
+    sizes = {"WORLD": grid.size, "MP_GROUP": stages * tensors, "PP_GROUP": stages, "TP_GROUP": tensors}
+    sizes |= {"DP_GROUP": replicas * tensors, "RDP_GROUP": replicas}
+    for name in GROUPS:
+        groups = grid.groups(name)
+        assert sorted(itertools.chain(*groups)) == list(range(grid.size))
+        assert {len(group) for group in groups} == {sizes[name]}, name
+
+
+def test_cluster_keeps_a_replica_together_and_spread_deals_it_out() -> None:
+    assert Grid(8, 4, 1, PLACEMENTS["cluster"]).groups("PP_GROUP") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert Grid(8, 4, 1, PLACEMENTS["spread"]).groups("PP_GROUP") == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "message"),
+    [
+        ({"partitions": 4}, 6, "'partitions' is 4, but the job has 6 ranks: start a multiple of 4"),
+        ({"partitions": 2}, 4, "The job has 4 ranks for 2 partitions: set 'ddp' to true to train 2 replicas"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(values: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(SMPConfigError, match=message):
+        Grid.of(check(values), size)
+
+
+def turns(schedule: Schedule, waiting: list[Turn]) -> list[Turn]:
+    """The order in which what waits is done."""
+    done = []
+    while (index := schedule.choose(waiting)) is not None:
+        done.append(waiting.pop(index))
+    return done
+
+
+def test_forwards_and_backwards_alternate() -> None:
+    waiting = [Turn(Kind.FORWARD, 2), Turn(Kind.BACKWARD, 0), Turn(Kind.FORWARD, 3), Turn(Kind.BACKWARD, 1)]
+    done = turns(Schedule(9), waiting)
+    assert [(turn.kind.value[0], turn.microbatch) for turn in done] == [("f", 2), ("b", 0), ("f", 3), ("b", 1)]
+
+
+def test_what_another_stage_waits_for_comes_first() -> None:
+    waiting = [Turn(Kind.FORWARD, 0), Turn(Kind.INTERRUPTED, 2), Turn(Kind.GO_ON, 3)]
+    assert [turn.microbatch for turn in turns(Schedule(9), waiting)] == [3, 2, 0]
+
+
+def test_no_more_than_the_window_are_in_flight_but_the_oldest_may_always_begin() -> None:
+    schedule = Schedule(2)
+    waiting = [Turn(Kind.FORWARD, microbatch) for microbatch in (3, 2, 1)]
+    assert [turn.microbatch for turn in turns(schedule, waiting)] == [1, 2]
+    assert turns(schedule, [Turn(Kind.FORWARD, 0)]) == [Turn(Kind.FORWARD, 0)]
+    schedule.finish(1)
+    assert turns(schedule, waiting) == []
+    schedule.finish(0)
+    assert [turn.microbatch for turn in turns(schedule, waiting)] == [3]
+
+
+def test_backwards_in_order_wait_for_earlier_microbatches() -> None:
+    schedule = Schedule(9, in_order=True)
+    waiting = [Turn(Kind.FORWARD, 0), Turn(Kind.FORWARD, 1), Turn(Kind.BACKWARD, 1)]
+    assert [turn.kind for turn in turns(schedule, waiting)] == [Kind.FORWARD, Kind.FORWARD]
+    schedule.finish(0)
+    assert turns(schedule, waiting) == [Turn(Kind.BACKWARD, 1)]
+
+
+def best_of_all(costs: list[float], stages: int) -> float:
+    places = itertools.combinations(range(1, len(costs)), stages - 1)
+    return min(largest_of(costs, [0, *begins]) for begins in places)
+
+
+@given(st.lists(st.floats(0.0, 10.0), min_size=4, max_size=9), st.integers(1, 4))
+def test_a_cut_is_within_the_slack_of_the_best(costs: list[float], stages: int) -> None:
+    found = cut(costs, [str(i) for i in range(len(costs))], [], stages)
+    assert found.optimum == pytest.approx(best_of_all(costs, stages))
+    assert found.largest <= found.optimum * SLACK + 1e-9
+    assert list(found.stages) == sorted(found.stages)
+    assert set(found.stages) == set(range(stages))
+
+
+def test_containers_stay_whole_where_that_costs_little() -> None:
+    names = [f"h.{block}.{part}" for block in range(4) for part in ("a", "b", "c")]
+    found = cut([1.0, 1.0, 1.01] * 4, names, [], 2)
+    assert found.stages == (0,) * 6 + (1,) * 6
+
+
+def test_what_shares_a_parameter_is_on_one_stage_where_that_balances_better() -> None:
+    found = cut([4.0, 1.0, 1.0, 1.0, 0.0], ["embed", "a", "b", "c", "head"], [[0, 4]], 2)
+    assert found.stages[0] == found.stages[4]
+    assert found.largest == 4.0
+
+
+def test_more_stages_than_modules_are_refused() -> None:
+    with pytest.raises(SMPConfigError, match="'partitions' is 3, but the model has 2 modules"):
+        cut([1.0, 1.0], ["a", "b"], [], 3)

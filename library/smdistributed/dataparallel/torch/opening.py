@@ -11,9 +11,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
+from smdistributed.core.watch import Watch
 from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts
+from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts, Watched
 from smdistributed.dataparallel.torch.mpi import open_mpi
+from smdistributed.dataparallel.torch.rendezvous import beside
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
@@ -26,28 +28,29 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
         raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
-    if wanted == "gloo":
-        return AcrossHosts(gloo, rank, size), "gloo: SMDDP_ENGINE asks for it"
-    members = meet(store, rank, size)
-    mover, name = (open_mpi(store, rank, range(size)), "mpi") if wanted == "mpi" else (gloo, "gloo")
-    everybody = AcrossHosts(mover, rank, size)
+    members = meet(store, rank, size, dist.get_rank() if dist.is_initialized() else rank)
     grid = _hosts(members)
-    local, problem = _open_local(store, rank, members, grid, timeout)
-    if local is None:
-        if wanted == "shm":
-            raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
-        return everybody, f"{name}: {problem}"
-    if len(grid) == 1:
+    local, problem = None, "SMDDP_ENGINE asks for it"
+    if wanted != "gloo":
+        local, problem = _open_local(store, rank, members, grid, timeout)
+    if local is not None and len(grid) == 1:
         return OnHost(local), f"shm: {_counted(size, 'rank')} on one host"
+    if local is None and wanted == "shm":
+        raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
+    mover, name = (open_mpi(store, rank, range(size), timeout), "mpi") if wanted == "mpi" else (gloo, "gloo")
+    watch = Watch(rank, members, timeout.total_seconds(), lambda: beside(store), clocks=not dist.is_initialized())
+    everybody = AcrossHosts(mover, rank, size, watch.tag)
+    if local is None:
+        return Watched(everybody, watch), f"{name}: {problem}"
     column = local.rank
     host = next(host for host, ranks in enumerate(grid) if rank in ranks)
     between: object
     if wanted == "mpi":
-        between = open_mpi(store, rank, [ranks[column] for ranks in grid])
+        between = open_mpi(store, rank, [ranks[column] for ranks in grid], timeout)
     else:
         between = dist.ProcessGroupGloo(PrefixStore(f"across-{column}", store), host, len(grid), timeout)
-    across = AcrossHosts(between, host, len(grid))
-    return OnHosts(OnHost(local), across, everybody, grid, rank), (
+    across = AcrossHosts(between, host, len(grid), watch.tag)
+    return Watched(OnHosts(OnHost(local), across, everybody, grid, rank), watch), (
         f"shm+{name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
 
@@ -73,8 +76,8 @@ def _open_local(
     if counts == {1} and len(grid) > 1:
         return None, "one rank on each host"
     mine = next(ranks for ranks in grid if rank in ranks)
-    processes = [members[other].process for other in mine]
-    local = share(PrefixStore(f"host-{mine[0]}", store), mine.index(rank), processes, timeout.total_seconds())
+    here, watched = [members[other] for other in mine], len(grid) > 1
+    local = share(PrefixStore(f"host-{mine[0]}", store), mine.index(rank), here, timeout.total_seconds(), watched)
     problem = local if isinstance(local, str) else ""
     if len(grid) > 1:
         told = exchange(store, "shared", rank, len(members), problem)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import timeline
-from smdistributed.core.shared_memory import CollectiveError
+from smdistributed.core.guards import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.torch import buckets, observation
 from smdistributed.dataparallel.torch.devices import open_cuda, take_device

@@ -148,7 +148,7 @@ class Watch:
 
     def _serve(self) -> None:
         while not self._closed:
-            self._woken.wait(self._look)
+            self._woken.wait(self._look if self._broken is None else None)  # later there is nothing to ask for
             self._woken.clear()
             if self._closed:
                 return
@@ -164,7 +164,7 @@ class Watch:
         while not self._closed:
             failure = self._failure
             if failure is not None and not failure.is_found.is_set():
-                failure.text = f"{failure.error}\n{self._no_store('is gone')}"
+                failure.text = self._said() if self._broken else f"{failure.error}\n{self._no_store('is gone')}"
                 failure.is_found.set()
             self._woken.wait()
             self._woken.clear()
@@ -181,7 +181,8 @@ class Watch:
             if self._clocked:
                 hosts = [member.process.host for member in self._members]
                 self._clocks = Clocks(self._board, self._rank, hosts, self._look)
-        self._hear(self._board)
+        if self._broken is None:
+            self._hear(self._board)
         call, began = self.call, self._began
         if began and call.number != self._warned and time.monotonic() - began > self._stall:
             self._warned = call.number
@@ -190,7 +191,8 @@ class Watch:
         if failure is not None and not failure.is_found.is_set():
             self._give_up(self._board, failure)
             failure.is_found.set()
-            self._linger(self._board)
+            if self._members[self._rank].number == 0:
+                self._linger(self._board)
         if self._clocks is not None:
             self._clocks.compare()
 
@@ -272,7 +274,7 @@ class Watch:
         return guards.given_up(self._members[self._rank].number, str(self.call), says)
 
     def _linger(self, board: Board) -> None:
-        """Stay until all have heard why: the store may end with this process."""
+        """Rank 0 stays until all have heard why: the store may end with its process."""
         deadline = time.monotonic() + self._answer_seconds
         there = len(self._members) - len(self._silent)
         while len(board.read("heard")) < there and time.monotonic() < deadline and not self._closed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from tests.library.conftest import clean_environment
 
 if TYPE_CHECKING:
@@ -205,6 +206,13 @@ def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, mpi, gloo"):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
+    with pytest.raises(AssertionError, match=r"SMDDPError: SMDDP_ENGINE=nccl, and NCCL cannot carry .*: rank 0 "):
+        mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="nccl")
 
 
 def _exec_as_rank(script: str) -> str:

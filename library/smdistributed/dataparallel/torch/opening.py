@@ -13,21 +13,20 @@ from smdistributed.core.explain import CHOICES
 from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
 from smdistributed.core.watch import Watch
 from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.dataparallel.torch.devices import refusal, without_nccl
 from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts, Watched
 from smdistributed.dataparallel.torch.mpi import open_mpi
 from smdistributed.dataparallel.torch.rendezvous import beside
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
-    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE (auto, shm, mpi, gloo) may ask for one.
+    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE may ask for one (`CHOICES`).
 
     store: of this group alone. gloo: torch's own group of the same ranks.
 
-    Raises SMDDPError when SMDDP_ENGINE is none of them, or asks for shared memory that there is none of.
+    Raises SMDDPError when SMDDP_ENGINE is none of them, or asks for shared memory or NCCL that there is none of.
     """
-    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
-    if wanted not in CHOICES:
-        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
+    wanted = _wanted(store, rank, size)
     members = meet(store, rank, size, dist.get_rank() if dist.is_initialized() else rank)
     grid = _hosts(members)
     local, problem = None, "SMDDP_ENGINE asks for it"
@@ -53,6 +52,17 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
     return Watched(OnHosts(OnHost(local), across, everybody, grid, rank), watch), (
         f"shm+{name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
+
+
+def _wanted(store: Store, rank: int, size: int) -> str:
+    """The value of SMDDP_ENGINE, if it is one that can be had as far as CUDA devices go."""
+    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
+    if wanted not in CHOICES:
+        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
+    problem = without_nccl(PrefixStore("nccl", store), rank, size) if wanted == "nccl" else ""
+    if problem:
+        raise refusal(problem)
+    return wanted
 
 
 def _hosts(members: Sequence[Member]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core import segment
+from smdistributed.core import segment, timeline
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
 from smdistributed.dataparallel.exceptions import SMDDPError
@@ -112,10 +112,11 @@ class Staged:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def staged(*arguments: Any) -> Any:
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-            work = getattr(self._on_cpu, name)(*(_copied(argument, copies) for argument in arguments))
-            work.wait()
-            for tensor, copy in copies:
-                tensor.detach().copy_(copy)
+            with timeline.span("wait", name):  # whoever calls is blocked until it is done
+                work = getattr(self._on_cpu, name)(*(_copied(argument, copies) for argument in arguments))
+                work.wait()
+                for tensor, copy in copies:
+                    tensor.detach().copy_(copy)
             return work
 
         return staged

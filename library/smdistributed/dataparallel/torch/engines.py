@@ -222,14 +222,8 @@ class AcrossHosts:
             raise UnexplainedError(f"What moves the messages says: {error}") from None
 
     def barrier(self) -> None:
-        """In each round a rank hears of twice as many as before that they are here."""
-        here, heard, distance = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), 1
-        while distance < self._size:
-            self._wait(
-                self._recv(heard, (self._rank - distance) % self._size),
-                self._send(here, (self._rank + distance) % self._size),
-            )
-            distance *= 2
+        """Theirs: it takes half the time of one by messages, and has no sizes to differ."""
+        self._wait(self._mover.barrier())
 
     def set_timeout(self, seconds: float) -> None:
         self._mover.set_timeout(timedelta(seconds=seconds))

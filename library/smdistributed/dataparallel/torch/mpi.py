@@ -39,7 +39,7 @@ def open_mpi(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) 
 class Request:
     """A message on its way."""
 
-    def __init__(self, request: Any, buffer: torch.Tensor, seconds: float) -> None:
+    def __init__(self, request: Any, buffer: torch.Tensor | None, seconds: float) -> None:
         self._request, self._buffer, self._seconds = request, buffer, seconds
 
     def wait(self) -> None:
@@ -63,6 +63,9 @@ class MpiGroup:
 
     def recv(self, tensors: _Tensors, rank: int, tag: int) -> Request:
         return Request(self._comm.Irecv(tensors[0].numpy(), rank, tag % _TAGS), tensors[0], self._seconds)
+
+    def barrier(self) -> Request:
+        return Request(self._comm.Ibarrier(), None, self._seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()

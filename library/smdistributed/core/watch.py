@@ -170,9 +170,9 @@ class Watch:
             self._woken.clear()
 
     def _no_store(self, does: str) -> str:
-        first = self._named([0])
+        first = self._named([0]) if self._members[0].number == 0 else "rank 0"  # which is in no other place of a group
         return (
-            f"The store where the ranks have met {does}: {first}, or the launcher that serves it, has ended or stopped."
+            f"The store where the ranks have met {does}: {first} has ended or stopped, or the launcher that serves it."
         )
 
     def _turn(self) -> None:

@@ -16,7 +16,7 @@ $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-images clean
+.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench-link: setup ## all_reduce between two hosts over 1 Gbit/s, on smddp agains
 
 bench-scale: setup ## a model of all_reduce checked on this machine, and docs/scaling.svg: 2,048 ranks as it sees them
 	@$(BIN)/python benchmarks/scale.py
+
+bench-gpu: setup ## CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
+	@$(BIN)/python benchmarks/gpu.py
 
 bench-images: image ## image size against its wheels, rebuild time after a change in toolkit/
 	@$(BIN)/python benchmarks/images.py $(IMAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,6 @@ def test_explain_names_the_rank_and_its_engine() -> None:
     assert "rank 1 of 4, local rank 1 of 2; ranks meet at algo-1:7777" in said
     assert "SMDDP_ENGINE=gloo: gloo everywhere" in said
     assert "MiB for 2 local ranks, pieces of 256 KiB" in said
+    assert re.search(
+        r"else copied to the host and reduced there; this host shows \d+ NVIDIA devices? to 2 local ranks", said
+    )

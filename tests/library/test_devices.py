@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.torch import devices
 
 MINUTE = timedelta(minutes=1)
@@ -55,17 +56,61 @@ class FakeNccl:
     def __init__(self, *_: object) -> None: ...
 
 
+def device(name: str) -> tuple[str, str, str]:
+    return name, f"cuda:0 ({name})", "" if name else "sees no CUDA device"
+
+
+def open_both(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> list[Any]:
+    """What two ranks with these devices open, or raise."""
+    store, asked = HashStore(), iter(names)
+    monkeypatch.setattr(devices, "_device", lambda: device(next(asked)))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+
+    def open_one(rank: int) -> Any:
+        try:
+            return devices.open_cuda(store, rank, 2, MINUTE, None)
+        except SMDDPError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(open_one, range(2)))
+
+
 @pytest.mark.parametrize(
     ("names", "kind"),
     [(("gpu-a", "gpu-b"), FakeNccl), (("gpu-a", "gpu-a"), devices.Staged), (("gpu-a", ""), devices.Staged)],
 )
 def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], kind: type) -> None:
-    store, asked = HashStore(), iter(names)
-    monkeypatch.setattr(devices, "_device_name", lambda: next(asked))
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-    with ThreadPoolExecutor(2) as ranks:
-        found = list(ranks.map(lambda rank: devices.open_cuda(store, rank, 2, MINUTE, None), range(2)))
-    assert [type(each) for each in found] == [kind, kind]
+    assert [type(each) for each in open_both(monkeypatch, names)] == [kind, kind]
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (("gpu-a", "gpu-a"), "rank 0 and rank 1 share one CUDA device, cuda:0 (gpu-a)"),
+        (("", ""), "rank 0 sees no CUDA device; rank 1 sees no CUDA device"),
+    ],
+)
+def test_nccl_is_refused_where_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], problem: str
+) -> None:
+    monkeypatch.setenv("SMDDP_ENGINE", "nccl")
+    for refused in open_both(monkeypatch, names):
+        assert isinstance(refused, SMDDPError)
+        assert f"NCCL cannot carry the CUDA tensors of this group: {problem}. " in str(refused)
+        assert "SMDDP_ENGINE=auto copies" in str(refused)
+
+
+def test_nccl_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMDDP_ENGINE", "nccl")
+    assert [type(each) for each in open_both(monkeypatch, ("gpu-a", "gpu-b"))] == [FakeNccl, FakeNccl]
+
+
+@pytest.mark.parametrize(("has_nccl", "problem"), [(False, "has a torch without NCCL"), (True, "sees no CUDA device")])
+def test_what_this_rank_lacks(monkeypatch: pytest.MonkeyPatch, has_nccl: bool, problem: str) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert problem in devices._device()[2]
 
 
 class Doubling:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from smdistributed.core.guards import CollectiveError
 from smdistributed.core.segment import Process, this_process
-from smdistributed.core.shared_memory import CollectiveError, SharedMemory, meet, share
+from smdistributed.core.shared_memory import SharedMemory, meet, share
 
 SECONDS = 60.0
 
@@ -42,7 +43,7 @@ def join(directory: Path, rank: int, size: int) -> SharedMemory:
     store = DirectoryStore(directory)
     members = meet(store, rank, size)
     assert not any(member.problem for member in members)
-    found = share(store, rank, [member.process for member in members], SECONDS)
+    found = share(store, rank, members, SECONDS)
     assert isinstance(found, SharedMemory), found
     return found
 

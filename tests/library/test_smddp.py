@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from tests.library.conftest import clean_environment
 
 if TYPE_CHECKING:
@@ -53,12 +54,21 @@ def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str,
     assert not _left_behind()
 
 
-def _guarded(free_port: int, what: str, world_size: int = 2, **environ: str) -> list[str]:
-    """What each rank of smddp_guards.py has printed; a stopped one is ended when the others have."""
+def _guarded(
+    free_port: int, what: str, world_size: int = 2, ranks_per_host: int = 0, seconds: float = 60, **environ: str
+) -> list[str]:
+    """What each rank of smddp_guards.py has printed; a stopped one is ended when the others have.
+
+    ranks_per_host: 0: all. seconds: the group's timeout.
+    """
+    environ["SECONDS"] = str(seconds)
     common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": str(world_size), **environ}
     command = [sys.executable, str(RANKS / "smddp_guards.py"), what]
     with ExitStack() as undo:
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        for number, environment in enumerate(environments):
+            if ranks_per_host:
+                environment["SMDDP_HOST"] = f"host-{number // ranks_per_host}"
         ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environments]
         for rank in ranks:
             undo.enter_context(rank)
@@ -70,7 +80,7 @@ def _guarded(free_port: int, what: str, world_size: int = 2, **environ: str) -> 
 
 
 def test_a_late_rank_is_named_with_what_it_does(free_port: int) -> None:
-    first, second = _guarded(free_port, "late")
+    first, second = _guarded(free_port, "late", seconds=3)
     assert "SMDDPError: rank 1 (process " in first
     assert "did not come to all_reduce of float32 with sum, 40 bytes" in first
     assert "within 3 s, the group's timeout" in first
@@ -89,7 +99,7 @@ def test_who_waits_says_so_before_giving_up(free_port: int) -> None:
 
 
 def test_a_stopped_rank_does_not_answer(free_port: int) -> None:
-    first, second = _guarded(free_port, "stopped")
+    first, second = _guarded(free_port, "stopped", seconds=3)
     assert "It does not answer: it may be stopped." in first
     assert second == "up\nstopping\n"
 
@@ -107,6 +117,58 @@ def test_ranks_that_came_apart_earlier_are_told(free_port: int) -> None:
     said = _guarded(free_port, "apart_earlier")
     assert any("have come apart before this collective: " in text for text in said)
     assert all("SMDDPError: " in text for text in said)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(2, 1), (4, 2)])
+def test_a_late_rank_of_another_host_is_named_by_all(free_port: int, world_size: int, ranks_per_host: int) -> None:
+    for said in _guarded(free_port, "last_is_late", world_size, ranks_per_host, seconds=3):
+        assert f"rank {world_size - 1} (process " in said
+        assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
+        assert "within 3 s, the group's timeout" in said
+        assert f"Rank {world_size - 1} has last called no collective yet. Its main thread is at:" in said
+        assert "in dawdle\n    time.sleep(seconds)" in said
+
+
+def test_who_waits_for_another_host_says_so_in_the_logs_of_both(free_port: int) -> None:
+    first, second = _guarded(free_port, "late_but_in_time", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
+    assert first.count("smddp: rank 1 (process ") == 1
+    assert second.count("smddp: rank 0 says: rank 1 (process ") == 1
+    assert "in dawdle\n" in first
+    assert first.endswith("reduced\n")
+    assert second.endswith("reduced\n")
+
+
+def test_a_late_bucket_is_named_between_hosts(free_port: int) -> None:
+    first, _ = _guarded(free_port, "late_in_backward", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
+    assert "smddp: rank 1 (process " in first
+    assert "The tensor is bucket " in first
+
+
+@pytest.mark.parametrize(
+    ("what", "calls"),
+    [
+        ("other_sizes", ("all_reduce of float32 with sum, 40 bytes", "all_reduce of float32 with sum, 80 bytes")),
+        ("apart_earlier", ("broadcast with root 0, 20 bytes", "broadcast with root 1, 20 bytes")),
+    ],
+)
+def test_hosts_that_call_different_collectives_are_told(free_port: int, what: str, calls: tuple[str, str]) -> None:
+    for said in _guarded(free_port, what, ranks_per_host=1, seconds=3):
+        assert "The ranks have come apart: " in said
+        assert all(call in said for call in calls)
+
+
+def test_a_rank_of_another_host_that_has_ended_is_named(free_port: int) -> None:
+    first, _ = _guarded(free_port, "ended", ranks_per_host=1)
+    assert "SMDDPError: rank 1 (process " in first
+    assert "It does not answer" in first
+
+
+@pytest.mark.mpi
+def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
+    hosts = ["-c", _exec_as_rank(BY_RANK.format(by="", engine="mpi")), RANKS / "smddp_guards.py", "last_is_late"]
+    said = mpirun(2, *hosts, MASTER_PORT=str(free_port), SECONDS="3", **ADDRESS)
+    assert said.count("on 1) did not come to all_reduce of float32 with sum, 40 bytes") == 2
+    assert "a message has not arrived" not in said
 
 
 def test_an_interrupt_ends_the_wait(free_port: int) -> None:
@@ -144,6 +206,13 @@ def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, mpi, gloo"):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
+    with pytest.raises(AssertionError, match=r"SMDDPError: SMDDP_ENGINE=nccl, and NCCL cannot carry .*: rank 0 "):
+        mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="nccl")
 
 
 def _exec_as_rank(script: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from smdistributed.core import segment
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import choose_slot_bytes, without_engine
 
-CHOICES = ("auto", "shm", "mpi", "gloo")
+CHOICES = ("auto", "shm", "mpi", "gloo", "nccl")
 """The values of SMDDP_ENGINE."""
 
 
@@ -38,6 +39,7 @@ def _engine() -> tuple[str, str]:
         "shm": "shared memory inside a host, or an error; gloo between hosts",
         "mpi": "shared memory inside a host where it is possible, MPI between hosts",
         "gloo": "gloo everywhere",
+        "nccl": "NCCL for tensors on CUDA devices, or an error; those on the CPU as with auto",
     }
     return "engine", f"SMDDP_ENGINE={wanted}: {meaning[wanted]}"
 
@@ -46,10 +48,7 @@ def _memory() -> tuple[str, str]:
     problem = without_engine()
     if problem:
         return "shared memory", f"none: {problem}"
-    try:
-        size = read_launch().local_world_size or 1
-    except LaunchError:
-        size = 1
+    size = _local_ranks()
     slot_bytes, length = choose_slot_bytes(size)
     room = segment.room()
     place = f"{room >> 20} MiB free in /dev/shm" if room >= length else "no room in /dev/shm: in a temporary file"
@@ -59,9 +58,21 @@ def _memory() -> tuple[str, str]:
     )
 
 
+def _local_ranks() -> int:
+    try:
+        return read_launch().local_world_size or 1
+    except LaunchError:
+        return 1
+
+
 def _hosts() -> tuple[str, str]:
     return "this host", segment.this_process().host
 
 
 def _cuda() -> tuple[str, str]:
-    return "CUDA tensors", "NCCL where every rank has a device of its own, else copied to the host and reduced there"
+    otherwise = "an error" if os.environ.get("SMDDP_ENGINE") == "nccl" else "copied to the host and reduced there"
+    devices, ranks = len(list(Path("/dev").glob("nvidia[0-9]*"))), _local_ranks()
+    here = f"this host shows {devices} NVIDIA device{'' if devices == 1 else 's'} to {ranks} local rank"
+    return "CUDA tensors", (
+        f"NCCL where every rank has a device of its own, else {otherwise}; {here}{'' if ranks == 1 else 's'}"
+    )

@@ -12,16 +12,18 @@ import json
 import logging
 import mmap
 import os
+import secrets
+import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from smdistributed.core import native, segment
+from smdistributed.core import guards, native, segment
+from smdistributed.core.guards import CollectiveError, Store, UnexplainedError, main_stack, stall_seconds
 from smdistributed.core.segment import Process
 
 SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("engine.json").read_text())
@@ -32,34 +34,23 @@ _DTYPES = {name: number for number, name in enumerate(native.DTYPES)}
 _OPS = {name: number for number, name in enumerate(native.OPS)}
 _LOST, _LATE = 1, 2
 _NOWHERE = "nowhere"
-_STACK_CALLS = 8
 
 _log = logging.getLogger(__name__)
-
-
-class CollectiveError(RuntimeError):
-    """A collective that cannot end; the message names the ranks and says why. The group is of no use any more."""
-
-
-class Store(Protocol):
-    """Where ranks leave words for each other; `get` waits for the word."""
-
-    def set(self, key: str, value: str, /) -> object: ...
-    def get(self, key: str, /) -> bytes: ...
 
 
 class SharedMemory:
     """The ranks of a group that all run on this host. Not to be called by two threads at once.
 
     Every method raises CollectiveError when a rank has ended, has not come within `seconds`, or calls another
-    collective than this rank.
+    collective than this rank. Where the group is watched (`Watch`), ranks that are late are left to that: those of
+    this host may wait for others elsewhere.
     """
 
     def __init__(
-        self, memory: mmap.mmap, rank: int, processes: Sequence[Process], slot_bytes: int, seconds: float
+        self, memory: mmap.mmap, rank: int, members: Sequence[Member], slot_bytes: int, seconds: float, watched: bool
     ) -> None:
-        self.rank, self.size, self.seconds = rank, len(processes), seconds
-        self._memory, self._processes = memory, processes
+        self.rank, self.size, self.seconds = rank, len(members), seconds
+        self._memory, self._members, self._watched = memory, members, watched
         self._native = native.load()
         self._look = native.LOOK(self._on_look)  # held here: the engine calls it
         self._raised: BaseException | None = None
@@ -132,7 +123,7 @@ class SharedMemory:
         if wrong:
             rank = wrong[0]
             self._fail(
-                f"all_to_all: rank {rank} gives rank {self.rank} {expected[rank][self.rank]} bytes, "
+                f"all_to_all: rank {self._number(rank)} gives rank {self._me} {expected[rank][self.rank]} bytes, "
                 f"which expects {output_sizes[rank]}: check output_split_sizes against the others' input_split_sizes."
             )
         lengths = ctypes.c_size_t * self.size
@@ -151,7 +142,7 @@ class SharedMemory:
 
     def _call(self, function: Callable[..., int], *arguments: object) -> None:
         if self._broken:
-            raise CollectiveError(self._broken)
+            raise (UnexplainedError if self._watched else CollectiveError)(self._broken)
         code = function(self._engine, *arguments)
         if code:
             self._end(code)
@@ -161,16 +152,21 @@ class SharedMemory:
             raised, self._raised = self._raised or KeyboardInterrupt(), None
             self._break(f"a collective was interrupted ({type(raised).__name__})")
             raise raised
-        self._fail(self._reason(code))
+        self._break(reason := self._reason(code))
+        raise (UnexplainedError if self._watched and code in (native.BROKEN, _LATE) else CollectiveError)(reason)
 
     def _fail(self, reason: str) -> None:
         self._break(reason)
         raise CollectiveError(reason)
 
+    def give_up(self, reason: str) -> None:
+        """Let no rank begin another collective, nor go on with one."""
+        if not self._broken:
+            self._break(reason)
+
     def _break(self, reason: str) -> None:
-        """Let no rank begin another collective."""
         self._broken = reason
-        self._native.engine_break(self._engine, f"rank {self.rank}: {reason}".encode(errors="replace"))
+        self._native.engine_break(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))
 
     def _on_look(self, rank: int, waited: float, said: Any) -> None:
         """Called by the engine while this rank waits for another; what it says, where that is not 0, ends that.
@@ -184,14 +180,14 @@ class SharedMemory:
             self._raised = error
 
     def _look_around(self, rank: int, waited: float) -> int:
-        self._lost = [other for other in self._others() if not self._processes[other].lives]
+        self._lost = [other for other in self._others() if not self._members[other].process.lives]
         if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
             return native.BROKEN
         if rank in self._lost:
             return _LOST
         if waited > self.seconds:
             return _LATE
-        if waited > stall_seconds():
+        if not self._watched and waited > stall_seconds():
             self._warn(waited)
         return 0
 
@@ -199,19 +195,15 @@ class SharedMemory:
         here = self._doing(self.rank)
         if code == native.BROKEN:
             said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
-            return f"Another rank has given up while rank {self.rank} was in {_described(here)}. It says, {said}"
+            return guards.given_up(self._me, _described(here), said)
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
-            mine, theirs = _described(here), _described(self._doing(other))
-            if mine == theirs:
-                return (
-                    f"The ranks have come apart before this collective: rank {self.rank} and rank {other} both call "
-                    f"{mine}, and have called different ones earlier. Let all ranks call the same, with the same root."
-                )
-            return f"The ranks have come apart: rank {self.rank} calls {mine}, rank {other} calls {theirs}."
+            theirs = _described(self._doing(other))
+            return guards.came_apart(self._me, _described(here), self._number(other), theirs)
         if code == _LOST:
-            return f"{self._named(self._lost)} ended while rank {self.rank} waited in {_described(here)}."
-        return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{self._where(here)}"
+            return f"{self._named(self._lost)} ended while rank {self._me} waited in {_described(here)}."
+        where = "" if self._watched else self._where(here)
+        return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{where}"
 
     def _warn(self, waited: float) -> None:
         here = self._doing(self.rank)
@@ -240,9 +232,7 @@ class SharedMemory:
                 if answer is not None:
                     told[rank] = answer.decode(errors="replace")
         return "".join(
-            f"\nRank {rank} has last called {_described(self._doing(rank))}. "
-            + (f"Its main thread is at:\n{told[rank]}" if rank in told else "It does not answer: it may be stopped.")
-            for rank in asked
+            guards.told_where(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
         )
 
     def _others(self) -> list[int]:
@@ -254,31 +244,14 @@ class SharedMemory:
         return found
 
     def _named(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in ranks)
+        return ", ".join(f"rank {self._number(rank)} (process {self._members[rank].process.pid})" for rank in ranks)
 
+    def _number(self, rank: int) -> int:
+        return self._members[rank].number
 
-def stall_seconds() -> float:
-    """After how many seconds a rank that waits says so: SMDDP_STALL_SECONDS, else 60.
-
-    Raises CollectiveError when that is no number above 0.
-    """
-    text = os.environ.get("SMDDP_STALL_SECONDS") or "60"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise CollectiveError(f"SMDDP_STALL_SECONDS={text!r} is not a number of seconds above 0.")
-    return seconds
-
-
-def main_stack() -> str:
-    """Where the main thread is, innermost last: the last calls, with their lines."""
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident if ident is not None else 0)
-    if frame is None:
-        return "  (it has ended)"
-    return "".join(traceback.format_stack(frame)[-_STACK_CALLS:]).rstrip()
+    @property
+    def _me(self) -> int:
+        return self._number(self.rank)
 
 
 def reduces(dtype: str, op: str) -> bool:
@@ -290,33 +263,45 @@ def reduces(dtype: str, op: str) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a group, and why it has no engine; empty: it has one."""
+    """A rank of a group."""
 
     process: Process
+    number: int
+    """Its rank in the job, by which people know it."""
+    host: str
+    """The name of its host."""
+    token: str
+    """Nobody else's, also not of the same process in another group."""
     problem: str
+    """Why it has no engine; empty: it has one."""
 
 
-def meet(store: Store, rank: int, size: int) -> list[Member]:
-    """Return all ranks of a group, in their order. store: of this group alone."""
-    mine = json.dumps([*segment.this_process(), without_engine()])
+def meet(store: Store, rank: int, size: int, number: int | None = None) -> list[Member]:
+    """Return all ranks of a group, in their order. store: of this group alone. number: see Member; else the rank."""
+    host = os.environ.get("SMDDP_HOST") or socket.gethostname()
+    about = [rank if number is None else number, host, secrets.token_hex(8), without_engine()]
+    mine = json.dumps([segment.this_process(), *about])
     told = [json.loads(text) for text in exchange(store, "process", rank, size, mine)]
-    return [Member(Process(*process), problem) for *process, problem in told]
+    return [Member(Process(*process), *others) for process, *others in told]
 
 
-def share(store: Store, rank: int, processes: Sequence[Process], seconds: float) -> SharedMemory | str:
+def share(
+    store: Store, rank: int, members: Sequence[Member], seconds: float, watched: bool = False
+) -> SharedMemory | str:
     """Return the shared memory of the ranks of one host, or why they have none; the same of the two on all of them.
 
-    store: of these ranks alone. rank: among them. seconds: how long ranks wait for each other.
+    store: of these ranks alone. rank: among them. seconds: how long ranks wait for each other. watched: see
+    SharedMemory.
     """
-    size = len(processes)
+    size = len(members)
     memory, slot_bytes, problem = _map(store, rank, size)
     problems = exchange(store, "problem", rank, size, problem)
     if rank == 0 and memory is not None:
         Path(store.get("path").decode().partition(":")[2]).unlink(missing_ok=True)  # all have tried to map it
-    found = [f"rank {other}: {text}" for other, text in enumerate(problems) if text]
+    found = [f"rank {members[other].number}: {text}" for other, text in enumerate(problems) if text]
     if found or memory is None:
         return "; ".join(found)
-    return SharedMemory(memory, rank, processes, slot_bytes, seconds)
+    return SharedMemory(memory, rank, members, slot_bytes, seconds, watched)
 
 
 def without_engine() -> str:
@@ -370,12 +355,5 @@ def _pointers(addresses: Sequence[int]) -> Any:
 
 
 def _described(doing: native.Doing) -> str:
-    """A collective as a person names it."""
-    if not doing.number:
-        return "no collective yet"
-    name = native.COLLECTIVES[doing.collective]
-    reduction = f" of {native.DTYPES[doing.dtype]} with {native.OPS[doing.op]}" if "reduce" in name else ""
-    rooted = name in ("reduce", "broadcast", "scatter", "gather") and doing.root >= 0
-    root = f" with root {doing.root}" if rooted else ""
-    size = "" if name == "barrier" else f", {doing.bytes:,} bytes"
-    return f"{name}{reduction}{root}{size} (collective {doing.number} of the group)"
+    name, dtype, op = native.COLLECTIVES[doing.collective], native.DTYPES[doing.dtype], native.OPS[doing.op]
+    return guards.described(doing.number, name, dtype, op, doing.root, doing.bytes)

@@ -57,6 +57,9 @@ _Event = tuple[str, str, int, int, _Args]  # category, name, began and ended in 
 now = time.monotonic_ns
 """The clock of `Recorder.complete`, in nanoseconds."""
 
+wall = time.time_ns
+"""The host's clock, in nanoseconds since 1970: what `set_clock_offset` is about."""
+
 
 class TimelineError(RuntimeError):
     """A recording cannot begin or end; the message says why, where and what to do."""
@@ -72,9 +75,9 @@ class Recorder:
         """Create the file, or replace it. Raises OSError when it cannot be written."""
         self.file = file
         self._rank = rank
-        wall, monotonic = time.time_ns(), now()
-        self._started = wall // 1000
-        self._zero = monotonic - wall % 1000  # ts 0 lies at a whole microsecond of the epoch
+        begun, monotonic = wall(), now()
+        self._started = begun // 1000
+        self._zero = monotonic - begun % 1000  # ts 0 lies at a whole microsecond of the epoch
         self._about = {"name": f"rank {rank}", "rank": rank, "world_size": world_size, "job": job}
         self._about["host"] = socket.gethostname()
         self._events: deque[_Event] = deque()

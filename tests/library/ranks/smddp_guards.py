@@ -29,6 +29,12 @@ def late() -> None:
     dist.all_reduce(torch.ones(10))
 
 
+def last_is_late() -> None:
+    if dist.get_world_size() - 1 == RANK:
+        dawdle(6)
+    dist.all_reduce(torch.ones(10))
+
+
 def late_but_in_time() -> None:
     if RANK == 1:
         dawdle(2)
@@ -50,6 +56,17 @@ def apart() -> None:
     else:
         dist.all_reduce(torch.ones(10))
     dist.barrier()
+
+
+def other_sizes() -> None:
+    """gloo's own collectives would end the process."""
+    dist.all_reduce(torch.ones(10 + 10 * RANK))
+
+
+def ended() -> None:
+    if RANK == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(10))
 
 
 def apart_earlier() -> None:
@@ -111,7 +128,18 @@ def ended_in_backward() -> None:
     model(torch.ones(1, 300)).sum().backward()
 
 
-timeout = timedelta(seconds=3 if sys.argv[1] in ("late", "stopped") else 60)
+def late_in_backward() -> None:
+    """Rank 1 takes long to come to its first bucket."""
+    layers = [torch.nn.Linear(300, 300) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.5)
+    for _ in range(4):
+        model(torch.ones(1, 300)).sum().backward()
+    if RANK == 1:
+        layers[2].weight.register_hook(lambda _: dawdle(2))  # type: ignore[no-untyped-call]
+    model(torch.ones(1, 300)).sum().backward()
+
+
+timeout = timedelta(seconds=float(os.environ.get("SECONDS") or 60))
 dist.init_process_group(backend="smddp", timeout=timeout)
 RANK = dist.get_rank()
 print("up", flush=True)

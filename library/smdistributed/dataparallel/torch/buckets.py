@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from smdistributed.dataparallel.torch.tensors import size_of
-
 _STEPS = 4
 _known: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary()
 
@@ -35,9 +33,9 @@ def remember(wrapper: DistributedDataParallel, group: Any) -> None:
     hook = wrapper.register_forward_pre_hook(note)
 
 
-def described(tensor: torch.Tensor, group: Any) -> str:
-    """The buckets that are as large as `tensor`, by their first and last parameters; empty: there are none."""
-    return " or ".join(text for size, text in _known.get(group, ()) if size == size_of(tensor))
+def described(size: int, group: Any) -> str:
+    """The buckets of so many bytes, by their first and last parameters; empty: there are none."""
+    return " or ".join(text for bytes_, text in _known.get(group, ()) if bytes_ == size)
 
 
 def _buckets(wrapper: DistributedDataParallel) -> list[tuple[int, str]]:

@@ -1,13 +1,16 @@
 """CUDA devices: which one a rank takes, and how tensors on them travel.
 
 NCCL carries them where every rank has a device of its own. Where ranks share one, or NCCL is missing, they are staged:
-copied to the host, exchanged there, and copied back.
+copied to the host, exchanged there, and copied back; or refused, with SMDDP_ENGINE=nccl.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core import segment
+from smdistributed.core import segment, timeline
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
+from smdistributed.dataparallel.exceptions import SMDDPError
 
 
 def take_device() -> None:
@@ -46,21 +50,57 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
     """Return what carries tensors on CUDA devices, the same on all ranks: torch's NCCL group, or `Staged`.
 
     store: of this group alone. on_cpu: the process group for the copies.
+
+    Raises SMDDPError, on all ranks, where SMDDP_ENGINE=nccl and NCCL cannot carry them.
     """
-    named = exchange(store, "device", rank, size, _device_name())
-    if "" in named or len(set(named)) < size:
+    problem = without_nccl(store, rank, size)
+    if problem:
+        if os.environ.get("SMDDP_ENGINE") == "nccl":
+            raise refusal(problem)
         return Staged(on_cpu)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
 
 
-def _device_name() -> str:
-    """This rank's CUDA device, as no other one is called; empty: it has none, or NCCL is missing."""
-    if not torch.cuda.device_count() or not dist.is_nccl_available():
-        return ""
-    device = torch.cuda.current_device()
-    return f"{segment.this_process().host}:{getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
+def without_nccl(store: Store, rank: int, size: int) -> str:
+    """Why NCCL cannot carry the tensors of these ranks, the same on all of them; empty: it can."""
+    told = [json.loads(text) for text in exchange(store, "device", rank, size, json.dumps(_device()))]
+    problems = [f"rank {other} {problem}" for other, (_, _, problem) in enumerate(told) if problem]
+    if problems:
+        return "; ".join(problems)
+    return _shared([name for name, _, _ in told], [called for _, called, _ in told])
+
+
+def refusal(problem: str) -> SMDDPError:
+    """What is raised where SMDDP_ENGINE=nccl cannot be had."""
+    return SMDDPError(
+        f"SMDDP_ENGINE=nccl, and NCCL cannot carry the CUDA tensors of this group: {problem}. "
+        "NCCL needs a torch that has it, and a CUDA device for each rank: start no more ranks on a host than it has "
+        "devices, and let each rank see its own (CUDA_VISIBLE_DEVICES, torch.cuda.set_device). "
+        "SMDDP_ENGINE=auto copies the tensors to the host instead."
+    )
+
+
+def _shared(names: Sequence[str], called: Sequence[str]) -> str:
+    """Which ranks have the same device; empty: none have."""
+    for rank, name in enumerate(names):
+        first = names.index(name)
+        if first != rank:
+            return f"rank {first} and rank {rank} share one CUDA device, {called[rank]}"
+    return ""
+
+
+def _device() -> tuple[str, str, str]:
+    """This rank's CUDA device: named as no other one is, named for people, and why NCCL cannot use it (or empty)."""
+    if not dist.is_nccl_available():
+        return "", "", f"has a torch without NCCL ({torch.__version__})"
+    if not torch.cuda.device_count():
+        return "", "", "sees no CUDA device"
+    device, host = torch.cuda.current_device(), segment.this_process().host
+    properties = torch.cuda.get_device_properties(device)
+    called = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"
+    return f"{host}:{getattr(properties, 'uuid', device)}", called, ""
 
 
 class Staged:
@@ -72,10 +112,11 @@ class Staged:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def staged(*arguments: Any) -> Any:
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-            work = getattr(self._on_cpu, name)(*(_copied(argument, copies) for argument in arguments))
-            work.wait()
-            for tensor, copy in copies:
-                tensor.detach().copy_(copy)
+            with timeline.span("wait", name):  # whoever calls is blocked until it is done
+                work = getattr(self._on_cpu, name)(*(_copied(argument, copies) for argument in arguments))
+                work.wait()
+                for tensor, copy in copies:
+                    tensor.detach().copy_(copy)
             return work
 
         return staged

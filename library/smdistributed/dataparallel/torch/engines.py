@@ -1,20 +1,24 @@
 """The engines behind the backend: how the ranks of a group exchange flat tensors (see `tensors`).
 
-`OnHost` goes through shared memory, `AcrossHosts` through torch's own gloo, and `OnHosts` through both, so that each
-byte leaves a host once. All have the same methods, `Engine`; `root` -1 means all ranks.
+`OnHost` goes through shared memory, `AcrossHosts` through torch's own gloo or MPI, and `OnHosts` through both, so that
+each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`; `root` -1
+means all ranks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from smdistributed.core import shared_memory
-from smdistributed.core.shared_memory import CollectiveError, SharedMemory
+from smdistributed.core.guards import CollectiveError, UnexplainedError
+from smdistributed.core.shared_memory import SharedMemory
+from smdistributed.core.watch import Watch
 from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 
 _Tensor = torch.Tensor
@@ -22,7 +26,6 @@ _Tensors = Sequence[torch.Tensor]
 SHORT_BYTES = 32 << 10  # below, a message more costs more than a byte more
 PIECE_BYTES = 4 << 20  # of all_reduce: the first and the last piece overlap with nothing
 MESSAGE_BYTES = 64 << 10  # at least, where the ranks are so many that their shards of a piece are short
-_TAG = 0x7FFFFFFF  # of messages: no other that somebody sends on the same group has it
 
 
 class Engine(Protocol):
@@ -54,6 +57,9 @@ class Engine(Protocol):
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long ranks wait for each other."""
+
+    def give_up(self, reason: str) -> None:
+        """Tell the other ranks of this host, where the engine can, that this one goes no further."""
 
     def close(self) -> None:
         """Give up what the engine holds."""
@@ -95,18 +101,24 @@ class OnHost:
     def set_timeout(self, seconds: float) -> None:
         self._shared.seconds = seconds
 
+    def give_up(self, reason: str) -> None:
+        self._shared.give_up(reason)
+
     def close(self) -> None:
         self._shared.close()
 
 
 class AcrossHosts:
-    """Ranks anywhere, through gloo. It moves bytes; what is reduced is reduced here, in the order of the ranks.
+    """Ranks anywhere, through messages of gloo or MPI. What is reduced is reduced here, in the order of the ranks.
 
-    gloo reduces few dtypes, knows no average, and its order of summation follows its ring.
+    gloo reduces few dtypes, knows no average, and its order of summation follows its ring; and it ends the process
+    where ranks that have come apart give its collectives different sizes. Messages of different tags just wait.
+
+    tag: of a message of so many bytes, and of the collective that runs.
     """
 
-    def __init__(self, gloo: Any, rank: int, size: int) -> None:
-        self._gloo, self._rank, self._size = gloo, rank, size
+    def __init__(self, mover: Any, rank: int, size: int, tag: Callable[[int], int]) -> None:
+        self._mover, self._rank, self._size, self._tag = mover, rank, size, tag
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         try:
@@ -149,33 +161,47 @@ class AcrossHosts:
         others = [rank for rank in range(self._size) if rank != self._rank]
         received, sent = ({rank: as_bytes(flats[rank]) for rank in others} for flats in (outputs, inputs))
         return [
-            *(self._gloo.recv([flat], rank, _TAG) for rank, flat in received.items() if flat.numel()),
-            *(self._gloo.send([flat], rank, _TAG) for rank, flat in sent.items() if flat.numel()),
+            *(self._recv(flat, rank) for rank, flat in received.items() if flat.numel()),
+            *(self._send(flat, rank) for rank, flat in sent.items() if flat.numel()),
         ]
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
-        if flat.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._wait(self._gloo.broadcast([as_bytes(flat)], options))
+    def _send(self, message: _Tensor, rank: int) -> Any:
+        return self._mover.send([message], rank, self._tag(message.numel()))
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+    def _recv(self, message: _Tensor, rank: int) -> Any:
+        return self._mover.recv([message], rank, self._tag(message.numel()))
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        """A tree: who has it passes it on, and so twice as many have it after each round."""
         if not flat.numel():
             return
-        received = list(map(as_bytes, outputs))
+        message, place, having = as_bytes(flat), (self._rank - root) % self._size, 1
+        while having < self._size:
+            if place < having and place + having < self._size:
+                self._wait(self._send(message, (self._rank + having) % self._size))
+            elif having <= place < 2 * having:
+                self._wait(self._recv(message, (self._rank - having) % self._size))
+            having *= 2
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        if root in (-1, self._rank):
+            outputs[self._rank].copy_(flat)
         if root < 0:
-            self._wait(self._gloo.allgather([received], [as_bytes(flat)]))
-            return
-        options = dist.GatherOptions()
-        options.rootRank = root
-        self._wait(self._gloo.gather([received] if received else [], [as_bytes(flat)], options))
+            self._wait(*self._exchange([flat] * self._size, outputs))
+        elif flat.numel():
+            others = [rank for rank in range(self._size) if rank != root]
+            self._wait(
+                *([self._recv(as_bytes(outputs[rank]), rank) for rank in others] if root == self._rank else []),
+                *([] if root == self._rank else [self._send(as_bytes(flat), root)]),
+            )
 
     def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
-        if flat.numel():
-            options = dist.ScatterOptions()
-            options.rootRank = root
-            given = list(map(as_bytes, inputs))
-            self._wait(self._gloo.scatter([as_bytes(flat)], [given] if given else [], options))
+        if root != self._rank:
+            self._wait(*([self._recv(as_bytes(flat), root)] if flat.numel() else []))
+            return
+        flat.copy_(inputs[root])
+        others = [rank for rank in range(self._size) if rank != root]
+        self._wait(*(self._send(as_bytes(inputs[rank]), rank) for rank in others if flat.numel()))
 
     def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
         parts = torch.empty(self._size, flat.numel(), dtype=flat.dtype)
@@ -188,24 +214,25 @@ class AcrossHosts:
         self._wait(*messages)
 
     def _wait(self, *works: Any) -> None:
-        """Raises CollectiveError with gloo's own words."""
+        """Raises UnexplainedError with the words of gloo or MPI."""
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise CollectiveError(
-                f"A rank that rank {self._rank} of {self._size} exchanges with is gone, or late; its own error says "
-                f"why. gloo says: {error}"
-            ) from None
+            raise UnexplainedError(f"What moves the messages says: {error}") from None
 
     def barrier(self) -> None:
-        self._wait(self._gloo.barrier())
+        """Theirs: it takes half the time of one by messages, and has no sizes to differ."""
+        self._wait(self._mover.barrier())
 
     def set_timeout(self, seconds: float) -> None:
-        pass  # whoever has made the gloo group sets it
+        self._mover.set_timeout(timedelta(seconds=seconds))
+
+    def give_up(self, reason: str) -> None:
+        """Who waits for this rank hears of it through the store (`Watched`)."""
 
     def close(self) -> None:
-        self._gloo = None
+        self._mover = None
 
 
 class OnHosts:
@@ -288,11 +315,90 @@ class OnHosts:
         self._everybody.barrier()
 
     def set_timeout(self, seconds: float) -> None:
-        self._local.set_timeout(seconds)
+        for engine in (self._local, self._across, self._everybody):
+            engine.set_timeout(seconds)
+
+    def give_up(self, reason: str) -> None:
+        self._local.give_up(reason)
 
     def close(self) -> None:
         for engine in (self._local, self._across, self._everybody):
             engine.close()
+
+
+class Watched:
+    """An engine of ranks on several hosts; a `Watch` knows what it does, and finds out why that does not end."""
+
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self._engine, self.watch = engine, watch
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        return self._engine.reduces(dtype, op)
+
+    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+        with self._watched("all_reduce" if root < 0 else "reduce", flat, op, root):
+            self._engine.all_reduce(flat, op, root)
+
+    def broadcast(self, flat: _Tensor, root: int) -> None:
+        with self._watched("broadcast", flat, root=root):
+            self._engine.broadcast(flat, root)
+
+    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+        with self._watched("gather", flat, root=root):
+            self._engine.gather(flat, outputs, root)
+
+    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+        with self._watched("scatter", flat, root=root):
+            self._engine.scatter(inputs, flat, root)
+
+    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+        with self._watched("reduce_scatter", flat, op):
+            self._engine.reduce_scatter(inputs, flat, op)
+
+    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+        self.watch.begin("all_to_all", size=sum(map(size_of, inputs)), same=False)  # each rank may give other sizes
+        with _Watching(self):
+            self._engine.all_to_all(inputs, outputs)
+
+    def barrier(self) -> None:
+        self.watch.begin("barrier")
+        with _Watching(self):
+            self._engine.barrier()
+
+    def _watched(self, name: str, flat: _Tensor, op: str = "", root: int = -1) -> _Watching:
+        dtype = (DTYPES.get(flat.dtype) or str(flat.dtype).removeprefix("torch.")) if op else ""
+        self.watch.begin(name, dtype, op, root, size_of(flat))
+        return _Watching(self)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.watch.seconds = seconds
+        self._engine.set_timeout(seconds)
+
+    def give_up(self, reason: str) -> None:
+        self._engine.give_up(reason)
+
+    def close(self) -> None:
+        self.watch.close()
+        self._engine.close()
+
+
+class _Watching(AbstractContextManager):  # type: ignore[type-arg]
+    """A collective that has begun."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Watched) -> None:
+        self._engine = engine
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        watch = self._engine.watch
+        try:
+            if isinstance(error, CollectiveError):
+                reason = watch.explain(error)
+                self._engine.give_up(reason)
+                raise CollectiveError(reason) from None
+        finally:
+            watch.end()
 
 
 def pieces(flat: _Tensor, shards: int) -> Sequence[_Tensor]:

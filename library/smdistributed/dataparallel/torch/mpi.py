@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ _Tensors = Sequence[torch.Tensor]
 _TAGS = 1 << 15  # every MPI has as many
 
 
-def open_mpi(store: Store, rank: int, ranks: Sequence[int]) -> MpiGroup:
+def open_mpi(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> MpiGroup:
     """Return the group of those `ranks` of the store's, of which this is one; all of them call this.
+
+    timeout: how long a message may take.
 
     Raises SMDDPError where mpi4py is missing, or mpirun has not started this process.
     """
@@ -29,62 +33,39 @@ def open_mpi(store: Store, rank: int, ranks: Sequence[int]) -> MpiGroup:
         raise SMDDPError(f"SMDDP_ENGINE=mpi, and MPI knows of {world.size} ranks: start the script with mpirun.")
     name = f"mpi-{'-'.join(map(str, (ranks[0], ranks[-1], len(ranks))))}"
     numbers = exchange(PrefixStore(name, store), "rank", list(ranks).index(rank), len(ranks), str(world.rank))
-    return MpiGroup(world.Create_group(world.group.Incl(list(map(int, numbers)))))
+    return MpiGroup(world.Create_group(world.group.Incl(list(map(int, numbers)))), timeout)
 
 
 class Request:
     """A message on its way."""
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
+    def __init__(self, request: Any, buffer: torch.Tensor | None, seconds: float) -> None:
+        self._request, self._buffer, self._seconds = request, buffer, seconds
 
     def wait(self) -> None:
-        self._request.Wait()
+        """Raises RuntimeError when the message takes too long; MPI itself would wait for ever."""
+        deadline = time.monotonic() + self._seconds
+        while not self._request.Test():
+            time.sleep(0)  # to the other ranks, where they outnumber the cores, and to this one's threads
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a message has not arrived within {self._seconds:.0f} s")
 
 
 class MpiGroup:
-    """The methods of torch's group that `AcrossHosts` calls, for tensors of bytes on the CPU.
+    """The methods of torch's group that `AcrossHosts` calls, for tensors of bytes on the CPU."""
 
-    All but messages end at once.
-    """
-
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, timeout: timedelta) -> None:
         self._comm = comm
-
-    def broadcast(self, tensors: _Tensors, options: Any) -> MpiGroup:
-        self._comm.Bcast(tensors[0].numpy(), options.rootRank)
-        return self
-
-    def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors) -> MpiGroup:
-        received = torch.empty(len(outputs[0]), inputs[0].numel(), dtype=torch.uint8)
-        self._comm.Allgather(inputs[0].numpy(), received.numpy())
-        return self._spread(received, outputs[0])
-
-    def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, options: Any) -> MpiGroup:
-        wanted = outputs[0] if outputs else []
-        received = torch.empty(len(wanted), inputs[0].numel(), dtype=torch.uint8)
-        self._comm.Gather(inputs[0].numpy(), received.numpy() if outputs else None, options.rootRank)
-        return self._spread(received, wanted)
-
-    def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], options: Any) -> MpiGroup:
-        given = torch.stack(list(inputs[0])).numpy() if inputs else None
-        self._comm.Scatter(given, outputs[0].numpy(), options.rootRank)
-        return self
+        self.set_timeout(timeout)
 
     def send(self, tensors: _Tensors, rank: int, tag: int) -> Request:
-        return Request(self._comm.Isend(tensors[0].numpy(), rank, tag % _TAGS))
+        return Request(self._comm.Isend(tensors[0].numpy(), rank, tag % _TAGS), tensors[0], self._seconds)
 
     def recv(self, tensors: _Tensors, rank: int, tag: int) -> Request:
-        return Request(self._comm.Irecv(tensors[0].numpy(), rank, tag % _TAGS))
+        return Request(self._comm.Irecv(tensors[0].numpy(), rank, tag % _TAGS), tensors[0], self._seconds)
 
-    def barrier(self) -> MpiGroup:
-        self._comm.Barrier()
-        return self
+    def barrier(self) -> Request:
+        return Request(self._comm.Ibarrier(), None, self._seconds)
 
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-    def _spread(self, received: torch.Tensor, outputs: _Tensors) -> MpiGroup:
-        for output, part in zip(outputs, received):
-            output.copy_(part)
-        return self
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()

@@ -11,45 +11,58 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
+from smdistributed.core.watch import Watch
 from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts
+from smdistributed.dataparallel.torch.devices import refusal, without_nccl
+from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts, Watched
 from smdistributed.dataparallel.torch.mpi import open_mpi
+from smdistributed.dataparallel.torch.rendezvous import beside
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
-    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE (auto, shm, mpi, gloo) may ask for one.
+    """Return the engine of a group, and its name with the reason; SMDDP_ENGINE may ask for one (`CHOICES`).
 
     store: of this group alone. gloo: torch's own group of the same ranks.
 
-    Raises SMDDPError when SMDDP_ENGINE is none of them, or asks for shared memory that there is none of.
+    Raises SMDDPError when SMDDP_ENGINE is none of them, or asks for shared memory or NCCL that there is none of.
     """
-    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
-    if wanted not in CHOICES:
-        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
-    if wanted == "gloo":
-        return AcrossHosts(gloo, rank, size), "gloo: SMDDP_ENGINE asks for it"
-    members = meet(store, rank, size)
-    mover, name = (open_mpi(store, rank, range(size)), "mpi") if wanted == "mpi" else (gloo, "gloo")
-    everybody = AcrossHosts(mover, rank, size)
+    wanted = _wanted(store, rank, size)
+    members = meet(store, rank, size, dist.get_rank() if dist.is_initialized() else rank)
     grid = _hosts(members)
-    local, problem = _open_local(store, rank, members, grid, timeout)
-    if local is None:
-        if wanted == "shm":
-            raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
-        return everybody, f"{name}: {problem}"
-    if len(grid) == 1:
+    local, problem = None, "SMDDP_ENGINE asks for it"
+    if wanted != "gloo":
+        local, problem = _open_local(store, rank, members, grid, timeout)
+    if local is not None and len(grid) == 1:
         return OnHost(local), f"shm: {_counted(size, 'rank')} on one host"
+    if local is None and wanted == "shm":
+        raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
+    mover, name = (open_mpi(store, rank, range(size), timeout), "mpi") if wanted == "mpi" else (gloo, "gloo")
+    watch = Watch(rank, members, timeout.total_seconds(), lambda: beside(store), clocks=not dist.is_initialized())
+    everybody = AcrossHosts(mover, rank, size, watch.tag)
+    if local is None:
+        return Watched(everybody, watch), f"{name}: {problem}"
     column = local.rank
     host = next(host for host, ranks in enumerate(grid) if rank in ranks)
     between: object
     if wanted == "mpi":
-        between = open_mpi(store, rank, [ranks[column] for ranks in grid])
+        between = open_mpi(store, rank, [ranks[column] for ranks in grid], timeout)
     else:
         between = dist.ProcessGroupGloo(PrefixStore(f"across-{column}", store), host, len(grid), timeout)
-    across = AcrossHosts(between, host, len(grid))
-    return OnHosts(OnHost(local), across, everybody, grid, rank), (
+    across = AcrossHosts(between, host, len(grid), watch.tag)
+    return Watched(OnHosts(OnHost(local), across, everybody, grid, rank), watch), (
         f"shm+{name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
+
+
+def _wanted(store: Store, rank: int, size: int) -> str:
+    """The value of SMDDP_ENGINE, if it is one that can be had as far as CUDA devices go."""
+    wanted = os.environ.get("SMDDP_ENGINE") or "auto"
+    if wanted not in CHOICES:
+        raise SMDDPError(f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}.")
+    problem = without_nccl(PrefixStore("nccl", store), rank, size) if wanted == "nccl" else ""
+    if problem:
+        raise refusal(problem)
+    return wanted
 
 
 def _hosts(members: Sequence[Member]) -> list[list[int]]:
@@ -73,8 +86,8 @@ def _open_local(
     if counts == {1} and len(grid) > 1:
         return None, "one rank on each host"
     mine = next(ranks for ranks in grid if rank in ranks)
-    processes = [members[other].process for other in mine]
-    local = share(PrefixStore(f"host-{mine[0]}", store), mine.index(rank), processes, timeout.total_seconds())
+    here, watched = [members[other] for other in mine], len(grid) > 1
+    local = share(PrefixStore(f"host-{mine[0]}", store), mine.index(rank), here, timeout.total_seconds(), watched)
     problem = local if isinstance(local, str) else ""
     if len(grid) > 1:
         told = exchange(store, "shared", rank, len(members), problem)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import timeline
-from smdistributed.core.shared_memory import CollectiveError
+from smdistributed.core.guards import CollectiveError
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.torch import buckets, observation
 from smdistributed.dataparallel.torch.devices import open_cuda, take_device
-from smdistributed.dataparallel.torch.engines import Engine
+from smdistributed.dataparallel.torch.engines import Engine, Watched
 from smdistributed.dataparallel.torch.opening import open_engine
 from smdistributed.dataparallel.torch.ordered import Ordered
 from smdistributed.dataparallel.torch.tensors import (
@@ -57,6 +57,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._torchs: dict[str, Any] = {"gloo": gloo}  # and "cuda", when a tensor on such a device comes
         self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, gloo)
+        if isinstance(self._engine, Watched):
+            group = weakref.ref(self)  # the engine must not keep the group
+            self._engine.watch.about = lambda size: buckets.described(size, group())
         self._ordered = Ordered(f"smddp-{rank}")
         self._operations: dict[tuple[torch.dtype, Any], str] = {}
         self._close = weakref.finalize(self, _close, self._ordered, self._engine, self._torchs, os.getpid())
@@ -350,7 +353,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             try:
                 collective()
             except CollectiveError as error:
-                bucket = buckets.described(result[0], self) if result else ""
+                bucket = buckets.described(size_of(result[0]), self) if result else ""
                 raise SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}") from None
 
         if timeline.recorder is not None:

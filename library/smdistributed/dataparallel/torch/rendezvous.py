@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from smdistributed.core.launch import LaunchError
 
 if TYPE_CHECKING:
     from smdistributed.core.launch import Address, Launch
+
+_CONNECT = timedelta(seconds=30)
 
 
 def open_store(launch: Launch) -> Store:
@@ -36,3 +40,18 @@ def _store_at(master: Address, launch: Launch) -> Store:
     store: Store
     store, _, _ = next(rendezvous(f"tcp://{host}:{master.port}", launch.rank, launch.world_size))
     return store
+
+
+def beside(store: Store) -> Store:
+    """The store under all prefixes, by a connection that nobody else of this process waits on.
+
+    torch lets one call use a connection at a time, however long it waits for a word.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return _connection(store.host, store.port) if isinstance(store, TCPStore) else store
+
+
+@cache
+def _connection(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)

@@ -1,0 +1,69 @@
+"""A training job with the recorder on, and what `shoal report timeline` makes of its files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.library.conftest import clean_environment
+
+from shoal.report import trace
+from shoal.report.analysis import analyse, notes
+
+SCRIPT = Path(__file__).parent / "ranks" / "profiled.py"
+AHEAD = 5.0  # seconds, of the second host's clock
+
+
+def train(port: int, directory: Path, **of_second: str) -> None:
+    """Run the job on two ranks; the second has these variables as well."""
+    common = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, directory],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(of_second if rank else {})},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+
+
+def test_the_report_tells_how_much_communication_is_hidden(tmp_path: Path, free_port: int) -> None:
+    train(free_port, tmp_path)
+    page = tmp_path / "page.html"
+    shoal = [str(Path(sys.executable).with_name("shoal")), "report", "timeline", str(tmp_path), "-o", str(page)]
+    said = subprocess.run(
+        shoal, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith("2 ranks on 1 host: ")
+    assert re.search(r"\d+% of the communication is hidden behind computation", said)
+    assert "clocks" not in said
+    text = page.read_text()
+    assert all(word in text for word in ("all_reduce", "hidden behind computation", "</html>"))
+    timeline = trace.read(trace.find([tmp_path]))
+    assert [rank.complete for rank in timeline.ranks] == [True, True]
+    for report in analyse(timeline).ranks:
+        assert report.overlap is not None
+        assert 0 <= report.overlap <= 1
+        spans = report.rank.of("communication")
+        assert {span.args["engine"] for span in spans} == {"shm"}
+        buckets = {span.args.get("bucket") for span in spans}
+        assert len(buckets) > 1
+        assert sum(span.args.get("bucket") == 0 for span in spans) == 20
+        ready = [event for event in report.rank.instants if event.name == "bucket ready"]
+        assert len(ready) == sum("bucket" in span.args for span in spans)
+
+
+def test_clocks_of_hosts_are_compared(tmp_path: Path, free_port: int) -> None:
+    train(free_port, tmp_path, SMDDP_HOST="another", SMDDP_STALL_SECONDS="2", SKEW_SECONDS=str(AHEAD))
+    timeline = trace.read(trace.find([tmp_path]))
+    first, second = timeline.ranks
+    assert first.clock_offset == 0
+    assert second.clock_offset == pytest.approx(-1e6 * AHEAD, abs=20_000)
+    found = analyse(timeline)
+    assert found.collectives
+    assert all(collective.skew < 1e9 for collective in found.collectives)
+    assert not [note for note in notes(found) if "were not compared" in note]

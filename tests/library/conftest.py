@@ -23,6 +23,8 @@ LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 def clean_environment() -> dict[str, str]:
     """The environment of a shell that no launcher started, with one thread a rank: they share the cores with others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCH_PREFIXES) and k not in LAUNCH_NAMES}
+    # An image has no ssh, and its environment a setting that lets mpirun begin without one.
+    kept |= {k: v for k, v in os.environ.items() if k == "OMPI_MCA_plm_rsh_agent"}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 

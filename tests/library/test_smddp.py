@@ -133,6 +133,13 @@ def test_weights_that_come_apart_are_told_if_asked_for(free_port: int) -> None:
     assert all("went on" in said for said in _guarded(free_port, "weights_apart"))
 
 
+def test_every_way_to_wait_for_a_handle_raises(free_port: int) -> None:
+    """torch's own handles do not. A future of torch has a type of its own for what was raised."""
+    first, _ = _guarded(free_port, "ended_before_a_handle")
+    raised = dict(line.split(": ") for line in first.splitlines()[1:])
+    assert raised == {**dict.fromkeys(("handle", "no handle", "C++"), "SMDDPError"), "future": "RuntimeError"}
+
+
 def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
     first, _ = _guarded(free_port, "ended_in_backward")
     assert "ended while rank 0 waited in all_reduce" in first

@@ -26,7 +26,7 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "
     [
         (1, "shm", "shm: 1 rank on one host"),
         (2, "shm", "shm: 2 ranks on one host"),
-        (3, "shm", "shm: 3 ranks on one host"),
+        pytest.param(3, "shm", "shm: 3 ranks on one host", marks=pytest.mark.once),
         (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
     ],
 )
@@ -36,6 +36,7 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
     assert not _left_behind()
 
 
+@pytest.mark.once  # tests/integration/test_library.py has it over two containers
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("world_size", "by", "engine", "reason"),

@@ -26,6 +26,7 @@ class Sources:
 
     dockerfile: bytes
     locks: Mapping[str, tuple[Pin, ...]]
+    engine: Mapping[str, bytes]
     library: wheels.Wheel
     toolkit: wheels.Wheel
 
@@ -34,16 +35,18 @@ class Sources:
         digest = hashlib.sha256(self.dockerfile + base_id.encode())
         for layer in LAYERS:
             digest.update("\n".join([layer, *map(str, self.locks[layer])]).encode())
-        for wheel in (self.library, self.toolkit):
-            digest.update(wheel.name.encode() + hashlib.sha256(wheel.content).digest())
+        own = {self.library.name: self.library.content, self.toolkit.name: self.toolkit.content}
+        for name, content in [*sorted(self.engine.items()), *own.items()]:
+            digest.update(name.encode() + hashlib.sha256(content).digest())
         return digest.hexdigest()
 
 
 def gather(project: Project, spec: BuildSpec, image: ImageSpec, *, buildkit: bool) -> Sources:
-    """Read the locks, render the Dockerfile and build our two wheels."""
+    """Read the locks and the engine's sources, render the Dockerfile and build our two wheels."""
     return Sources(
         dockerfile=render(project, image, buildkit=buildkit).encode(),
         locks=read_image(project, spec, image),
+        engine=_engine(project.root / "library" / "native"),
         library=wheels.build(project.root / "library"),
         toolkit=wheels.build(project.root / "toolkit"),
     )
@@ -59,9 +62,15 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
         ask = index if not any("+" in path.name for path in local) else None
         context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
         context |= {f"{layer}/{path.name}": path for path in local}
+    context |= {f"engine/{name}": content for name, content in sources.engine.items()}
     for layer, wheel in (("library", sources.library), ("toolkit", sources.toolkit)):
         context[f"{layer}/{wheel.name}"] = wheel.content
     return context | {f"machine/{name}": content for name, content in machine.files().items()}
+
+
+def _engine(native: Path) -> dict[str, bytes]:
+    """What the library's engine is compiled from, and the compiler's options."""
+    return {path.name: path.read_bytes() for path in native.iterdir() if path.suffix in (".c", ".h", ".txt")}
 
 
 def _requirements(pins: tuple[Pin, ...], index: str | None) -> bytes:

@@ -30,8 +30,12 @@ class Wheel:
 
 
 def build(package: Path) -> Wheel:
-    """Build the wheel of the package directory `package` with the build backend that its pyproject.toml names."""
-    os.environ["SOURCE_DATE_EPOCH"] = SOURCE_DATE_EPOCH  # backends read it from the environment
+    """Build the wheel of the package directory `package` with the build backend that its pyproject.toml names.
+
+    It is the same on every host: hatchling's hooks, which compile, do not run. What an image needs compiled is compiled
+    in the image's own build.
+    """
+    os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend = tomllib.loads((package / "pyproject.toml").read_text())["build-system"]["build-backend"]
     with TemporaryDirectory(prefix="shoal-wheel-") as directory, contextlib.chdir(package):
         name = importlib.import_module(backend).build_wheel(directory)

@@ -1,7 +1,8 @@
 """Compiles the engine into the package when its wheel is built: a build hook of hatchling.
 
-The compiler is `cc`, or what CC names, with its options. The result knows no Python: one wheel serves all versions. It
-is compiled anew only when a source, or the command, has changed.
+The compiler is `cc`, or what CC names, with the options in options.txt. The result knows no Python: one wheel serves
+all versions. It is compiled anew only when a source, or the command, has changed. Images compile the same in a stage of
+their build (dockerfiles/base.j2), and take the wheel without it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "smdistributed" / "core" / "_engine.so"
 PTH = "shoal-rehearsal.pth"
-OPTIONS = "-std=c11 -O3 -ffp-contract=off -Wall -Wextra -fPIC -shared -Wl,--build-id=none"
+OPTIONS = HERE / "options.txt"
 
 
 class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -38,7 +39,7 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
 def compile_engine() -> Path:
     """Return the engine, compiled. Raises SystemExit where there is no compiler, or it fails."""
     sources = sorted(HERE.glob("*.c"))
-    command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.split()]
+    command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.read_text().split()]
     digest = hashlib.sha256(repr(command).encode())
     for path in [*sources, *sorted(HERE.glob("*.h"))]:
         digest.update(path.read_bytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -43,6 +44,16 @@ def test_a_wheel_of_ours_is_the_same_bytes_each_time(project: Project) -> None:
     assert "shoal_toolkit/cli.py" in zipfile.ZipFile(io.BytesIO(one.content)).namelist()
 
 
+def test_the_librarys_wheel_is_that_of_any_host(project: Project, tmp_path: Path) -> None:
+    """No host's compiler takes part: what one has compiled here stays here, and another would have none."""
+    wheel = wheels.build(project.root / "library")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(io.BytesIO(wheel.content)).namelist() if "_engine" in name]
+    copy = shutil.copytree(project.root / "library", tmp_path / "library")
+    (copy / "smdistributed" / "core" / "_engine.so").write_bytes(b"of another machine")
+    assert wheels.build(copy) == wheel
+
+
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
     sources = context.gather(project, matrix, image, buildkit=True)
@@ -51,6 +62,7 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
     assert sum(name.startswith(("library/", "toolkit/")) for name in files) == 2
+    assert {"engine/engine.c", "engine/engine.h", "engine/options.txt"} <= set(files)
     assert {"machine/pip.conf", "machine/apt.conf"} <= set(files)
 
 
@@ -60,8 +72,10 @@ def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: P
     assert sources.fingerprint("sha256:1") == context.gather(project, matrix, image, buildkit=True).fingerprint(
         "sha256:1"
     )
-    changed = replace(sources, toolkit=wheels.Wheel(sources.toolkit.name, b"other"))
-    assert len({sources.fingerprint("sha256:1"), sources.fingerprint("sha256:2"), changed.fingerprint("sha256:1")}) == 3
+    other_base = sources.fingerprint("sha256:2")
+    other_toolkit = replace(sources, toolkit=wheels.Wheel(sources.toolkit.name, b"other")).fingerprint("sha256:1")
+    other_engine = replace(sources, engine={**sources.engine, "engine.c": b"other"}).fingerprint("sha256:1")
+    assert len({sources.fingerprint("sha256:1"), other_base, other_toolkit, other_engine}) == 4
 
 
 def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:

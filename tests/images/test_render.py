@@ -33,6 +33,15 @@ def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix:
     assert positions == sorted(positions)
 
 
+@pytest.mark.parametrize("buildkit", [True, False])
+def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: BuildSpec, buildkit: bool) -> None:
+    """That stage knows nothing of the library's Python: a change there compiles nothing."""
+    _, engine, *others = render(project, matrix.select("pytorch"), buildkit=buildkit).split("\nFROM ")
+    assert "gcc" in engine
+    assert "library" not in engine
+    assert not [text for text in others if "gcc" in text]
+
+
 def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
         text = render(project, image)

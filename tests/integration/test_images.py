@@ -73,6 +73,14 @@ def test_our_packages_carry_metadata(client: docker.DockerClient, image: str) ->
     assert len(run(client, image, "python", "-c", program).split()) == 2
 
 
+def test_the_engine_was_compiled_for_it_and_the_compiler_is_gone(client: docker.DockerClient, image: str) -> None:
+    program = "from smdistributed.core import native; print(native.load().engine_bytes(2, 4096))"
+    assert int(run(client, image, "python", "-c", program)) > 0
+    script = "command -v cc gcc clang as ld; find / -xdev -name cc1"
+    assert run(client, image, "sh", "-c", f"{script} || true").split() == []
+    assert "smdistributed/core/_engine.so" in run(client, image, "pip", "show", "-f", "shoal-smdistributed")
+
+
 def test_no_key_and_no_ssh_is_inside(client: docker.DockerClient, image: str) -> None:
     script = (
         "find / -xdev -name 'ssh_host_*' -o -xdev -name 'id_*sa' -o -xdev -name authorized_keys; command -v sshd ssh"

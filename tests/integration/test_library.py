@@ -1,7 +1,9 @@
-"""The distributed library in the CUDA 11 image, over two containers: its engines, under both launchers."""
+"""The distributed library in the CUDA 11 image: its own tests there, and its engines over two containers."""
 
 from __future__ import annotations
 
+import shutil
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,34 @@ from .conftest import ROOT, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
 COLLECTIVES = ROOT / "tests/library/ranks/smddp.py"
+# With torch, on what the image has installed. The others know nothing of torch.
+SUITES = ("devices", "distributed", "examples", "parallel", "rehearsal", "smddp", "training")
+PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments")
+
+
+def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
+    """By this environment's pytest, which is pure Python; all but what is marked `once`."""
+    copy_distributions(PYTEST, tmp_path)
+    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir=tests/library", "-m", "not once"]
+    mounted = {ROOT / name: f"/work/{name}" for name in ("tests", "examples", "pyproject.toml")}
+    host = start_host(
+        pytorch,
+        command + [f"tests/library/test_{name}.py" for name in SUITES],
+        volumes={**mounted, tmp_path: "/pytest"},
+        env={"PYTHONPATH": "/work:/pytest", "PYTHONDONTWRITEBYTECODE": "1"},
+        working_dir="/work",
+    )
+    ended = host.wait(timeout=580)
+    assert ended.code == 0, ended.output
+
+
+def copy_distributions(names: tuple[str, ...], target: Path) -> None:
+    """Copy installed packages as they are."""
+    for name in names:
+        for file in distribution(name).files or ():
+            if ".." not in file.parts and file.suffix != ".pyc":
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(str(file.locate()), target / file)
 
 
 @pytest.mark.parametrize("launcher", ["sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled"])

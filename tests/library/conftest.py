@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TORCH = tuple(map(int, version("torch").split(".")[:2]))
+shards_on_the_cpu = pytest.mark.skipif(TORCH < (2, 1), reason="needs torch 2.1: FSDP of 2.0 asks for a CUDA device")
 LIMIT_S = 100  # mpirun keeps it itself: killed from outside it would leave its ranks behind
 LAUNCH_PREFIXES = ("OMPI_", "PMIX_", "SM_", "SMDATAPARALLEL_", "TORCHELASTIC_")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -23,6 +26,8 @@ LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 def clean_environment() -> dict[str, str]:
     """The environment of a shell that no launcher started, with one thread a rank: they share the cores with others."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCH_PREFIXES) and k not in LAUNCH_NAMES}
+    # An image has no ssh, and its environment a setting that lets mpirun begin without one.
+    kept |= {k: v for k, v in os.environ.items() if k == "OMPI_MCA_plm_rsh_agent"}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 

@@ -23,7 +23,7 @@ def load(directory: Path, world_size: int) -> Ranks:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.once)])
 def test_collectives_equal_numpy(mpirun: Mpirun, tmp_path: Path, world_size: int) -> None:
     mpirun(world_size, COLLECTIVES, tmp_path)
     check(load(tmp_path, world_size))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from tests.library.conftest import shards_on_the_cpu
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py"
 BAR = 0.96
-each_script = pytest.mark.parametrize("script", ["train.py", "train_torch.py", "train_fsdp.py"])
+each_script = pytest.mark.parametrize(
+    "script", ["train.py", "train_torch.py", pytest.param("train_fsdp.py", marks=shards_on_the_cpu)]
+)
 
 
 def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:
@@ -32,6 +35,7 @@ def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int
     assert not any(name.startswith("module.") for name in weights)
 
 
+@pytest.mark.once
 @each_script
 def test_digits_alone(alone: Alone, tmp_path: Path, script: str) -> None:
     log = alone(DIGITS / script, "--epochs", "8", "--lr", "0.003")
@@ -50,6 +54,7 @@ def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_pa
     check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
 
 
+@pytest.mark.once
 @each_script
 def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int, script: str) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}")
@@ -58,6 +63,7 @@ def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int, scr
     check_digits(tmp_path / "model", tmp_path / "output", epochs=10, world_size=2)
 
 
+@pytest.mark.once
 def test_digits_go_on_from_a_checkpoint(alone: Alone, tmp_path: Path) -> None:
     """As if they had not been stopped, bit for bit."""
 
@@ -72,6 +78,7 @@ def test_digits_go_on_from_a_checkpoint(alone: Alone, tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], at_once[name]) for name in at_once)
 
 
+@pytest.mark.once
 def test_prepare_writes_the_same_bytes(alone: Alone, tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
@@ -85,6 +92,7 @@ def test_prepare_writes_the_same_bytes(alone: Alone, tmp_path: Path) -> None:
         assert np.array_equal(digits["labels"], load_digits().target)
 
 
+@pytest.mark.once
 def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="unrecognized arguments: --epoch-count 3"):
         alone(DIGITS / "train.py", "--epoch-count", "3")
@@ -92,6 +100,7 @@ def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
         alone(DIGITS / "train.py", SM_CHANNEL_TRAINING=str(tmp_path))
 
 
+@pytest.mark.once
 def test_cifar10_makes_its_data(alone: Alone, tmp_path: Path) -> None:
     log = alone(CIFAR10)
     assert "not CIFAR-10" in log

@@ -15,7 +15,7 @@ TRAINING = Path(__file__).parent / "ranks" / "training.py"
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("world_size", "microbatches"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("world_size", "microbatches"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.once)])
 def test_ranks_train_as_one_process(mpirun: Mpirun, tmp_path: Path, world_size: int, microbatches: int) -> None:
     mpirun(world_size, TRAINING, tmp_path, microbatches)
     expected, untrained = np.load(tmp_path / "expected.npz"), np.load(tmp_path / "untrained.npz")

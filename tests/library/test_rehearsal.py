@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.library.conftest import clean_environment
 
+import smdistributed
 from smdistributed.rehearsal.settings import RehearsalError, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tests.library.conftest import Mpirun
 
 RANKS = Path(__file__).parent / "ranks"
-LIBRARY = Path(__file__).parents[2] / "library"
+LIBRARY = Path(smdistributed.__file__).parents[1]
 SCRIPT = RANKS / "rehearsed.py"
 NOTICE = "SHOAL REHEARSAL: this is not a training run"
 REHEARSE = {"SHOAL_REHEARSE": "1"}

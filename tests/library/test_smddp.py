@@ -27,7 +27,7 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "
     [
         (1, "shm", "shm: 1 rank on one host"),
         (2, "shm", "shm: 2 ranks on one host"),
-        (3, "shm", "shm: 3 ranks on one host"),
+        pytest.param(3, "shm", "shm: 3 ranks on one host", marks=pytest.mark.once),
         (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
     ],
 )
@@ -37,6 +37,7 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
     assert not _left_behind()
 
 
+@pytest.mark.once  # tests/integration/test_library.py has it over two containers
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("world_size", "by", "engine", "reason"),
@@ -193,6 +194,13 @@ def test_weights_that_come_apart_are_told_if_asked_for(free_port: int) -> None:
     for said in _guarded(free_port, "weights_apart", SMDDP_CHECK_WEIGHTS="1"):
         assert "SMDDPError: The weights of rank 1 have come apart from those of rank 0:\n  bias: " in said
     assert all("went on" in said for said in _guarded(free_port, "weights_apart"))
+
+
+def test_every_way_to_wait_for_a_handle_raises(free_port: int) -> None:
+    """torch's own handles do not. A future of torch has a type of its own for what was raised."""
+    first, _ = _guarded(free_port, "ended_before_a_handle")
+    raised = dict(line.split(": ") for line in first.splitlines()[1:])
+    assert raised == {**dict.fromkeys(("handle", "no handle", "C++"), "SMDDPError"), "future": "RuntimeError"}
 
 
 def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.library.conftest import shards_on_the_cpu
 
 if TYPE_CHECKING:
     from tests.library.conftest import Mpirun
@@ -14,11 +15,18 @@ WRAPPERS = Path(__file__).parent / "ranks" / "wrappers.py"
 
 
 @pytest.mark.mpi
-def test_every_wrapper_trains_as_one_process(mpirun: Mpirun) -> None:
-    mpirun(2, WRAPPERS)
+def test_every_wrapper_of_replicas_trains_as_one_process(mpirun: Mpirun) -> None:
+    mpirun(2, WRAPPERS, "replicas")
 
 
 @pytest.mark.mpi
+@shards_on_the_cpu
+def test_every_wrapper_of_shards_trains_as_one_process(mpirun: Mpirun) -> None:
+    mpirun(2, WRAPPERS, "shards")
+
+
+@pytest.mark.mpi
+@shards_on_the_cpu
 def test_replicas_of_shards(mpirun: Mpirun) -> None:
     """Needs two ranks for each of the two."""
     mpirun(4, WRAPPERS, "hybrid", "fully_sharded")

@@ -62,7 +62,7 @@ _FUNCTIONS = {
 def load() -> ctypes.CDLL:
     """Return the engine's functions. Raises OSError where it was not compiled, or not for this machine."""
     if not PATH.exists():
-        raise OSError("the compiled engine is not part of this installation (it is in the wheel for Linux)")
+        raise OSError("the compiled engine is not part of this installation (images and wheels built on Linux have it)")
     library = ctypes.CDLL(str(PATH))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(library, name)

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
@@ -115,6 +117,24 @@ def weights_apart() -> None:
         if step == 2 and RANK == 1:
             torch.nn.init.zeros_(model.module.bias)
     print("went on")
+
+
+def ended_before_a_handle() -> None:
+    """Rank 1 ends; whoever waits for a handle is told: a script, torch's function, and torch's C++."""
+    if RANK == 1:
+        os._exit(3)
+    calls: dict[str, Callable[[], object]] = {
+        "handle": lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),
+        "no handle": lambda: (dist.all_reduce(torch.ones(10), async_op=True), dist.all_reduce(torch.ones(10))),
+        "future": lambda: dist.all_reduce(torch.ones(10), async_op=True).get_future().wait(),
+        "C++": lambda: broadcast_coalesced(dist.distributed_c10d._get_default_group(), [torch.ones(10)], 100, 0),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            assert "rank 1" in str(error), error
+            print(f"{name}: {type(error).__name__}")
 
 
 def ended_in_backward() -> None:

@@ -1,7 +1,7 @@
 """One rank: what torch puts around a model, on the backend `smddp`, trains as one process does on the ranks' batches.
 
 That process is computed on every rank: it adds up the gradients of all ranks' shares, in the order of the ranks.
-Arguments: the names of checks; without, all of them.
+Arguments: the names of checks, or of one of the lists at the end.
 
 Not here, as torch refuses them on a CPU: SyncBatchNorm ("expected input tensor to be on cuda or …") and
 bf16_compress_hook ("required CUDA 11+ and NCCL 2.10+ …").
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -234,7 +233,13 @@ def hybrid() -> None:
 def meshes(numbers: Iterable[int]) -> Iterator[Any]:
     """Of so many replicas, sharded over the ranks of each."""
     for replicas in sorted(numbers):
-        yield init_device_mesh("cpu", (replicas, SIZE // replicas), mesh_dim_names=("replicate", "shard"))
+        yield _mesh(replicas, SIZE // replicas)
+
+
+def _mesh(*sizes: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh  # torch 2.0 has none
+
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def _fsdp(**options: Any) -> FullyShardedDataParallel:
@@ -249,7 +254,9 @@ def _fsdp(**options: Any) -> FullyShardedDataParallel:
 
 def fully_sharded() -> None:
     """The second version of FSDP; with a mesh of two dimensions, hybrid."""
-    for mesh in (init_device_mesh("cpu", (SIZE,)), *meshes({1, SIZE // 2, SIZE})):
+    from torch.distributed.fsdp import fully_shard  # torch 2.0 has none
+
+    for mesh in (_mesh(SIZE), *meshes({1, SIZE // 2, SIZE})):
         model = new_model()
         for layer in model.modules():
             if isinstance(layer, torch.nn.Linear):
@@ -264,12 +271,15 @@ def fsdp_in_bfloat16() -> None:
     check(model, train(model), tolerance=5e-2)
 
 
-CHECKS: tuple[Callable[[], None], ...] = (
+Check = Callable[[], None]
+replicas: tuple[Check, ...] = (
     *(ddp, unused_parameters, no_sync, hooks, power_sgd, uneven_inputs),
-    *(zero_redundancy, zero_redundancy_with_uneven_inputs, fsdp, hybrid, fully_sharded, fsdp_in_bfloat16),
+    *(zero_redundancy, zero_redundancy_with_uneven_inputs),
 )
-for each in CHECKS:
-    if each.__name__ in sys.argv[1:] or not sys.argv[1:]:
+shards: tuple[Check, ...] = (fsdp, hybrid, fully_sharded, fsdp_in_bfloat16)
+for name in sys.argv[1:]:
+    found = globals()[name]
+    for each in found if isinstance(found, tuple) else (found,):
         try:
             each()
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Optional
 
@@ -32,28 +33,27 @@ class Ordered:
         self._thread: threading.Thread | None = None
         self._done = _completed([])  # of all that ran at once: nobody looks at its result
 
-    def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool) -> Work:
+    def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool | None) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.
 
         Where it runs at once it raises here. A caller that wants a handle is never blocked, however short the
-        collective: the others may come to it only after something that this rank does next.
+        collective: the others may come to it only after something that this rank does next. None for `is_async`: the
+        caller wants one, and is or may be torch's C++.
         """
         with self._lock:
             if self._closed:
                 raise SMDDPError("The process group was shut down: make another one.")
             called_back = self.is_this_thread()  # what a collective's callback asks for cannot wait for its turn
-            inline = called_back or (not is_async and self._waiting == 0)
+            inline = called_back or (is_async is False and self._waiting == 0)
             self._waiting += 1
             if not inline:
                 future: _Future[list[torch.Tensor]] = _Future()
                 self._start()
                 self._tasks.put((collective, list(result), future))
         if not inline:
-            # Work knows of an error only where a callback has raised it.
-            work: Work = _create_work_from_future(future.then(lambda done: done.value()))
-            return work
+            return _Handle(future, is_async is None)
         self._perform(collective)
-        return _completed(list(result)) if is_async else self._done
+        return self._done if is_async is False else _completed(list(result))
 
     def close(self) -> bool:
         """End the thread after what it has been asked for, and let nothing begin; False: what runs does not end."""
@@ -97,6 +97,50 @@ class Ordered:
         finally:
             with self._lock:
                 self._waiting -= 1
+
+
+class _Handle(Work):
+    """What a caller waits for. That which torch makes of a future raises nothing in `wait`, up to torch 2.13.
+
+    torch's C++ holds the part of this object that is written in C++, which does not keep this one: left alone, it would
+    have the methods of the base class. So this object keeps itself until C++ has waited, or has asked for the future.
+    """
+
+    def __init__(self, future: _Future[list[torch.Tensor]], for_cpp: bool) -> None:
+        super().__init__()
+        self._future = future
+        self._told = future.then(lambda done: done.value())  # C++ knows only of errors that a callback has raised
+        self._itself = self if for_cpp else None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the collective's end; raise what it raised."""
+        self._itself = None
+        if timeout:
+            raise SMDDPError("A handle's wait takes no timeout here: the group has one, init_process_group(timeout=…).")
+        self._future.wait()
+        return True
+
+    def get_future(self) -> _Future[list[torch.Tensor]]:
+        self._itself = None
+        return self._told
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the collective raised, if it has ended."""
+        try:
+            if self._future.done():
+                self._future.value()
+        except BaseException as error:
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._future.value()
 
 
 def _completed(result: list[torch.Tensor]) -> Work:

@@ -402,18 +402,18 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGro
     return ProcessGroup(store, rank, size, timeout)
 
 
-def _is_async(opts: Any) -> bool:
-    """Whether the caller wants a handle.
+def _is_async(opts: Any) -> bool | None:
+    """Whether the caller wants a handle; None: it takes one, and may be torch's C++.
 
-    torch 2.0 does not tell the group, and its handles raise nothing: there the function that called it is looked for.
+    torch's functions in Python have an argument for it. Newer ones tell the group what it says, but so does C++.
     """
-    is_async = getattr(opts, "asyncOp", None)
-    if is_async is not None:
-        return bool(is_async)
+    if getattr(opts, "asyncOp", None) is False:
+        return False
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
-    return bool(frame.f_locals.get("async_op", True)) if frame else True
+    found = frame.f_locals.get("async_op") if frame else None
+    return None if found is None else bool(found)
 
 
 def _on_cuda(tensors: _Tensors) -> bool:

@@ -506,12 +506,35 @@ def fails(what: str, stage: str, at: str) -> None:
         print(f"stage {smp.pp_rank()} raised after {seconds:.1f} s: {type(error).__name__}: {error}", flush=True)
 
 
+class Slow(nn.Linear):
+    """Takes its time in its first call."""
+
+    slept = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if not Slow.slept:
+            Slow.slept = True
+            time.sleep(2.5)
+        return super().forward(value)
+
+
+def stalls() -> None:
+    """A module that takes long: who waits for it says so, and it says where it is."""
+    configure(microbatches=2, auto_partition=False, default_partition=0)
+    torch.manual_seed(0)
+    module = Net()
+    module.blocks[2] = Slow(24, 24)
+    smp.set_partition(module.blocks[2], 1)
+    train(smp.DistributedModel(module), make_optimizer("sgd", module), batches(2))
+    print("stalls")
+
+
 if __name__ == "__main__":
     cases: dict[str, Callable[..., None]] = {
         case.__name__: case
         for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
     }
-    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails)})
+    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails, stalls)})
     smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
     for case in sys.argv[1].split(","):
         cases[case](*sys.argv[2:])

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.backend.schedule import Schedule, Turn
 from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
 from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
+from smdistributed.modelparallel.torch.observation import Observer
 from smdistributed.modelparallel.torch.packing import pack, unpack
 from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, has_gpu, mix, working_on
 
@@ -89,6 +90,7 @@ class Stage:
         self._failure: BaseException | None = None
         self._told = False
         self._idle: _Idle | None = None
+        self._observer = Observer(f"stage {self.index} (rank {rank})")
 
     # --- the step, on the thread of the script
 
@@ -103,6 +105,7 @@ class Stage:
             self._step = _Step(self._steps, slot, config.deterministic_server)
             held, self._held = self._held, []
         self._step.forwards = microbatches if simple else 0
+        self._observer.step_begins(self._steps)
         for message in held:
             self._handle(message)
 
@@ -156,6 +159,7 @@ class Stage:
             step, self._step = self._step, None
         if step:
             step.generators.take_back()
+        self._observer.step_ends()
 
     # --- calls, on the threads of works
 
@@ -173,18 +177,24 @@ class Stage:
         def ask(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
             about = (0, tuple(route), modes, draw_seed(), body)
             reply = self._expect(call[1])
+            self._observer.waits(call[1], lambda: _told(work, route, self.ranks, "forward"))
             send(self._mail, ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
             message = self._wait(reply)
+            self._observer.waits_no_more(call[1])
             answer.append(message.about)
             return message.for_autograd()
 
         def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
+            work.is_backward = True
             replies.append(self._expect(call[1], is_backward=True))
+            self._observer.waits(call[1], lambda: _told(work, route[::-1], self.ranks, "backward"))
             about = (len(route) - 1, tuple(route))
             send(self._mail, ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
 
         def ask_back() -> Sequence[torch.Tensor | None]:
-            return self._wait(replies.pop()).all_here()
+            gradients = self._wait(replies.pop()).all_here()
+            self._observer.waits_no_more(call[1])
+            return gradients
 
         replies: list[_Reply] = []
         outputs = RemoteCall(ask, send_back, ask_back).run(tensors)
@@ -207,6 +217,7 @@ class Stage:
     def before_backward(self) -> None:
         """Called before the first backward of a microbatch: the simple pipeline waits for all forwards."""
         step, work = self._in_step(), _working()
+        work.is_backward = True
         if not step.forwards or work.microbatch in step.counted:
             return
         reply = _Reply(Turn(schedule.Kind.BACKWARD, work.microbatch))
@@ -326,8 +337,9 @@ class Stage:
             try:
                 with working_on(work):
                     self._raise_failure()
-                    step.generators.hand_to(work)
+                    self._take_turn(step, work)
                     job()
+                    self._observer.turn_ends(work)
             except BaseException as error:  # a worker has no caller
                 self.fail(error)
 
@@ -382,19 +394,25 @@ class Stage:
     def _exchange(self, step: _Step, work: Work, turn: Turn) -> None:
         """Give up the turn for another one."""
         waiter = Waiter()
+        self._observer.turn_ends(work)
         job = step.slot.exchange(Job(turn, waiter=waiter))
         if job is None or job.waiter is not waiter:
             self._dispatch(job)
             self._mail.wait(waiter)
         self._raise_failure()
+        self._take_turn(step, work)
+
+    def _take_turn(self, step: _Step, work: Work) -> None:
         step.generators.hand_to(work)
+        self._observer.turn_begins(work)
 
     def _sleep(self, step: _Step, work: Work, reply: _Reply) -> None:
+        self._observer.turn_ends(work)
         self._dispatch(step.slot.release())
         if self._failure is None:
             self._mail.wait(reply)
         self._raise_failure()
-        step.generators.hand_to(work)
+        self._take_turn(step, work)
 
     def _finish(self, microbatch: int) -> None:
         """A microbatch has ended on the first stage: nobody needs anything of it any more."""
@@ -468,6 +486,12 @@ class Stage:
 
     def _who(self, source: int) -> str:
         return f"Stage {self.ranks.index(source)} (rank {source})" if source in self.ranks else f"Rank {source}"
+
+
+def _told(work: Work, route: Sequence[Hop], ranks: Sequence[int], what: str) -> str:
+    """A call as a person names it."""
+    stages = ", then ".join(f"{', '.join(names)} on stage {stage} (rank {ranks[stage]})" for stage, names in route)
+    return f"microbatch {work.microbatch} waits for the {what} of {stages}"
 
 
 def _working() -> Work:

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepU
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
+from smdistributed.modelparallel.torch.observation import start_timeline
 from smdistributed.modelparallel.torch.stage import Stage
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class State:
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         self._exchange_addresses()
+        start_timeline(self.rank, self.grid.size)
         self.initialized = True
 
     def group(self, name: str) -> tuple[int, ...]:

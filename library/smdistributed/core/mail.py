@@ -247,7 +247,7 @@ class _Incoming:
                 view[:count] = self._ahead[self._at : self._at + count]
                 self._at += count
             else:
-                count = self.sock.recv_into(view)
+                count = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
                 if not count:
                     raise EOFError
             view = view[count:]

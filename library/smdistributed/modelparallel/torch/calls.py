@@ -40,7 +40,9 @@ class RemoteCall:
 
     def run(self, inputs: _Tensors) -> tuple[torch.Tensor, ...]:
         """The tensors of the answer, in the graph of this thread."""
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        if not torch.is_grad_enabled():
+            return tuple(tensor for tensor, _ in self.ask(inputs))
+        anchor = torch.zeros((), requires_grad=True)
         token = Block.apply(self, Enter.apply(self, anchor, *inputs))  # type: ignore[no-untyped-call]
         outputs: tuple[torch.Tensor, ...] = Leave.apply(self, token) if self.answer else ()  # type: ignore[no-untyped-call]
         self.answer = ()

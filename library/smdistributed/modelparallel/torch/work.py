@@ -117,8 +117,7 @@ class Modes:
     @contextmanager
     def set(self) -> Iterator[None]:
         """Have them inside `with`."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+        with torch.set_grad_enabled(self.grad), ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             yield

@@ -29,8 +29,9 @@ def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages:
 
 
 @pytest.mark.mpi
-def test_training_on_eight_ranks_equals_that_of_one_process(mpirun: Mpirun) -> None:
-    assert job(mpirun, 8, 8, "against_one_process").count("equal") == 8
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_on_eight_ranks_equals_that_of_one_process(mpirun: Mpirun, optimizer: str) -> None:
+    assert job(mpirun, 8, 8, "against_one_process", optimizer).count("equal") == 8
 
 
 @pytest.mark.mpi

@@ -5,7 +5,9 @@ Every rank knows what the others give: rank r gives `given(r, …)`. References 
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -365,6 +367,24 @@ def from_a_callback() -> None:
     assert second.tolist() == [SIZE] * 3
 
 
+def collected_meanwhile() -> None:
+    """torch's C++ holds a handle that nothing in Python names, and the garbage collector runs before it waits."""
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.is_set():
+            gc.collect(0)
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    try:
+        for _ in range(100):
+            dist._broadcast_coalesced(dist.group.WORLD, [torch.ones(4), torch.ones(8)], 16, 0)
+    finally:
+        ended.set()
+        collector.join()
+
+
 def parameters() -> None:
     parameter = torch.nn.Parameter(torch.ones(5))
     dist.all_reduce(parameter)
@@ -374,7 +394,8 @@ def parameters() -> None:
 CHECKS = (
     *(all_reduce, long, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
     *(strides, any_shape_and_strides, broadcast, all_gather, reduce_scatter, reduce, gather_and_scatter, all_to_all),
-    *(uneven, messages, coalesced, in_flight, a_handle_blocks_nobody, from_a_callback, parameters, refused, groups),
+    *(uneven, messages, coalesced, in_flight, a_handle_blocks_nobody, from_a_callback, collected_meanwhile),
+    *(parameters, refused, groups),
 )
 for check in CHECKS:
     try:

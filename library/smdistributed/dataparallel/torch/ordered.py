@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
@@ -102,26 +102,30 @@ class Ordered:
 class _Handle(Work):
     """What a caller waits for. That which torch makes of a future raises nothing in `wait`, up to torch 2.13.
 
-    torch's C++ holds the part of this object that is written in C++, which does not keep this one: left alone, it would
-    have the methods of the base class. So this object keeps itself until C++ has waited, or has asked for the future.
+    torch's C++ holds the part of this object that is written in C++. In old versions that does not keep this one: left
+    alone, it would have the methods of the base class, whose `wait` never ends. So what C++ may hold is kept until it
+    has waited or has asked for the future, and is kept from outside: the garbage collector takes a circle.
     """
+
+    _held_by_cpp: ClassVar[set[_Handle]] = set()
 
     def __init__(self, future: _Future[list[torch.Tensor]], for_cpp: bool) -> None:
         super().__init__()
         self._future = future
         self._told = future.then(lambda done: done.value())  # C++ knows only of errors that a callback has raised
-        self._itself = self if for_cpp else None
+        if for_cpp:
+            self._held_by_cpp.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the collective's end; raise what it raised."""
-        self._itself = None
+        self._held_by_cpp.discard(self)
         if timeout:
             raise SMDDPError("A handle's wait takes no timeout here: the group has one, init_process_group(timeout=…).")
         self._future.wait()
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
-        self._itself = None
+        self._held_by_cpp.discard(self)
         return self._told
 
     def is_completed(self) -> bool:

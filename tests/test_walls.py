@@ -46,6 +46,7 @@ def offences(room: str, forbidden: tuple[str, ...]) -> list[str]:
             ("smdistributed.dataparallel", "smdistributed.modelparallel", "smdistributed.rehearsal"),
         ),
         ("library/smdistributed/dataparallel", ("smdistributed.modelparallel", "smdistributed.rehearsal")),
+        ("library/smdistributed/modelparallel", ("smdistributed.dataparallel", "smdistributed.rehearsal")),
         ("library/smdistributed/rehearsal", ("smdistributed.dataparallel", "smdistributed.modelparallel")),
     ],
 )

@@ -48,7 +48,8 @@ def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: 
 
 @pytest.mark.mpi
 def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: Mpirun) -> None:
-    assert job(mpirun, 4, 2, "options").count("options") == 4
+    said = job(mpirun, 4, 2, "options,evaluates")
+    assert [said.count(word) for word in ("options", "evaluates")] == [4, 4]
 
 
 @pytest.mark.mpi

@@ -462,6 +462,50 @@ def uneven() -> None:
     print("uneven")
 
 
+class Partly(nn.Module):
+    """Has a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layers(value)  # type: ignore[no-any-return]
+
+
+def evaluates() -> None:
+    """An evaluation leaves gradients alone, what has none keeps none, and hooks whose handles nobody keeps all run."""
+    configure(microbatches=2)
+    torch.manual_seed(0)
+    model, ran = smp.DistributedModel(Partly()), []
+    for number in range(3):
+        model.register_post_partition_hook(lambda *_, number=number: ran.append(number))
+
+    @smp.step
+    def evaluate(model: Any, data: torch.Tensor) -> Any:
+        return model(data).mean()
+
+    evaluate(model, torch.ones(4, 8))
+    assert ran == [0, 1, 2], ran
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+
+    @smp.step
+    def fit(model: Any, data: torch.Tensor) -> None:
+        model.backward(model(data).square().mean())
+
+    fit(model, torch.ones(4, 8) * (1 + smp.dp_rank()))
+    trained = {name: parameter.grad is not None for name, parameter in model.local_named_parameters()}
+    assert trained == {name: not name.startswith("unused") for name in trained}, trained
+    kept = [parameter.grad.clone() for parameter in model.local_parameters() if parameter.grad is not None]
+    evaluate(model, torch.ones(4, 8))
+    now = [parameter.grad for parameter in model.local_parameters() if parameter.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(kept, now))
+    same = smp.allgather([gradient.sum().item() for gradient in now], smp.DP_GROUP)
+    assert all(sums == same[0] for sums in same), same
+    print("evaluates")
+
+
 class Fails(nn.Module):
     """Raises, or kills its process, at one of its calls."""
 
@@ -534,7 +578,7 @@ if __name__ == "__main__":
         case.__name__: case
         for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
     }
-    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails, stalls)})
+    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails, stalls, evaluates)})
     smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
     for case in sys.argv[1].split(","):
         cases[case](*sys.argv[2:])

@@ -369,7 +369,8 @@ def from_a_callback() -> None:
 
 def collected_meanwhile() -> None:
     """torch's C++ holds a handle that nothing in Python names, and the garbage collector runs before it waits."""
-    ended = threading.Event()
+    everybody, ended = dist.group.WORLD, threading.Event()
+    assert everybody is not None
 
     def collect() -> None:
         while not ended.is_set():
@@ -379,7 +380,7 @@ def collected_meanwhile() -> None:
     collector.start()
     try:
         for _ in range(100):
-            dist._broadcast_coalesced(dist.group.WORLD, [torch.ones(4), torch.ones(8)], 16, 0)
+            dist._broadcast_coalesced(everybody, [torch.ones(4), torch.ones(8)], 16, 0)  # type: ignore[attr-defined]
     finally:
         ended.set()
         collector.join()

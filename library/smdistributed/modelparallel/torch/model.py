@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.torch.auto_partition import auto_partition
@@ -19,18 +21,6 @@ from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.work import current
 
 _Hook = Callable[["DistributedModel", Any], Any]
-
-
-class RemovableHandle:
-    """`remove()` takes a hook away."""
-
-    def __init__(self, hooks: dict[int, Any], hook: Any) -> None:
-        self._hooks, self._key = hooks, id(self)
-        hooks[self._key] = hook
-
-    def remove(self) -> None:
-        """Take the hook away. Doing so twice is no error."""
-        self._hooks.pop(self._key, None)
 
 
 class DistributedModel(nn.Module):
@@ -72,8 +62,8 @@ class DistributedModel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._reducing = (overlapping_allreduce, bucket_cap_mb << 20, backward_passes_per_step)
         self._reducer: Reducer | None = None
-        self._after_partition: dict[int, Callable[..., Any]] = {}
-        self._after_step: dict[int, Callable[..., Any]] = {}
+        self._after_partition: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._after_step: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
         state.model = self
 
@@ -113,9 +103,9 @@ class DistributedModel(nn.Module):
         if self._reducer:
             self._reducer.begin()
 
-    def after_step(self) -> None:
-        """Called on all ranks when a step has ended."""
-        if self._reducer:
+    def after_step(self, had_backward: bool) -> None:
+        """Called on all ranks when a step has ended. had_backward: it trained; an evaluation leaves gradients alone."""
+        if self._reducer and had_backward:
             self._reducer.end()
         for hook in list(self._after_step.values()):
             hook(self, state.module_manager)
@@ -273,17 +263,17 @@ class DistributedModel(nn.Module):
         if self.partitioned:
             action()
         else:
-            RemovableHandle(self._after_partition, action)
+            _register(self._after_partition, action)
 
     def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
         """Have `hook(model, optimizer)` called when the model is placed; at once if it is."""
         if self.partitioned:
             hook(self, None)
-        return RemovableHandle(self._after_partition, hook)
+        return _register(self._after_partition, hook)
 
     def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
         """Have `hook(model, module_manager)` called at the end of every step."""
-        return RemovableHandle(self._after_step, hook)
+        return _register(self._after_step, hook)
 
     def _require_partition(self) -> None:
         if not self.partitioned:
@@ -291,3 +281,9 @@ class DistributedModel(nn.Module):
                 "The model is not placed yet: it is at its first call in a step. Use register_post_partition_hook for "
                 "what needs its local parameters."
             )
+
+
+def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -62,28 +62,39 @@ class Reducer:
         """A step begins."""
         self._seen.clear()
         self._next = 0
-        self._steps += 1
 
     def end(self) -> None:
-        """A step has ended: have the averages in place."""
-        if not self._is_last():
+        """A step with backwards has ended: have the averages in place."""
+        is_last = self._is_last()
+        self._steps += 1
+        if not is_last:
             return
         self._send_next(lambda _: True)
-        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets])
-        if self._overlap:
-            dist.all_reduce(early, group=self._group)
-        for bucket, again in zip(self._buckets, early.tolist()):
+        early, trained = self._agree()
+        for bucket in self._buckets:
             bucket.work.wait()
-            if again:
+            if bucket in early:
                 bucket.flat, bucket.work = None, None
                 self._send(bucket)
         for bucket in self._buckets:
             bucket.work.wait()
-            self._put_back(bucket)
+            self._put_back(bucket, trained)
         self._expected |= self._seen
 
     def _is_last(self) -> bool:
-        return self._steps % self._every == 0
+        return (self._steps + 1) % self._every == 0
+
+    def _agree(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
+        """The buckets that went too early on any replica, and the parameters that have a gradient on any."""
+        parameters = list(self._bucket_of)
+        told = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
+        flags = torch.tensor([float(flag) for flag in told])
+        dist.all_reduce(flags, group=self._group)
+        early, trained = flags[: len(self._buckets)].tolist(), flags[len(self._buckets) :].tolist()
+        return (
+            {bucket for bucket, flag in zip(self._buckets, early) if flag},
+            {parameter for parameter, flag in zip(parameters, trained) if flag},
+        )
 
     def _watch(self, parameter: nn.Parameter) -> Any:
         """Have `_accumulated` called after each accumulation; what must be kept for that (torch 2.0 knows this way)."""
@@ -116,12 +127,14 @@ class Reducer:
         bucket.flat /= len(self._ranks)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
-    def _put_back(self, bucket: _Bucket) -> None:
+    def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
         assert bucket.flat is not None
         offset = 0
         for parameter in bucket.parameters:
             part = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+            if parameter not in trained:
+                continue  # as in one process: optimizers leave alone what has no gradient
             if parameter.grad is None:
                 parameter.grad = part.clone()
             else:

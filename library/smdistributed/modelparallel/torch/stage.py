@@ -69,6 +69,7 @@ class _Step:
         self.forwards = 0
         """How many forwards all backwards wait for."""
         self.counted: set[int] = set()
+        self.had_backward = False
 
 
 class Stage:
@@ -133,7 +134,8 @@ class Stage:
         while True:
             message = self._next_event()
             if message.kind is Kind.END:
-                return message.about, [tensor for tensor in message.all_here() if tensor is not None]
+                body, self._in_step().had_backward = message.about
+                return body, [tensor for tensor in message.all_here() if tensor is not None]
             on_partition(message.about)
             send(self._mail, message.source, Kind.ANSWER, message.step, call=message.call)
 
@@ -151,15 +153,17 @@ class Stage:
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
         """Tell the other stages that the step has ended, with its results. On the first stage."""
         for rank in self.ranks[1:]:
-            send(self._mail, rank, Kind.END, self._in_step().number, about=packed[0], tensors=packed[1])
+            about = (packed[0], self._in_step().had_backward)
+            send(self._mail, rank, Kind.END, self._in_step().number, about=about, tensors=packed[1])
 
-    def leave(self) -> None:
-        """Leave the step: what is served later waits for the next."""
+    def leave(self) -> bool:
+        """Leave the step: what is served later waits for the next. Whether a backward ran in it."""
         with self._lock:
             step, self._step = self._step, None
         if step:
             step.generators.take_back()
         self._observer.step_ends()
+        return step is not None and step.had_backward
 
     # --- calls, on the threads of works
 
@@ -217,7 +221,7 @@ class Stage:
     def before_backward(self) -> None:
         """Called before the first backward of a microbatch: the simple pipeline waits for all forwards."""
         step, work = self._in_step(), _working()
-        work.is_backward = True
+        work.is_backward = step.had_backward = True
         if not step.forwards or work.microbatch in step.counted:
             return
         reply = _Reply(Turn(schedule.Kind.BACKWARD, work.microbatch))

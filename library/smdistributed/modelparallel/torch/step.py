@@ -63,8 +63,8 @@ def _decorate(
             state.stage.fail(error)
             raise
         finally:
-            state.stage.leave()
-        model.after_step()
+            had_backward = state.stage.leave()
+        model.after_step(had_backward)
         return merge(results)
 
     return wrapper

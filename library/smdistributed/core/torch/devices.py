@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import segment, timeline
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
-from smdistributed.dataparallel.exceptions import SMDDPError
 
 
 def take_device() -> None:

@@ -66,10 +66,12 @@ class Reducer:
 
     def end(self) -> None:
         """A step has ended: have the averages in place."""
-        if not self._is_last():
+        if not self._is_last() or not self._buckets:
             return
         self._send_next(lambda _: True)
-        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets])
+        # NCCL takes nothing else than what is on its devices; of others, the CPU's need not wait for a device.
+        device = self._buckets[0].parameters[0].device if dist.get_backend(self._group) == "nccl" else None
+        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets], device=device)
         if self._overlap:
             dist.all_reduce(early, group=self._group)
         for bucket, again in zip(self._buckets, early.tolist()):

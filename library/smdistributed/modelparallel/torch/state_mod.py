@@ -7,15 +7,15 @@ import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in, read_launch
 from smdistributed.core.mail import Mail, own_address
+from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.modelparallel.backend.config import Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
-from smdistributed.modelparallel.backend.ranks import Grid
+from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.stage import Stage
@@ -67,11 +67,12 @@ class State:
         fill_in(os.environ)
         self.cfg = read_config(argument, os.environ)
         launch = read_launch()
+        register()
         self._meet(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, dist.get_world_size())
-        for name in ("DP_GROUP", "PP_GROUP"):
+        for name in GROUPS:
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         self._exchange_addresses()
@@ -96,19 +97,22 @@ class State:
             return
         if self.cfg.ddp_port is not None:
             os.environ.setdefault("MASTER_PORT", str(self.cfg.ddp_port))
-        backend = self.cfg.ddp_dist_backend
-        if backend == "auto":
-            backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if size == 1 and "RANK" not in os.environ:
-            dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
+            dist.init_process_group(self._backend, store=HashStore(), rank=rank, world_size=size)
         else:
-            dist.init_process_group(backend)
+            dist.init_process_group(self._backend)
+
+    @property
+    def _backend(self) -> str:
+        """That of the groups: of itself `smddp`, which uses NCCL for CUDA tensors where every rank has a device."""
+        return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
     def _open_group(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._process_groups:
             return
-        everybody = len(ranks) == dist.get_world_size()
-        self._process_groups[ranks] = dist.group.WORLD if everybody else dist.new_group(list(ranks))
+        is_world = len(ranks) == dist.get_world_size() and dist.get_backend() == self._backend  # else the script's own
+        group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
+        self._process_groups[ranks] = group
 
     def _exchange_addresses(self) -> None:
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())

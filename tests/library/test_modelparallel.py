@@ -50,6 +50,13 @@ def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: M
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(("asked", "backend"), [("auto", "smddp"), ("gloo", "gloo")])
+def test_replicas_average_on_the_backend_asked_for(mpirun: Mpirun, asked: str, backend: str) -> None:
+    said = job(mpirun, 2, 1, "backends,uneven", BACKEND=asked)
+    assert (said.count(f"backends {backend}"), said.count("uneven")) == (2, 2)
+
+
+@pytest.mark.mpi
 def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpirun: Mpirun) -> None:
     said = [job(mpirun, ranks, ranks, "delayed") for ranks in (1, 3)]
     assert len({loss for text in said for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1

@@ -46,6 +46,16 @@ def take_device() -> None:
     )
 
 
+def device_of(group: Any) -> torch.device:
+    """Where a few numbers must be to go through a group, None for all ranks: NCCL takes nothing else than what is on its devices.
+
+    Through others they go from the CPU, which need not wait for a device.
+    """
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any) -> Any:
     """Return what carries tensors on CUDA devices, the same on all ranks: torch's NCCL group, or `Staged`.
 

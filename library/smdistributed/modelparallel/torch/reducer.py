@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smdistributed.core.torch.devices import device_of
+
 
 class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -69,9 +71,7 @@ class Reducer:
         if not self._is_last() or not self._buckets:
             return
         self._send_next(lambda _: True)
-        # NCCL takes nothing else than what is on its devices; of others, the CPU's need not wait for a device.
-        device = self._buckets[0].parameters[0].device if dist.get_backend(self._group) == "nccl" else None
-        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets], device=device)
+        early = torch.tensor([float(bucket.is_early) for bucket in self._buckets], device=device_of(self._group))
         if self._overlap:
             dist.all_reduce(early, group=self._group)
         for bucket, again in zip(self._buckets, early.tolist()):

@@ -7,12 +7,14 @@ import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in, read_launch
 from smdistributed.core.mail import Mail, own_address
 from smdistributed.core.torch.backend import BACKEND, register
+from smdistributed.core.torch.devices import take_device
 from smdistributed.modelparallel.backend.config import Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
@@ -46,6 +48,7 @@ class State:
         self.is_tracing = False
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self._device: int | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -75,8 +78,15 @@ class State:
         for name in GROUPS:
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
+        if torch.cuda.is_available():
+            take_device()
+        self.note_device()
         self._exchange_addresses()
         self.initialized = True
+
+    def note_device(self) -> None:
+        """Remember the GPU of this thread, the script's, for the threads in which messages arrive: each has its own."""
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def group(self, name: str) -> tuple[int, ...]:
         """The ranks of this rank's group of that name (a key of `backend.ranks.GROUPS`)."""
@@ -138,6 +148,8 @@ class State:
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        if self._device is not None and torch.cuda.current_device() != self._device:
+            torch.cuda.set_device(self._device)
         message = receive(source, head, bodies)
         if message.kind is Kind.OBJECT:
             self.post.deliver(message)

@@ -106,6 +106,7 @@ def test_overlap_by_compute_spans(tmp_path: Path) -> None:
     assert of.overlap == pytest.approx(1 - 30 / 80)
     assert of.bandwidth == pytest.approx(8000 / 80_000)
     assert (of.waiting, of.bytes, of.steps, of.step_time) == (20_000, 8000, 1, 120_000)
+    assert of.idle == pytest.approx(20 / 120)
 
 
 def test_overlap_without_compute_spans_is_by_the_waits(tmp_path: Path) -> None:
@@ -388,7 +389,8 @@ def test_the_command_prints_the_summary_and_writes_the_page_and_the_trace(tmp_pa
     result = shoal(".", "-o", "out.html", "--json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Rank 2 is the straggler" in result.stdout
-    assert re.search(r"^ +2 +90\.0 µs +250 µs +0 ns +100% +0\.0400 GB/s +10 +5\.00 µs *$", result.stdout, re.MULTILINE)
+    row = r"^ +2 +90\.0 µs +33% +250 µs +0 ns +100% +0\.0400 GB/s +10 +5\.00 µs *$"
+    assert re.search(row, result.stdout, re.MULTILINE)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     assert {event["pid"] for event in json.loads((tmp_path / "out.json").read_text())} == {0, 1, 2, 3}
 

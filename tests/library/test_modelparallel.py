@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage:
     else:
         assert said.count(f"Stage {stage} (rank {stage}) failed:") == 2
         assert said.count("ArithmeticError: this layer fails") >= 3
+
+
+@pytest.mark.mpi
+def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun, tmp_path: Path) -> None:
+    under = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stderr=1)"
+    environ = {"STAGES": "2", "SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
+    said = mpirun(2, "-c", under, RANKS, "stalls", **environ)
+    waits = "smp: stage 0 (rank 0), step 1, for 1 s: microbatch 0 waits for the forward of blocks.2 on stage 1 (rank 1)"
+    assert waits in said
+    assert "smp: stage 1 (rank 1), step 1, for 1 s: it computes microbatch 0, at:" in said
+    assert "in forward\n    time.sleep(2.5)" in said
+    events = json.loads((tmp_path / "smp_timeline_1.json").read_text())
+    found = [(event["name"], event["args"]["microbatch"]) for event in events if event.get("cat") == "compute"]
+    assert {("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)} <= set(found)
+    assert [event["name"] for event in events if event.get("cat") == "step"] == ["step 1", "step 2"]
 
 
 def test_dataparallel_beside_it_is_refused() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import runpy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +163,12 @@ def test_what_shares_a_parameter_is_on_one_stage_where_that_balances_better() ->
 def test_more_stages_than_modules_are_refused() -> None:
     with pytest.raises(SMPConfigError, match="'partitions' is 3, but the model has 2 modules"):
         cut([1.0, 1.0], ["a", "b"], [], 3)
+
+
+@pytest.mark.parametrize("simple", [True, False])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 16), (8, 16), (3, 2)])
+def test_a_chain_idles_no_longer_than_it_must(stages: int, microbatches: int, simple: bool) -> None:
+    """As the model of benchmarks/pipeline_model.py runs the schedule; forward and backward take times of their own."""
+    model = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/pipeline_model.py"))
+    idle = model["bubble"](model["Model"](stages, microbatches, simple=simple))
+    assert idle == pytest.approx((stages - 1) / (microbatches + stages - 1))

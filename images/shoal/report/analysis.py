@@ -8,6 +8,7 @@ For each rank,
   includes the time in which a rank that came early waits for the others.
 - *exposed* is the communication at times that are not busy. It makes the training longer; the rest is free.
 - *overlap* = 1 − exposed / communication.
+- *idle* is the part of its steps in which it computes nothing, where both are recorded: the bubble of a pipeline.
 - *bandwidth* is what its collectives were given, in bytes, over its communication time.
 
 The n-th collective of an operation, bucket and group on one rank is the n-th on every other. It cannot end before its
@@ -40,6 +41,8 @@ class RankReport:
     steps: int
     step_time: int | None
     """The median; None: no steps are recorded."""
+    idle: float | None
+    """The part of its steps in which it computes nothing, 0 to 1; None: steps or computation are not recorded."""
     slowest: Span | None
     last_to: int
     """The collectives to which it came last."""
@@ -170,6 +173,7 @@ def _report(rank: Rank, found: Sequence[Collective]) -> RankReport:
     spans = rank.of("communication")
     communication = _times(spans)
     steps = sorted(span.duration for span in rank.of("step"))
+    within, computing = _times(rank.of("step")), _times(rank.of("compute"))
     mine = [collective for collective in found if rank.number in collective.spans]
     late = sum(collective.spans[rank.number].begin - collective.first_begin for collective in mine)
     return RankReport(
@@ -180,6 +184,7 @@ def _report(rank: Rank, found: Sequence[Collective]) -> RankReport:
         bytes=sum(span.bytes for span in spans),
         steps=len(steps),
         step_time=steps[len(steps) // 2] if steps else None,
+        idle=length(difference(within, computing)) / length(within) if within and computing else None,
         slowest=max(spans, key=lambda span: span.duration, default=None),
         last_to=sum(collective.last == rank.number for collective in mine),
         lateness=late // len(mine) if mine else 0,

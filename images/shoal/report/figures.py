@@ -30,6 +30,7 @@ COLUMNS = (
     Column("host", "", lambda of: of.rank.host or _NONE, is_brief=False),
     Column("steps", "recorded", lambda of: str(of.steps or _NONE), is_brief=False),
     Column("step", "median", lambda of: time(of.step_time)),
+    Column("idle", "of its steps, computing nothing", lambda of: percent(of.idle)),
     Column("communication", "in any collective", lambda of: time(length(of.communication))),
     Column("exposed", "while not computing", lambda of: time(length(of.exposed))),
     Column("overlap", "1 − exposed / communication", lambda of: percent(of.overlap)),

@@ -47,9 +47,9 @@ def take_device() -> None:
 
 
 def device_of(group: Any) -> torch.device:
-    """Where a few numbers must be to go through a group, None for all ranks: NCCL takes nothing else than what is on its devices.
+    """Where a few numbers must be to go through a group; None: that of all ranks.
 
-    Through others they go from the CPU, which need not wait for a device.
+    NCCL takes nothing else than what is on its devices. Otherwise the CPU's are best: they wait for no device.
     """
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())

@@ -41,7 +41,7 @@ class Post:
         message = inbox.get()
         if message is None:
             raise SMPRuntimeError(f"Rank {source} is gone: its own error says why.")
-        return unpack(message.about, [pair[0] for pair in message.tensors if pair])
+        return unpack(message.about, [tensor for tensor in message.all_here() if tensor is not None])
 
     def gather(self, obj: object, ranks: Sequence[int]) -> list[Any]:
         """Every rank's object, in the order of `ranks`, which all call this."""

@@ -26,6 +26,17 @@ class Kind(enum.IntEnum):
     OBJECT = 7
 
 
+class Came(NamedTuple):
+    """A tensor of a message, on the CPU, and what was said of it."""
+
+    tensor: torch.Tensor
+    meta: Meta
+
+    def here(self) -> torch.Tensor:
+        """On this thread's GPU, if it came from one."""
+        return self.tensor.cuda() if self.meta[3] else self.tensor
+
+
 class Message(NamedTuple):
     """call: the number of the call it belongs to, counted by the stage that asks. about: what the kind needs."""
 
@@ -35,8 +46,15 @@ class Message(NamedTuple):
     microbatch: int
     call: Any
     about: Any
-    tensors: Sequence[tuple[torch.Tensor, bool] | None]
-    """Each with whether it requires grad; None where there is none."""
+    tensors: Sequence[Came | None]
+
+    def all_here(self) -> list[torch.Tensor | None]:
+        """The tensors on this thread's device; None where there is none."""
+        return [came and came.here() for came in self.tensors]
+
+    def for_autograd(self) -> list[tuple[torch.Tensor, bool]]:
+        """Those that are there, each with whether it requires grad."""
+        return [(came.here(), came.meta[2]) for came in self.tensors if came is not None]
 
 
 def send(
@@ -60,9 +78,5 @@ def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:
     """The message that `send` sent."""
     kind, step, microbatch, call, about, metas = pickle.loads(head)
     rest = iter(bodies)
-    tensors = [None if meta is None else _tensor(next(rest), meta) for meta in metas]
+    tensors = [None if meta is None else Came(from_buffer(next(rest), meta), meta) for meta in metas]
     return Message(Kind(kind), source, step, microbatch, call, about, tensors)
-
-
-def _tensor(buffer: bytearray, meta: Meta) -> tuple[torch.Tensor, bool]:
-    return from_buffer(buffer, meta), meta[2]

@@ -75,10 +75,10 @@ def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
 
 
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
-    """A tensor on these bytes, without a copy, or on the current GPU if it came from one."""
-    dtype, shape, _, on_gpu = meta
+    """A tensor on these bytes, without a copy."""
+    dtype, shape = meta[:2]
     tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
     if buffer:  # not as a view: modules may change what they get in place
         strides = torch.empty(shape, device="meta").stride()
         tensor.set_(torch.frombuffer(buffer, dtype=dtype).untyped_storage(), 0, shape, strides)
-    return tensor.cuda() if on_gpu else tensor
+    return tensor

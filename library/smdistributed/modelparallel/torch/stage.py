@@ -15,19 +15,19 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from smdistributed.core.mail import Mail
+from smdistributed.core.mail import Mail, Waiter
 from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn
-from smdistributed.modelparallel.backend.slot import Slot, Workers
+from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
 from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
+from smdistributed.modelparallel.torch.observation import Observer
 from smdistributed.modelparallel.torch.packing import pack, unpack
 from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, has_gpu, mix, working_on
 
@@ -36,20 +36,25 @@ Hop = tuple[int, tuple[str, ...]]
 """A stage, and the modules, by name, that it calls one after the other."""
 
 
-@dataclass
-class _Reply:
-    """What a thread waits for: the lock is open when it may go on. Without a turn it keeps the one that it has."""
+class _Reply(Waiter):
+    """What a thread waits for. Without a turn it keeps the one that it has."""
 
-    turn: Turn | None
-    message: Message | None = None
-    wake: threading.Lock = field(default_factory=threading.Lock)
+    __slots__ = ("message", "turn")
 
-    def __post_init__(self) -> None:
-        self.wake.acquire()
+    def __init__(self, turn: Turn | None) -> None:
+        super().__init__()
+        self.turn = turn
+        self.message: Message | None = None
 
-    def go_on(self) -> None:
-        with suppress(RuntimeError):  # a failure opens it as well
-            self.wake.release()
+
+class _Idle(Waiter):
+    """The thread of the script, which waits for an event, or for work to do meanwhile."""
+
+    __slots__ = ("do",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.do: Callable[[], None] | None = None
 
 
 class _Step:
@@ -84,6 +89,8 @@ class Stage:
         self._steps = 0
         self._failure: BaseException | None = None
         self._told = False
+        self._idle: _Idle | None = None
+        self._observer = Observer(f"stage {self.index} (rank {rank})")
 
     # --- the step, on the thread of the script
 
@@ -92,12 +99,13 @@ class Stage:
         self._raise_failure()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
-        slot = Slot(Schedule(window, config.deterministic_server), self._workers)
+        slot = Slot(Schedule(window, config.deterministic_server))
         with self._lock:
             self._steps += 1
             self._step = _Step(self._steps, slot, config.deterministic_server)
             held, self._held = self._held, []
         self._step.forwards = microbatches if simple else 0
+        self._observer.step_begins(self._steps)
         for message in held:
             self._handle(message)
 
@@ -111,7 +119,7 @@ class Stage:
             with modes.set():
                 results[microbatch] = body(microbatch)
             self._finish(microbatch)
-            self._events.put(_DONE)
+            self._put_event(_DONE)
 
         for microbatch in range(microbatches):
             work = Work(microbatch, schedule.Kind.FORWARD, mix(seed, step.number, microbatch))
@@ -125,7 +133,7 @@ class Stage:
         while True:
             message = self._next_event()
             if message.kind is Kind.END:
-                return message.about, [tensor for tensor, _ in message.tensors]  # type: ignore[misc]
+                return message.about, [tensor for tensor in message.all_here() if tensor is not None]
             on_partition(message.about)
             send(self._mail, message.source, Kind.ANSWER, message.step, call=message.call)
 
@@ -137,7 +145,7 @@ class Stage:
         for rank, call in calls.items():
             send(self._mail, rank, Kind.PARTITION, step.number, call=call, about=about)
         for reply in replies:
-            reply.wake.acquire()
+            self._mail.wait(reply)
         self._raise_failure()
 
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
@@ -151,6 +159,7 @@ class Stage:
             step, self._step = self._step, None
         if step:
             step.generators.take_back()
+        self._observer.step_ends()
 
     # --- calls, on the threads of works
 
@@ -168,18 +177,24 @@ class Stage:
         def ask(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
             about = (0, tuple(route), modes, draw_seed(), body)
             reply = self._expect(call[1])
+            self._observer.waits(call[1], lambda: _told(work, route, self.ranks, "forward"))
             send(self._mail, ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
             message = self._wait(reply)
+            self._observer.waits_no_more(call[1])
             answer.append(message.about)
-            return [pair for pair in message.tensors if pair is not None]
+            return message.for_autograd()
 
         def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
+            work.is_backward = True
             replies.append(self._expect(call[1], is_backward=True))
+            self._observer.waits(call[1], lambda: _told(work, route[::-1], self.ranks, "backward"))
             about = (len(route) - 1, tuple(route))
             send(self._mail, ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
 
         def ask_back() -> Sequence[torch.Tensor | None]:
-            return [pair and pair[0] for pair in self._wait(replies.pop()).tensors]
+            gradients = self._wait(replies.pop()).all_here()
+            self._observer.waits_no_more(call[1])
+            return gradients
 
         replies: list[_Reply] = []
         outputs = RemoteCall(ask, send_back, ask_back).run(tensors)
@@ -195,17 +210,14 @@ class Stage:
             return
         if work.kind is not kind:
             work.kind = kind
-            reply = _Reply(Turn(kind, work.microbatch))
-            step.slot.resume(Turn(kind, work.microbatch), reply.go_on)
-            self._sleep(step, work, reply)
+            self._exchange(step, work, Turn(kind, work.microbatch))
         elif step.slot.urgent:
-            step.slot.give_way(work.microbatch)
-            self._raise_failure()
-            step.generators.hand_to(work)
+            self._exchange(step, work, Turn(schedule.Kind.INTERRUPTED, work.microbatch))
 
     def before_backward(self) -> None:
         """Called before the first backward of a microbatch: the simple pipeline waits for all forwards."""
         step, work = self._in_step(), _working()
+        work.is_backward = True
         if not step.forwards or work.microbatch in step.counted:
             return
         reply = _Reply(Turn(schedule.Kind.BACKWARD, work.microbatch))
@@ -260,13 +272,13 @@ class Stage:
             self._resume(step, reply)
         elif message.kind is Kind.FINISHED:
             step.arrived.pop(message.microbatch, None)
-            step.slot.finish(message.microbatch)
+            self._dispatch(step.slot.finish(message.microbatch))
         else:
-            self._events.put(message)
+            self._put_event(message)
 
     def _serve_forward(self, step: _Step, message: Message) -> None:
         hop, route, modes, seed, body = message.about
-        came = [pair for pair in message.tensors if pair is not None]
+        came = message.for_autograd()
         arrived = Arrived(len(came))
         with modes.set():
             args, kwargs = unpack(body, arrived.tensors(came))
@@ -288,7 +300,7 @@ class Stage:
         hop, route = message.about
         unfinished = step.arrived[message.microbatch]
         arrived = unfinished.pop((message.call, hop), None)
-        given = [pair and pair[0] for pair in message.tensors]
+        given = message.all_here()
         if arrived is None:
             raise SMPRuntimeError(
                 f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
@@ -303,7 +315,7 @@ class Stage:
         else:
             self._tell(self.ranks[origin], (Kind.ANSWER, call), message, None, gradients)
         if not unfinished:
-            step.slot.finish(message.microbatch)
+            self._dispatch(step.slot.finish(message.microbatch))
 
     def _tell(
         self,
@@ -325,12 +337,39 @@ class Stage:
             try:
                 with working_on(work):
                     self._raise_failure()
-                    step.generators.hand_to(work)
+                    self._take_turn(step, work)
                     job()
+                    self._observer.turn_ends(work)
             except BaseException as error:  # a worker has no caller
                 self.fail(error)
 
-        step.slot.submit(Turn(work.kind, work.microbatch), do)
+        self._dispatch(step.slot.add(Job(Turn(work.kind, work.microbatch), do=do)))
+
+    def _dispatch(self, job: Job | None) -> None:
+        """See to a job whose turn has come: wake who goes on, or the script's thread, or a worker, for new work."""
+        if job is None:
+            return
+        if job.waiter is not None:
+            self._mail.wake(job.waiter)
+            return
+        assert job.do is not None
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is None:
+            self._workers.run(functools.partial(self._work, job.do))
+        else:
+            idle.do = job.do
+            self._mail.wake(idle)
+
+    def _work(self, do: Callable[[], None] | None) -> None:
+        """Do this, and then what has its turn next, on this thread, as long as that is new work."""
+        step = self._step
+        while do is not None and step is not None:
+            do()
+            job = step.slot.release()
+            do = job.do if job else None
+            if do is None:
+                self._dispatch(job)
 
     def _expect(self, call: int, is_backward: bool = False) -> _Reply:
         step = self._in_step()
@@ -348,16 +387,32 @@ class Stage:
 
     def _resume(self, step: _Step, reply: _Reply) -> None:
         if reply.turn is None:
-            reply.go_on()
+            self._mail.wake(reply)
         else:
-            step.slot.resume(reply.turn, reply.go_on)
+            self._dispatch(step.slot.add(Job(reply.turn, waiter=reply)))
+
+    def _exchange(self, step: _Step, work: Work, turn: Turn) -> None:
+        """Give up the turn for another one."""
+        waiter = Waiter()
+        self._observer.turn_ends(work)
+        job = step.slot.exchange(Job(turn, waiter=waiter))
+        if job is None or job.waiter is not waiter:
+            self._dispatch(job)
+            self._mail.wait(waiter)
+        self._raise_failure()
+        self._take_turn(step, work)
+
+    def _take_turn(self, step: _Step, work: Work) -> None:
+        step.generators.hand_to(work)
+        self._observer.turn_begins(work)
 
     def _sleep(self, step: _Step, work: Work, reply: _Reply) -> None:
-        step.slot.release()
+        self._observer.turn_ends(work)
+        self._dispatch(step.slot.release())
         if self._failure is None:
-            reply.wake.acquire()
+            self._mail.wait(reply)
         self._raise_failure()
-        step.generators.hand_to(work)
+        self._take_turn(step, work)
 
     def _finish(self, microbatch: int) -> None:
         """A microbatch has ended on the first stage: nobody needs anything of it any more."""
@@ -366,7 +421,7 @@ class Stage:
             send(self._mail, rank, Kind.FINISHED, step.number, microbatch)
         if step.forwards and microbatch not in step.counted:
             self._at_backward(step, microbatch)
-        step.slot.finish(microbatch)
+        self._dispatch(step.slot.finish(microbatch))
 
     def _at_backward(self, step: _Step, microbatch: int, *replies: _Reply) -> None:
         """One more forward has ended: with its reply it waits for the others, without it needs no backward."""
@@ -382,6 +437,8 @@ class Stage:
 
     def _next_event(self) -> Message:
         """What comes next for the thread of the script. Events are in order: what came before a failure counts."""
+        while self._events.empty():
+            self._be_idle()
         message = self._events.get()
         if message is None:
             assert self._failure is not None
@@ -394,11 +451,29 @@ class Stage:
                 return
             self._failure = error
             step = self._step
-        self._events.put(None)
+        self._put_event(None)
         if step:
             for reply in (*step.replies.values(), *step.at_backward):
-                reply.go_on()
-            step.slot.wake_all()
+                self._mail.wake(reply)
+            for job in step.slot.drain():
+                self._dispatch(job)
+
+    def _put_event(self, event: Message | None) -> None:
+        self._events.put(event)
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            self._mail.wake(idle)
+
+    def _be_idle(self) -> None:
+        """Wait for an event, and do what work comes before."""
+        idle = _Idle()
+        with self._lock:
+            if not self._events.empty():
+                return
+            self._idle = idle
+        self._mail.wait(idle)
+        self._work(idle.do)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -411,6 +486,12 @@ class Stage:
 
     def _who(self, source: int) -> str:
         return f"Stage {self.ranks.index(source)} (rank {source})" if source in self.ranks else f"Rank {source}"
+
+
+def _told(work: Work, route: Sequence[Hop], ranks: Sequence[int], what: str) -> str:
+    """A call as a person names it."""
+    stages = ", then ".join(f"{', '.join(names)} on stage {stage} (rank {ranks[stage]})" for stage, names in route)
+    return f"microbatch {work.microbatch} waits for the {what} of {stages}"
 
 
 def _working() -> Work:

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepU
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
+from smdistributed.modelparallel.torch.observation import start_timeline
 from smdistributed.modelparallel.torch.stage import Stage
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class State:
             take_device()
         self.note_device()
         self._exchange_addresses()
+        start_timeline(self.rank, self.grid.size)
         self.initialized = True
 
     def note_device(self) -> None:

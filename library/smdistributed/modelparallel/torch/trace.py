@@ -122,5 +122,5 @@ def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     if name == "convolution":
         return 2 * size * int(math.prod(args[1].shape[1:]))
     if "scaled_dot_product" in name:
-        return 4 * float(args[0].numel()) * args[1].shape[-2]
+        return 4 * float(args[0].numel()) * int(args[1].shape[-2])
     return size

@@ -23,11 +23,12 @@ _here = threading.local()
 class Work:
     """kind: what it does now. seed: of its random numbers."""
 
-    __slots__ = ("kind", "microbatch", "random", "seed")
+    __slots__ = ("is_backward", "kind", "microbatch", "random", "seed")
 
     def __init__(self, microbatch: int, kind: Kind, seed: int) -> None:
         self.microbatch, self.kind, self.seed = microbatch, kind, seed
         self.random: Any = None
+        self.is_backward = kind is Kind.BACKWARD
 
 
 def current() -> Work | None:

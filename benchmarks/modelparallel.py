@@ -1,0 +1,109 @@
+"""Model parallelism against what torch has, in one run: `make bench-modelparallel`.
+
+    modelparallel.py [ROUNDS]
+
+All on this machine, under mpirun, a thread for each rank; medians of ROUNDS (5), in which the ways take turns.
+
+- `bubble-P-M`: the share of a step in which a stage idles, of P stages and M microbatches on virtual accelerators
+  (modules that sleep 30 ms forward and 60 ms backward), against GPipe and 1F1B of torch.distributed.pipelining; the
+  goal is 1.1 times the least, (P-1)/(M+P-1);
+- `held-4-16`: the most microbatches whose activations the first stage holds, against the simple pipeline;
+- `call-forward`, `call-backward`: a call of a module on another stage with 64 KiB there and back, against torch's send
+  and recv of the same bytes;
+- `throughput-2-16`: a step of a small GPT on 2 stages of a thread each, against one process with two threads; the
+  ideal is that times (M+P-1)/M;
+- `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from report import Figure, finish, print_machine
+
+RANKS = Path(__file__).with_name("modelparallel_ranks.py")
+PIPELINES = ((2, 8), (4, 8), (4, 16), (8, 16))
+BLOCKS, WIDTH = 24, 1024
+BUBBLE_S = 0.090
+LIMIT_S = 280
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the figures."""
+    rounds = int(arguments[0]) if arguments else 5
+    print_machine()
+    figures: list[Figure] = []
+    for measure in (bubbles, held, calls, throughput, memory):
+        found = measure(rounds)
+        figures += found
+        for figure in found:
+            print(f"measured: {figure.name}", flush=True)
+    return finish(figures)
+
+
+def job(ranks: int, *case: object) -> dict[str, Any]:
+    """What the ranks' case tells."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    options = f"--allow-run-as-root --oversubscribe --bind-to none --timeout {LIMIT_S} -np {ranks}".split()
+    command = [str(mpirun), *options, sys.executable, str(RANKS), *map(str, case)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        sys.exit(f"modelparallel.py: {command} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
+    told: dict[str, Any] = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
+    return told
+
+
+def bubbles(rounds: int) -> list[Figure]:
+    figures = []
+    for stages, microbatches in PIPELINES:
+        told = job(stages, "bubble", microbatches, rounds)
+        found = {way: idle(microbatches, seconds) for way, seconds in told.items()}
+        least, name = (stages - 1) / (microbatches + stages - 1), f"bubble-{stages}-{microbatches}"
+        for suffix, way, rival, rival_name in (
+            ("", "interleaved", "1f1b", "torch-1F1B"),
+            ("-simple", "simple", "gpipe", "torch-GPipe"),
+        ):
+            figures.append(Figure(name + suffix, found[way], "share", 1.1 * least, found[rival], rival_name, 1.0))
+    return figures
+
+
+def idle(microbatches: int, seconds: float) -> float:
+    return 1 - microbatches * BUBBLE_S / seconds
+
+
+def held(_: int) -> list[Figure]:
+    found = job(4, "held", 16)
+    return [Figure("held-4-16", found["interleaved"], "microbatches", found["active"], found["simple"], "simple")]
+
+
+def calls(rounds: int) -> list[Figure]:
+    found = {name: seconds * 1e6 for name, seconds in job(2, "call", rounds).items()}
+    return [
+        Figure(f"call-{way}", found[way], "us", rival=found["bare"], rival_name="gloo-send-recv", ceiling=2.0)
+        for way in ("forward", "backward")
+    ]
+
+
+def throughput(rounds: int) -> list[Figure]:
+    found = job(2, "throughput", 16, rounds)
+    rival, ceiling = found["unsplit"], (16 + 2 - 1) / 16 / 0.9
+    return [Figure("throughput-2-16", found["split"], "s", rival=rival, rival_name="unsplit", ceiling=ceiling)]
+
+
+def memory(_: int) -> list[Figure]:
+    whole = job(1, "memory", BLOCKS, WIDTH)["most"] / 1e6
+    found = {stages: job(stages, "memory", BLOCKS, WIDTH)["most"] / 1e6 for stages in (2, 4)}
+    return [
+        Figure(f"memory-{stages}", most, "MB", rival=whole / stages, rival_name="share-of-unsplit", ceiling=1.15)
+        for stages, most in found.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""What a stage does and waits for: recorded for the timeline, and said when it lasts too long.
+
+`SMP_TIMELINE` names a directory, or a file that ends in `.json`: every rank writes there what `shoal report timeline`
+merges into one page. `SMDDP_STALL_SECONDS` (60 where it is not set) is how long a stage waits before it says for what.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from smdistributed.core import timeline
+from smdistributed.core.guards import stall_seconds
+from smdistributed.modelparallel.torch.work import Work
+
+VARIABLE = "SMP_TIMELINE"
+_FILE = "smp_timeline.json"
+_STACK_CALLS = 8
+_LOOKS = 4
+
+
+def start_timeline(rank: int, world_size: int) -> None:
+    """Begin to record, if the environment asks for it. Raises TimelineError when the file cannot be written."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        timeline.start(path, rank, world_size, default_name=_FILE)
+
+
+class Observer:
+    """Of one stage. `who`: how it calls itself."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._turn: tuple[Work, int, float] | None = None
+        self._began = self._began_ns = 0
+        self._waits: dict[int, tuple[Callable[[], str], float]] = {}
+        self._told: set[int] = set()
+        self._limit = stall_seconds()
+        self._step = 0
+        self._step_began = 0.0
+        self._thread: threading.Thread | None = None
+
+    def step_begins(self, number: int) -> None:
+        """The script's thread enters a step."""
+        self._waits.clear()
+        self._told.clear()
+        self._step, self._step_began, self._began_ns = number, time.monotonic(), timeline.now()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="smp-watch", daemon=True)
+            self._thread.start()
+
+    def step_ends(self) -> None:
+        """The script's thread leaves the step."""
+        if timeline.recorder is not None and self._step:
+            timeline.recorder.complete("step", f"step {self._step}", self._began_ns, timeline.now(), None)
+        self._step = 0
+
+    def turn_begins(self, work: Work) -> None:
+        """This thread computes now, for this work."""
+        self._turn = work, threading.get_ident(), time.monotonic()
+        self._began = timeline.now() if timeline.recorder is not None else 0
+
+    def turn_ends(self, work: Work) -> None:
+        """It does so no more."""
+        self._turn = None
+        if timeline.recorder is not None and self._began:
+            name = "backward" if work.is_backward else "forward"
+            args = {"microbatch": work.microbatch}
+            timeline.recorder.complete("compute", name, self._began, timeline.now(), args)
+
+    def waits(self, call: int, what: Callable[[], str]) -> None:
+        """A call is under way. what: how a person names it; asked only if it lasts."""
+        self._waits[call] = what, time.monotonic()
+
+    def waits_no_more(self, call: int) -> None:
+        """Its answer is there."""
+        self._waits.pop(call, None)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._limit / _LOOKS)
+            if self._step:
+                self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        """Say what has lasted longer than the limit, once."""
+        turn, waits = self._turn, list(self._waits.items())
+        late = [what() for call, (what, since) in waits if now - since > self._limit and call not in self._told]
+        self._told.update(call for call, (_, since) in waits if now - since > self._limit)
+        if turn and now - turn[2] > self._limit and id(turn[0]) not in self._told:
+            self._told.add(id(turn[0]))
+            late.append(f"it computes microbatch {turn[0].microbatch}, at:\n{_stack(turn[1])}")
+        idle = not turn and not waits and now - self._step_began > self._limit and -1 not in self._told
+        if idle:
+            self._told.add(-1)
+            late.append("nobody has called anything here: the first stage may not be in this step")
+        for what in late:
+            print(f"smp: {self._who}, step {self._step}, for {self._limit:g} s: {what}", file=sys.stderr, flush=True)
+
+
+def _stack(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-_STACK_CALLS:]).rstrip() if frame else "  (it has ended)"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.library.conftest import clean_environment
+from tests.library.conftest import TORCH, clean_environment
 
 if TYPE_CHECKING:
     from tests.library.conftest import Mpirun
@@ -35,8 +35,9 @@ def test_training_on_eight_ranks_equals_that_of_one_process(mpirun: Mpirun) -> N
 
 @pytest.mark.mpi
 def test_partition_by_hand_random_numbers_uneven_batches_and_messages(mpirun: Mpirun) -> None:
-    said = job(mpirun, 3, 3, "manual,dropout,uneven,ranks,half")
-    assert [said.count(word) for word in ("manual", "dropout", "uneven", "ranks", "half")] == [3] * 5
+    cases = ["manual", "dropout", "uneven", "ranks", *(["half"] if TORCH >= (2, 2) else [])]  # before: not on the CPU
+    said = job(mpirun, 3, 3, ",".join(cases))
+    assert [said.count(case) for case in cases] == [3] * len(cases)
 
 
 @pytest.mark.mpi

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 from smdistributed.core import timeline
-from smdistributed.dataparallel.torch.devices import Staged
+from smdistributed.core.torch.devices import Staged
 
 WARM_UP = 2
 RECORDED_STEPS = 5

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from smdistributed.core.torch import devices
 from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch import devices
 
 MINUTE = timedelta(minutes=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import runpy
 import zipfile
 from pathlib import Path
@@ -52,6 +53,29 @@ def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_pa
     log = mpirun(2, DIGITS / script, "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
     assert log.count("epoch ") == 10, "rank 0 alone prints"
     check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
+
+
+@pytest.mark.mpi
+def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+    """8 processes: 2-way data and 4-way model parallel. 640 images in batches of 64, 32 a replica: 10 iterations."""
+    channel = tmp_path / "channel"
+    alone(DIGITS / "prepare.py", channel)
+    contract = {f"SM_{name}": str(tmp_path / name) for name in ("MODEL_DIR", "OUTPUT_DATA_DIR")}
+    contract["SM_HP_MP_PARAMETERS"] = '{"partitions": 4, "microbatches": 4, "ddp": true, "pipeline": "interleaved"}'
+    compared = Path(__file__).parent / "ranks" / "modelparallel_digits.py"
+    log = mpirun(8, compared, "--epochs", "3", "--lr", "0.005", SM_CHANNEL_TRAINING=str(channel), **contract)
+    assert "2 replicas of 4 stages, batches of 64: 32 images a replica, in 4 microbatches" in log
+    epochs = re.findall(r"epoch \d/3 iterations (\d+) loss ([\d.]+)", log)
+    assert [int(iterations) for iterations, _ in epochs] == [10, 10, 10]
+    losses = [float(loss) for _, loss in epochs]
+    assert losses[0] > losses[1] > losses[2] and losses[2] < losses[0] / 2, losses
+    for stage in range(4):
+        assert log.count(f"replicas of stage {stage} are equal") == 2
+    weights = torch.load(tmp_path / "MODEL_DIR" / "model.pt")
+    Net = runpy.run_path(str(DIGITS / "digits.py"))["Net"]  # noqa: N806
+    Net().load_state_dict(weights)
+    metrics = json.loads((tmp_path / "OUTPUT_DATA_DIR" / "metrics.json").read_text())
+    assert metrics["world_size"] == 8 and metrics["test_accuracy"] > 0.7
 
 
 @pytest.mark.once

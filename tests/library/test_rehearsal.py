@@ -132,3 +132,10 @@ def test_as_many_gpus_as_ranks_on_the_host() -> None:
     assert read_settings(ranks) == Settings(gpus=4, tells=False, launched=True)
     assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
     assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"
+
+
+@pytest.mark.mpi
+def test_a_model_on_two_stages(mpirun: Mpirun, tmp_path: Path) -> None:
+    """Every stage's threads, which torch gives device 0, are on that of the rank."""
+    said = mpirun(2, RANKS / "modelparallel_rehearsed.py", tmp_path, **REHEARSE)
+    assert "rehearsed 0" in said and "rehearsed 1" in said

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from smdistributed.core.exceptions import SMDDPError
 
-class SMDDPError(RuntimeError):
-    """Data parallel training cannot go on; the message says why."""
+__all__ = ["SMDDPError", "SMDDPNCCLError"]
 
 
 class SMDDPNCCLError(SMDDPError):

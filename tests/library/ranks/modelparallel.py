@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -428,6 +429,16 @@ def ranks() -> None:
     print("ranks")
 
 
+def backends() -> None:
+    """Every group has the backend that the configuration says."""
+    names = ("world", "mp", "dp", "pp", "tp", "rdp")
+    groups = [getattr(smp, f"get_{name}_process_group")() for name in names]
+    found = {dist.get_backend(group) for group in groups}
+    sizes = [smp.size(), smp.mp_size(), smp.dp_size(), smp.pp_size(), smp.tp_size(), smp.rdp_size()]
+    assert [dist.get_world_size(group) for group in groups] == sizes
+    print(f"backends {' '.join(found)}\n", end="")
+
+
 def misuse() -> None:
     """Every rank raises, and says what and where."""
     configure(microbatches=4)
@@ -578,7 +589,8 @@ if __name__ == "__main__":
         case.__name__: case
         for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
     }
-    cases.update({case.__name__: case for case in (half, ranks, misuse, uneven, fails, stalls, evaluates)})
-    smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
+    cases.update({case.__name__: case for case in (half, ranks, backends, misuse, uneven, fails, stalls, evaluates)})
+    backend = os.environ.get("BACKEND", "auto")
+    smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True, "ddp_dist_backend": backend})
     for case in sys.argv[1].split(","):
         cases[case](*sys.argv[2:])

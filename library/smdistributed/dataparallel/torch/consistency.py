@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from smdistributed.core.torch import buckets
 from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch import buckets
 
 _MOST_LINES = 10
 _Row = tuple[str, str]  # a parameter's name, and what it is

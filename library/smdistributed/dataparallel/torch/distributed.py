@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 
 from smdistributed.core.launch import read_launch
+from smdistributed.core.torch.rendezvous import open_store
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.torch.rendezvous import open_store
 from smdistributed.dataparallel.torch.torch_smddp import BACKEND
 
 if TYPE_CHECKING:

@@ -16,28 +16,15 @@ is gone, does not come in time or calls another one, and where a dtype has no su
 
 from __future__ import annotations
 
-import inspect
 import os
 
-import torch.distributed
-
 from smdistributed.core.launch import fill_in
+from smdistributed.core.torch.backend import BACKEND, register
+from smdistributed.core.torch.process_group import ProcessGroup
 from smdistributed.dataparallel.torch import consistency
-from smdistributed.dataparallel.torch.process_group import ProcessGroup, create
 
-BACKEND = "smddp"
+__all__ = ["BACKEND"]
 
-
-def _register() -> None:
-    if BACKEND in torch.distributed.Backend.backend_list:
-        return
-    register = torch.distributed.Backend.register_backend
-    if "devices" in inspect.signature(register).parameters:  # torch 2.1 and later
-        register(BACKEND, create, devices=["cpu", "cuda"])
-    else:
-        register(BACKEND, create)
-
-
-_register()
+register()
 consistency.install(lambda group: isinstance(group, ProcessGroup))
 fill_in(os.environ)

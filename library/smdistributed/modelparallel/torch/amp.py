@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.torch.state_mod import state
 
 
@@ -15,15 +16,21 @@ class GradScaler(torch.cuda.amp.GradScaler):
 
     def unscale_(self, optimizer: Any) -> None:
         """Take the scale out of this stage's gradients, and learn of overflows on the others."""
-        super().unscale_(getattr(optimizer, "optimizer", optimizer))
         if not self.is_enabled():
             return
+        self._begin()
+        super().unscale_(getattr(optimizer, "optimizer", optimizer))
         found = self._per_optimizer_states[id(getattr(optimizer, "optimizer", optimizer))]["found_inf_per_device"]
-        worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)])
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=state.process_group("PP_GROUP"))
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        for key in list(found) or [device]:
-            found[key] = worst.to(device)
+        group = state.process_group("PP_GROUP")
+        worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)], device=device_of(group))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        for key in list(found) or [_own_device()]:
+            found[key] = worst.to(_own_device())
+
+    def _begin(self) -> None:
+        """The first stage alone scales losses, which is when torch's makes its scale."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(_own_device())
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch's, for a DistributedOptimizer too."""
@@ -31,3 +38,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
         if self.is_enabled() and self._per_optimizer_states[id(inner)]["stage"].name == "READY":
             self.unscale_(inner)
         return super().step(inner, *args, **kwargs)
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

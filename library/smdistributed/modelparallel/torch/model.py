@@ -226,8 +226,11 @@ class DistributedModel(nn.Module):
             self._to_load = dict(state_dict), strict
             return None
         local = set(self.local_state_dict())
-        wanted = {key: value for key, value in state_dict.items() if key in local}
-        full = set(self.module.state_dict())
+        own = self.module.state_dict()
+        wanted = OrderedDict((key, value) for key, value in state_dict.items() if key in local)
+        # Without versions, torch takes it for that of an old BatchNorm, and fills in buffers that are on other stages.
+        wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
+        full = set(own)
         missing, unexpected = sorted(local - wanted.keys()), sorted(set(state_dict) - full)
         if strict and (missing or unexpected):
             raise RuntimeError(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.torch.state_mod import state
 
@@ -109,7 +110,7 @@ class DistributedOptimizer:
         self.overflow = False
         if self.scale.value == 1.0 and not self._masters:
             return
-        found = torch.zeros(1)
+        found = torch.zeros(1, device=device_of(None))
         for parameter in self._with_gradients(half=True):
             gradient = parameter.grad
             assert gradient is not None

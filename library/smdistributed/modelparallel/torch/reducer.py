@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smdistributed.core.torch.devices import device_of
+
 
 class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -67,7 +69,7 @@ class Reducer:
         """A step with backwards has ended: have the averages in place."""
         is_last = self._is_last()
         self._steps += 1
-        if not is_last:
+        if not is_last or not self._buckets:
             return
         self._send_next(lambda _: True)
         early, trained = self._agree()
@@ -88,7 +90,7 @@ class Reducer:
         """The buckets that went too early on any replica, and the parameters that have a gradient on any."""
         parameters = list(self._bucket_of)
         told = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
-        flags = torch.tensor([float(flag) for flag in told])
+        flags = torch.tensor([float(flag) for flag in told], device=device_of(self._group))
         dist.all_reduce(flags, group=self._group)
         early, trained = flags[: len(self._buckets)].tolist(), flags[len(self._buckets) :].tolist()
         return (

@@ -13,9 +13,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in, read_launch
 from smdistributed.core.mail import Mail, own_address
+from smdistributed.core.torch.backend import BACKEND, register
+from smdistributed.core.torch.devices import take_device
 from smdistributed.modelparallel.backend.config import Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
-from smdistributed.modelparallel.backend.ranks import Grid
+from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.observation import start_timeline
@@ -47,6 +49,7 @@ class State:
         self.is_tracing = False
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self._device: int | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -68,16 +71,24 @@ class State:
         fill_in(os.environ)
         self.cfg = read_config(argument, os.environ)
         launch = read_launch()
+        register()
         self._meet(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, dist.get_world_size())
-        for name in ("DP_GROUP", "PP_GROUP"):
+        for name in GROUPS:
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
+        if torch.cuda.is_available():
+            take_device()
+        self.note_device()
         self._exchange_addresses()
         start_timeline(self.rank, self.grid.size)
         self.initialized = True
+
+    def note_device(self) -> None:
+        """Remember the GPU of this thread, the script's, for the threads in which messages arrive: each has its own."""
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def group(self, name: str) -> tuple[int, ...]:
         """The ranks of this rank's group of that name (a key of `backend.ranks.GROUPS`)."""
@@ -98,19 +109,22 @@ class State:
             return
         if self.cfg.ddp_port is not None:
             os.environ.setdefault("MASTER_PORT", str(self.cfg.ddp_port))
-        backend = self.cfg.ddp_dist_backend
-        if backend == "auto":
-            backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if size == 1 and "RANK" not in os.environ:
-            dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
+            dist.init_process_group(self._backend, store=HashStore(), rank=rank, world_size=size)
         else:
-            dist.init_process_group(backend)
+            dist.init_process_group(self._backend)
+
+    @property
+    def _backend(self) -> str:
+        """That of the groups: of itself `smddp`, which uses NCCL for CUDA tensors where every rank has a device."""
+        return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
     def _open_group(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._process_groups:
             return
-        everybody = len(ranks) == dist.get_world_size()
-        self._process_groups[ranks] = dist.group.WORLD if everybody else dist.new_group(list(ranks))
+        is_world = len(ranks) == dist.get_world_size() and dist.get_backend() == self._backend  # else the script's own
+        group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
+        self._process_groups[ranks] = group
 
     def _exchange_addresses(self) -> None:
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
@@ -136,6 +150,8 @@ class State:
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        if self._device is not None and torch.cuda.current_device() != self._device:
+            torch.cuda.set_device(self._device)
         message = receive(source, head, bodies)
         if message.kind is Kind.OBJECT:
             self.post.deliver(message)

@@ -18,8 +18,8 @@ import torch
 from smdistributed.core import shared_memory
 from smdistributed.core.guards import CollectiveError, UnexplainedError
 from smdistributed.core.shared_memory import SharedMemory
+from smdistributed.core.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 from smdistributed.core.watch import Watch
-from smdistributed.dataparallel.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 
 _Tensor = torch.Tensor
 _Tensors = Sequence[torch.Tensor]

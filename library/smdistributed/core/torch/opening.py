@@ -9,14 +9,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.shared_memory import Member, SharedMemory, exchange, meet, share
+from smdistributed.core.torch.devices import refusal, without_nccl
+from smdistributed.core.torch.engines import AcrossHosts, Engine, OnHost, OnHosts, Watched
+from smdistributed.core.torch.mpi import open_mpi
+from smdistributed.core.torch.rendezvous import beside
 from smdistributed.core.watch import Watch
-from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch.devices import refusal, without_nccl
-from smdistributed.dataparallel.torch.engines import AcrossHosts, Engine, OnHost, OnHosts, Watched
-from smdistributed.dataparallel.torch.mpi import open_mpi
-from smdistributed.dataparallel.torch.rendezvous import beside
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from smdistributed.core import native
-from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.core.exceptions import SMDDPError
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in native.DTYPES if hasattr(torch, name)}
 OPS: dict[ReduceOp.RedOpType, str] = {getattr(ReduceOp, name.upper()): name for name in native.OPS}

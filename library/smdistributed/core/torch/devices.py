@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import segment, timeline
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
-from smdistributed.dataparallel.exceptions import SMDDPError
 
 
 def take_device() -> None:
@@ -44,6 +44,16 @@ def take_device() -> None:
         "the host to be reduced.",
         stacklevel=2,
     )
+
+
+def device_of(group: Any) -> torch.device:
+    """Where a few numbers must be to go through a group; None: that of all ranks.
+
+    NCCL takes nothing else than what is on its devices. Otherwise the CPU's are best: they wait for no device.
+    """
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.shared_memory import exchange
-from smdistributed.dataparallel.exceptions import SMDDPError
 
 _Tensors = Sequence[torch.Tensor]
 _TAGS = 1 << 15  # every MPI has as many

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import Work
 
-from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.core.exceptions import SMDDPError
 
 _Tensors = Sequence[torch.Tensor]
 _Future = torch.futures.Future

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from smdistributed.core import timeline
-from smdistributed.dataparallel.torch.ordered import Ordered
+from smdistributed.core.torch.ordered import Ordered
 
 
 class _Backward:

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import timeline
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
-from smdistributed.dataparallel.exceptions import SMDDPError
-from smdistributed.dataparallel.torch import buckets, observation
-from smdistributed.dataparallel.torch.devices import open_cuda, take_device
-from smdistributed.dataparallel.torch.engines import Engine, Watched
-from smdistributed.dataparallel.torch.opening import open_engine
-from smdistributed.dataparallel.torch.ordered import Ordered
-from smdistributed.dataparallel.torch.tensors import (
+from smdistributed.core.torch import buckets, observation
+from smdistributed.core.torch.devices import open_cuda, take_device
+from smdistributed.core.torch.engines import Engine, Watched
+from smdistributed.core.torch.opening import open_engine
+from smdistributed.core.torch.ordered import Ordered
+from smdistributed.core.torch.tensors import (
     OPS,
     Flat,
     premultiplied_by,

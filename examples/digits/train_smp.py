@@ -1,0 +1,114 @@
+"""Train the digits with the model cut into four stages, and two replicas of it: `mpirun -np 8 python train_smp.py`.
+
+The interface is `smdistributed.modelparallel`: the network is the ordinary one of the other scripts.
+Each of the two replicas gets 32 of a batch's 64 images, in four microbatches that follow each other through the stages.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from digits import Net, arguments_parser, load_digits, save
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+import smdistributed.modelparallel.torch as smp
+
+PARAMETERS = {"partitions": 4, "microbatches": 4, "ddp": True}
+"""Those of the job, the hyperparameter `mp_parameters`, win over these."""
+
+
+@smp.step
+def train_step(model: Any, images: torch.Tensor, targets: torch.Tensor) -> Any:
+    loss = functional.cross_entropy(model(images), targets)
+    model.backward(loss)  # not loss.backward(): it begins on another stage
+    return loss
+
+
+@smp.step
+def test_step(model: Any, images: torch.Tensor) -> Any:
+    return model(images)
+
+
+def main() -> None:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--images", type=int, default=640, help="how many to train with (default: 640)")
+    parser.add_argument("--mp_parameters", help="smp.init reads these itself, from SM_HP_MP_PARAMETERS")
+    arguments = parser.parse_args()
+    smp.init(PARAMETERS)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(smp.local_rank())
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(1)  # the network is small: the cores are for the ranks
+
+    digits, test = load_digits(arguments.data_dir)
+    training = Subset(digits, range(arguments.images))
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        training, num_replicas=smp.dp_size(), rank=smp.dp_rank(), seed=arguments.seed
+    )
+    loader = DataLoader(training, batch_size=arguments.batch_size, sampler=sampler, drop_last=True)
+    network = Net()
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(network.parameters(), lr=arguments.lr))
+    model = smp.DistributedModel(network)  # cut and placed at the first step
+    if smp.rank() == 0:
+        print(
+            f"{smp.dp_size()} replicas of {smp.pp_size()} stages, batches of {smp.dp_size() * arguments.batch_size}: "
+            f"{arguments.batch_size} images a replica, in {smp.state.cfg.microbatches} microbatches",
+            flush=True,
+        )
+
+    training_seconds = 0.0
+    for epoch in range(1, arguments.epochs + 1):
+        sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        iterations, loss = train_epoch(model, loader, optimizer)
+        training_seconds += time.perf_counter() - start
+        loss = sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size()
+        if smp.rank() == 0:
+            print(f"epoch {epoch}/{arguments.epochs} iterations {iterations} loss {loss:.4f}", flush=True)
+
+    test_accuracy = accuracy(model, test)
+    if smp.dp_rank() == 0:
+        weights = model.state_dict(gather_to_rank0=True)  # all stages of a replica call it
+    if smp.rank() == 0:
+        metrics = {
+            "test_accuracy": test_accuracy,
+            "images_per_second": len(sampler) * smp.dp_size() * arguments.epochs / training_seconds,
+            "training_seconds": training_seconds,
+            "epochs": arguments.epochs,
+            "world_size": smp.size(),
+        }
+        save(weights, metrics, arguments)
+    smp.barrier()
+
+
+def train_epoch(model: Any, loader: Any, optimizer: Any) -> tuple[int, float]:
+    """One pass over this replica's share: how many iterations, and their mean loss. All stages get the loss."""
+    model.train()
+    losses = []
+    for images, targets in loader:
+        optimizer.zero_grad()
+        if torch.cuda.is_available():
+            images, targets = images.cuda(), targets.cuda()
+        losses.append(float(train_step(model, images, targets).reduce_mean()))
+        optimizer.step()
+    return len(losses), sum(losses) / len(losses)
+
+
+def accuracy(model: Any, test: Any) -> float:
+    """Of as many of the test digits as divide into microbatches."""
+    model.eval()
+    images, targets = test.tensors
+    count = len(images) - len(images) % smp.state.cfg.microbatches
+    if torch.cuda.is_available():
+        images = images.cuda()
+    with torch.no_grad():
+        scores = test_step(model, images[:count]).concat()
+    return float((scores.argmax(1).cpu() == targets[:count]).float().mean())
+
+
+if __name__ == "__main__":
+    main()

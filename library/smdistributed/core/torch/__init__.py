@@ -1,0 +1,1 @@
+"""The engine for PyTorch: the process group that averages gradients, for data and for model parallel training."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.devices import move_here
+
 _Tensor = torch.Tensor
 Meta = tuple[torch.dtype, tuple[int, ...], bool, bool]
 """What the bytes of a tensor do not say: dtype, shape, whether it requires grad, whether it is on a GPU."""
@@ -75,10 +77,10 @@ def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
 
 
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
-    """A tensor on these bytes, without a copy, or on the current GPU if it came from one."""
+    """A tensor on these bytes, without a copy, or on this rank's GPU if it came from one."""
     dtype, shape, _, on_gpu = meta
     tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
     if buffer:  # not as a view: modules may change what they get in place
         strides = torch.empty(shape, device="meta").stride()
         tensor.set_(torch.frombuffer(buffer, dtype=dtype).untyped_storage(), 0, shape, strides)
-    return tensor.cuda() if on_gpu else tensor
+    return move_here(tensor) if on_gpu else tensor

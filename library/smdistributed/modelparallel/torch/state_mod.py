@@ -16,6 +16,7 @@ from smdistributed.core.mail import Mail, own_address
 from smdistributed.modelparallel.backend.config import Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
 from smdistributed.modelparallel.backend.ranks import Grid
+from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.stage import Stage
@@ -70,11 +71,15 @@ class State:
         self._meet(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size or launch.world_size
+        devices.guess(self.local_rank)
         self.grid = Grid.of(self.cfg, dist.get_world_size())
         for name in ("DP_GROUP", "PP_GROUP"):
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         self._exchange_addresses()
+        # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+            os.environ.pop("LOCAL_RANK", None)
         self.initialized = True
 
     def group(self, name: str) -> tuple[int, ...]:

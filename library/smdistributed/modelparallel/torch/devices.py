@@ -1,0 +1,32 @@
+"""The GPU of this rank. CUDA keeps the current one for each thread: those that receive and work have to be told."""
+
+from __future__ import annotations
+
+import torch
+
+_index: int | None = None
+
+
+def guess(local_rank: int) -> None:
+    """Until a step begins: the device that scripts choose, as AWS's documents have them do."""
+    global _index
+    if torch.cuda.is_available():
+        _index = local_rank % torch.cuda.device_count()
+
+
+def note() -> None:
+    """This rank's device is the one that this thread, the script's, has now."""
+    global _index
+    if torch.cuda.is_available():
+        _index = torch.cuda.current_device()
+
+
+def use() -> None:
+    """Have this thread use it."""
+    if _index is not None:
+        torch.cuda.set_device(_index)
+
+
+def move_here(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on it, on any thread."""
+    return tensor.cuda(_index)

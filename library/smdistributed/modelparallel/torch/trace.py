@@ -51,7 +51,7 @@ def trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwar
 def _without_modes() -> Iterator[None]:
     """Without what others do at every call of torch: a default device, or a rehearsal's pretended GPUs."""
     with ExitStack() as stack:
-        for _ in _get_current_function_mode_stack():
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         yield
 
@@ -142,5 +142,5 @@ def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     if name == "convolution":
         return 2 * size * int(math.prod(args[1].shape[1:]))
     if "scaled_dot_product" in name:
-        return 4 * float(args[0].numel()) * args[1].shape[-2]
+        return 4 * float(args[0].numel()) * int(args[1].shape[-2])
     return size

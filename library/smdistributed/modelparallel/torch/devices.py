@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils._pytree import tree_map
 
 _index: int | None = None
 
@@ -30,3 +33,10 @@ def use() -> None:
 def move_here(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` on it, on any thread."""
     return tensor.cuda(_index)
+
+
+def move_all_here(nested: Any) -> Any:
+    """`nested` with its tensors on it; without a GPU as it is."""
+    if _index is None:
+        return nested
+    return tree_map(lambda value: move_here(value) if isinstance(value, torch.Tensor) else value, nested)

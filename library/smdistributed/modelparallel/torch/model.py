@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.construction import materialize_module
 from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
@@ -91,13 +92,17 @@ class DistributedModel(nn.Module):
     # --- inside a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. Raises StepUsageError outside a step."""
+        """Call the model, with tensors that are on the CPU moved to this rank's GPU, where it has one (AWS API).
+
+        Raises StepUsageError outside a step.
+        """
         if current() is None:
             raise StepUsageError("The model is called outside a step: call it in a function under @smp.step.")
         if not self.partitioned:
             stages = self._choose_stages(args, kwargs)
             state.stage.partition(stages)
             self.apply_partition(stages)
+        args, kwargs = devices.move_all_here((args, kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:

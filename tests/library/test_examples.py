@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py"
+GPT2 = EXAMPLES / "gpt2" / "train.py"
 BAR = 0.96
 each_script = pytest.mark.parametrize(
     "script", ["train.py", "train_torch.py", pytest.param("train_fsdp.py", marks=shards_on_the_cpu)]
@@ -122,6 +123,20 @@ def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
         alone(DIGITS / "train.py", "--epoch-count", "3")
     with pytest.raises(AssertionError, match=r"digits\.npz is missing: write it with `python prepare\.py"):
         alone(DIGITS / "train.py", SM_CHANNEL_TRAINING=str(tmp_path))
+
+
+@pytest.mark.mpi
+def test_gpt2_on_two_stages_and_from_its_checkpoint(mpirun: Mpirun, tmp_path: Path) -> None:
+    small = ("--steps", "30", "--width", "48", "--layers", "2", "--checkpoint-dir", tmp_path / "kept")
+    log = mpirun(2, GPT2, *small, SM_MODEL_DIR=str(tmp_path / "model"))
+    losses = [float(line.split()[-1]) for line in log.splitlines()]
+    assert len(losses) == 3 and losses[-1] < 2.9 < losses[0]
+    weights = torch.load(tmp_path / "model" / "model.pt")
+    assert weights["head.weight"].shape == (256, 48)
+    assert weights["blocks.1.merge.weight"].abs().sum() > 0
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"last_partial", "newest"}
+    resumed = mpirun(1, GPT2, *small, "--partitions", "1", SM_MODEL_DIR=str(tmp_path / "again"))
+    assert resumed.startswith("step 40: ") and float(resumed.splitlines()[0].split()[-1]) < 2.9
 
 
 @pytest.mark.once

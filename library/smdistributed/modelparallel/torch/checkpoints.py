@@ -15,24 +15,39 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.torch.api import barrier, dp_rank, mp_rank, pp_rank
+from smdistributed.modelparallel.torch.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import state
 
 _NEWEST = "newest"
 _USER = "user_content.pt"
+_TORCH_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
+"""What transformers' Trainer asks for as a full checkpoint, and what it has saved instead."""
 
 
-def save(obj: Any, f: str | os.PathLike[str], partial: bool = True, **_: Any) -> None:
-    """Save an object, to `f`, or with `partial` to `f_{mp_rank}`, which every stage calls."""
-    path = Path(f"{os.fspath(f)}_{mp_rank()}" if partial else f)
-    _write(obj, path)
+def save(obj: Any, f: str | os.PathLike[str], partial: bool = True, v3: bool = False, **_: Any) -> None:
+    """Save an object, to `f`, or with `partial` to `f_{mp_rank}`, which every stage calls.
+
+    v3: what replicas save differs, as it does with `shard_optimizer_state`: `f_{pp_rank}_{tp_rank}_{rdp_rank}`.
+    """
+    _write(obj, _of_this_replica(f) if partial and v3 else _of_this_stage(f) if partial else Path(f))
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, partial: bool = True, **_: Any) -> Any:
     """Load what `save` saved."""
-    return _read(Path(f"{os.fspath(f)}_{mp_rank()}" if partial else f), map_location)
+    if not partial:
+        return _read(Path(f), map_location)
+    own = _of_this_replica(f)
+    return _read(own if own.is_file() else _of_this_stage(f), map_location)
+
+
+def _of_this_stage(f: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(f)}_{mp_rank()}")
+
+
+def _of_this_replica(f: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(f)}_{pp_rank()}_{tp_rank()}_{rdp_rank()}")
 
 
 def save_checkpoint(
@@ -86,14 +101,16 @@ def resume_from_checkpoint(
     tag = tag or _newest(directory, partial)
     if partial:
         return _resume_partial(directory / f"{tag}_partial", strict, load_optimizer)
-    if not (directory / tag).is_file():
+    weights = directory / tag
+    if not weights.is_file() and tag == _TORCH_WEIGHTS:
+        weights = directory / _SAFE_WEIGHTS
+    if not weights.is_file():
         raise SMPRuntimeError(f"There is no full checkpoint {tag!r} in {directory}: it holds {_listing(directory)}.")
-    state.the_model().load_state_dict(_read(directory / tag), strict)
+    state.the_model().load_state_dict(_read_weights(weights), strict)
     saved = directory / f"optimizer_{tag}"
     if load_optimizer and state.optimizer is not None and saved.is_file():
         state.optimizer.load_state_dict(_read(saved))
-    user = directory / _USER
-    return _read(user) if user.is_file() else None
+    return _read_user(directory)
 
 
 def _save_partial(
@@ -152,8 +169,7 @@ def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
     parts = [_read(file) for file in sorted(directory.glob("optimizer_*.pt"))]
     if parts and load_optimizer and state.optimizer is not None:
         state.optimizer.load_state_dict(_joined(parts))
-    user = directory / _USER
-    return _read(user) if user.is_file() else None
+    return _read_user(directory)
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,6 +238,20 @@ def _write_text(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+def _read_weights(path: Path) -> Any:
+    if path.name != _SAFE_WEIGHTS:
+        return _read(path)
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _read_user(directory: Path) -> Any:
+    """What the script saved with a checkpoint; transformers' Trainer leaves an empty file."""
+    path = directory / _USER
+    return _read(path) if path.is_file() and path.stat().st_size else None
 
 
 def _read(path: Path, map_location: Any = "cpu") -> Any:

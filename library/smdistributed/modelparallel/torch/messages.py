@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smdistributed.core.mail import Mail
+from smdistributed.modelparallel.torch.devices import move_here
 from smdistributed.modelparallel.torch.packing import Meta, from_buffer, meta_of, to_buffer
 
 
@@ -34,7 +35,7 @@ class Came(NamedTuple):
 
     def here(self) -> torch.Tensor:
         """On this thread's GPU, if it came from one."""
-        return self.tensor.cuda() if self.meta[3] else self.tensor
+        return move_here(self.tensor) if self.meta[3] else self.tensor
 
 
 class Message(NamedTuple):

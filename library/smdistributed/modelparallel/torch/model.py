@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.construction import materialize_module
 from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
 from smdistributed.modelparallel.torch.optimizer import clip
+from smdistributed.modelparallel.torch.patches import clipping
 from smdistributed.modelparallel.torch.reducer import Reducer
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.work import current
@@ -32,9 +34,17 @@ class DistributedModel(nn.Module):
     bucket_cap_mb: the size of what is averaged at once, in MiB.
     broadcast_buffers: with `ddp`, copy the first replica's buffers to the others before each step.
 
+    Wrapping the same model again gives the wrapper that there is.
+
     trace_device, trace_execution_times, trace_memory_usage and gradient_as_bucket_view are accepted: the model is
     traced on the meta device, which needs neither a device nor memory.
     """
+
+    def __new__(cls, module: nn.Module, *_: Any, **__: Any) -> DistributedModel:
+        """The wrapper that there is, if there is one of this module: transformers' Trainer wraps again to evaluate."""
+        if state.model is not None and state.model.module is module:
+            return state.model
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -49,8 +59,10 @@ class DistributedModel(nn.Module):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
     ) -> None:
-        super().__init__()
         state.require()
+        if state.model is self:
+            return
+        super().__init__()
         if state.model is not None:
             raise SMPRuntimeError("There is an smp.DistributedModel already: a script has one.")
         self.module = module
@@ -70,13 +82,17 @@ class DistributedModel(nn.Module):
     # --- inside a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. Raises StepUsageError outside a step."""
+        """Call the model, with tensors that are on the CPU moved to this rank's GPU, where it has one (AWS API).
+
+        Raises StepUsageError outside a step.
+        """
         if current() is None:
             raise StepUsageError("The model is called outside a step: call it in a function under @smp.step.")
         if not self.partitioned:
             stages = self._choose_stages(args, kwargs)
             state.stage.partition(stages)
             self.apply_partition(stages)
+        args, kwargs = devices.move_all_here((args, kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -108,11 +124,13 @@ class DistributedModel(nn.Module):
         if self._reducer and had_backward:
             self._reducer.end()
         for hook in list(self._after_step.values()):
-            hook(self, state.module_manager)
+            hook(self, state.optimizer)
+        self._after_step.clear()
 
     def apply_partition(self, stages: Mapping[str, int]) -> None:
         """Place the modules: every rank keeps the parameters of its own."""
         self.manager.assign(stages)
+        clipping.install()
         self.partitioned = True
         self._materialize()
         self._move()
@@ -128,7 +146,7 @@ class DistributedModel(nn.Module):
             self._reducer.broadcast(tensor for tensor in (*self.local_parameters(), *self.local_buffers()))
             self._reducer.begin()
         for hook in list(self._after_partition.values()):
-            hook(self, None)
+            hook(self, state.optimizer)
 
     def _choose_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         if state.cfg.auto_partition:
@@ -230,8 +248,8 @@ class DistributedModel(nn.Module):
         wanted = OrderedDict((key, value) for key, value in state_dict.items() if key in local)
         # Without versions, torch takes it for that of an old BatchNorm, and fills in buffers that are on other stages.
         wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
-        full = set(own)
-        missing, unexpected = sorted(local - wanted.keys()), sorted(set(state_dict) - full)
+        missing = sorted(local - self._with_aliases(wanted))
+        unexpected = sorted(set(state_dict) - set(own))
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
@@ -239,6 +257,12 @@ class DistributedModel(nn.Module):
             )
         self.module.load_state_dict(wanted, strict=False)
         return None
+
+    def _with_aliases(self, names: Iterable[str]) -> set[str]:
+        """`names`, and other names of the same parameters: files of safetensors have a tied parameter once."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        known = {id(parameters[name]) for name in names if name in parameters}
+        return {*names, *(name for name, parameter in parameters.items() if id(parameter) in known)}
 
     def get_module(self) -> nn.Module:
         """The wrapped model."""
@@ -252,10 +276,18 @@ class DistributedModel(nn.Module):
         """As the wrapped model's."""
         return self.module.named_buffers(*args, **kwargs)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As the wrapped model's: who puts names together from these finds the names of `named_parameters`."""
+        return self.module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """The wrapped model, for `train`, `apply` and what else goes down the tree."""
+        return iter((self.module,))
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale gradients down so that their norm over all stages is at most `max_norm`; the norm that they had.
 
-        torch.nn.utils.clip_grad_norm_ sees this stage's only. All ranks of a replica call it, after the step.
+        All ranks of a replica call it, after the step. torch.nn.utils.clip_grad_norm_ of all parameters does the same.
         """
         return clip(self.local_parameters(), max_norm, norm_type)
 
@@ -271,11 +303,14 @@ class DistributedModel(nn.Module):
     def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
         """Have `hook(model, optimizer)` called when the model is placed; at once if it is."""
         if self.partitioned:
-            hook(self, None)
+            hook(self, state.optimizer)
         return _register(self._after_partition, hook)
 
     def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
-        """Have `hook(model, module_manager)` called at the end of every step."""
+        """Have `hook(model, optimizer)` called when the step that runs, or else the next one, has ended: once.
+
+        transformers' Trainer loads the optimizer's state there, and never removes the hook.
+        """
         return _register(self._after_step, hook)
 
     def _require_partition(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,8 @@ class ModuleManager:
         self.root, self._stage = root, stage
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.stages: dict[str, int] = {}
+        self.translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        """What makes state dicts of `smp.nn` modules those of other libraries, and back (AWS 1.10): nothing yet."""
 
     @property
     def index(self) -> int:
@@ -55,6 +57,13 @@ class ModuleManager:
     def is_local(self, name: str) -> bool:
         """Whether the module of that name is on this stage."""
         return self.stages[name] == self.index
+
+    def spans_stages(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these parameters are on several stages; all ranks find the same."""
+        owners = {
+            id(p): self.stages[name] for name, module in self.modules.items() for p in module._parameters.values()
+        }
+        return len({owners[id(tensor)] for tensor in tensors if id(tensor) in owners}) > 1
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((name, module) for name, module in self.modules.items() if self.is_local(name))

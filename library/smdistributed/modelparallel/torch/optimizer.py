@@ -51,8 +51,11 @@ class LossScale:
         self.value, self._good_steps = saved["value"], saved["good_steps"]
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps the optimizer of a script (AWS API). It steps what is on this stage: the rest has no gradients.
+
+    It is a torch.optim.Optimizer because learning rate schedulers ask for one; groups, state and defaults are those of
+    the wrapped optimizer.
 
     static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see LossScale; the script calls `backward` of this object
         instead of the model's, and `step` leaves out a step whose gradients overflowed on any rank.
@@ -60,6 +63,9 @@ class DistributedOptimizer:
     With `shard_optimizer_state` each replica keeps the state of its share of the parameters, and sends the others what
     it has updated.
     """
+
+    _is_accelerate_prepared = True
+    """Has accelerate leave it as it is: its own wrapper would hide `local_state_dict`."""
 
     def __init__(
         self,
@@ -69,6 +75,7 @@ class DistributedOptimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        # Without the constructor of Optimizer, which would make groups and state of its own.
         state.require()
         self.optimizer = optimizer
         self.scale = LossScale(static_loss_scale or 1.0, dynamic_loss_scale, dynamic_loss_args)
@@ -83,7 +90,18 @@ class DistributedOptimizer:
         return self._masters
 
     def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
         return getattr(self.__dict__["optimizer"], name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's."""
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients overflowed; accelerate asks."""
+        return self.overflow
 
     @property
     def loss_scale(self) -> float:

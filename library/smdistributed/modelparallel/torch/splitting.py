@@ -36,6 +36,10 @@ class StepOutput:
         """All, along a new axis 0."""
         return torch.stack(self.outputs)
 
+    def detach(self) -> StepOutput:
+        """The same values without a graph; transformers' Trainer asks for it."""
+        return StepOutput([output.detach() for output in self.outputs])
+
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
 

@@ -25,11 +25,12 @@ from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn
 from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
+from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 from smdistributed.modelparallel.torch.observation import Observer
 from smdistributed.modelparallel.torch.packing import pack, unpack
-from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, has_gpu, mix, working_on
+from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
 
 _DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
 Hop = tuple[int, tuple[str, ...]]
@@ -81,7 +82,7 @@ class Stage:
     def __init__(self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any]) -> None:
         self._mail, self.ranks, self._module = mail, tuple(ranks), module
         self.index = self.ranks.index(rank)
-        self._workers = Workers(_inherit_device())
+        self._workers = Workers(devices.use)
         self._calls = itertools.count()
         self._lock = threading.Lock()
         self._held: list[Message] = []
@@ -98,6 +99,7 @@ class Stage:
     def begin(self, config: Config) -> None:
         """Enter the next step."""
         self._raise_failure()
+        devices.note()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
         slot = Slot(Schedule(window, config.deterministic_server))
@@ -502,11 +504,3 @@ def _working() -> Work:
     work = current()
     assert work is not None
     return work
-
-
-def _inherit_device() -> Callable[[], None]:
-    """What a new thread must do to have this thread's GPU."""
-    if not has_gpu():
-        return lambda: None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)

@@ -18,6 +18,7 @@ from smdistributed.core.torch.devices import take_device
 from smdistributed.modelparallel.backend.config import Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
+from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.comm import Post
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.observation import start_timeline
@@ -49,7 +50,6 @@ class State:
         self.is_tracing = False
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
-        self._device: int | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -81,14 +81,13 @@ class State:
                 self._open_group(ranks)
         if torch.cuda.is_available():
             take_device()
-        self.note_device()
+        devices.note()
         self._exchange_addresses()
         start_timeline(self.rank, self.grid.size)
+        # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+            os.environ.pop("LOCAL_RANK", None)
         self.initialized = True
-
-    def note_device(self) -> None:
-        """Remember the GPU of this thread, the script's, for the threads in which messages arrive: each has its own."""
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def group(self, name: str) -> tuple[int, ...]:
         """The ranks of this rank's group of that name (a key of `backend.ranks.GROUPS`)."""
@@ -150,8 +149,6 @@ class State:
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
-        if self._device is not None and torch.cuda.current_device() != self._device:
-            torch.cuda.set_device(self._device)
         message = receive(source, head, bodies)
         if message.kind is Kind.OBJECT:
             self.post.deliver(message)

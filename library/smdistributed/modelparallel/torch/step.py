@@ -47,7 +47,6 @@ def _decorate(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         state.require()
-        state.note_device()
         if current() is not None:
             raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
         splitter.uneven = state.cfg.uneven_microbatches

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
+_WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
+"""What may be asked of a parameter that is elsewhere."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
@@ -37,8 +39,24 @@ class Trace:
 def trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run `root` with arguments like these. names: those of its modules, by their identity.
 
+    A number that the model reads out of a tensor is 1, true: most masks have nothing but ones.
+
     Raises whatever the model raises that cannot run without values.
     """
+    with _without_modes():
+        return _trace(root, names, args, kwargs)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Without what others do at every call of torch: a default device, or a rehearsal's pretended GPUs."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def _trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     found, stack = Trace(), list[str]()
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     state = {name: _on_meta(tensor) for name, tensor in tensors.items()}
@@ -86,7 +104,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
+        for value in () if func in _WITHOUT_VALUES else (*args, *(kwargs or {}).values()):
             owner = self._owners.get(id(value))
             if owner is not None and self._stack and owner != self._stack[-1]:
                 self._found.uses[self._stack[-1]].add(owner)
@@ -103,6 +121,8 @@ class _Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         result = func(*args, **(kwargs or {}))
         outputs = [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(r)]
         if self._stack:

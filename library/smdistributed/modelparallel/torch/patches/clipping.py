@@ -1,0 +1,46 @@
+"""`torch.nn.utils.clip_grad_norm_` of a whole model that is on several stages: by its norm over all of them.
+
+Scripts and trainers clip `model.parameters()`. By the norm of one stage alone each stage would scale its gradients by
+another factor, and nobody would notice. What is given decides: of parameters that are all on one stage (those of
+`local_parameters`, say) the norm is theirs, and no other stage has to call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from smdistributed.modelparallel.torch.optimizer import clip
+from smdistributed.modelparallel.torch.state_mod import state
+
+
+def install() -> None:
+    """Have torch's function ask where the parameters are. Doing so twice is no error."""
+    original = clip_grad.clip_grad_norm_
+    if getattr(original, "_smp", False):
+        return
+
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        model = state.model
+        if model is None or not model.partitioned or not model.manager.spans_stages(given):
+            return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
+        norm = clip(given, float(max_norm), float(norm_type))
+        if error_if_nonfinite and not norm < float("inf"):
+            raise RuntimeError(f"The norm of the gradients over all stages is {norm}: they have not been clipped.")
+        return torch.tensor(norm)
+
+    clip_grad_norm_._smp = True  # type: ignore[attr-defined]
+    clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = clip_grad_norm_

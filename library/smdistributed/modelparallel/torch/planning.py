@@ -1,0 +1,147 @@
+"""What a configuration would do to a model, found without running it: memory of each stage, idle time, the partition.
+
+The model is constructed and traced on the meta device. Memory counts parameters, gradients, the optimizer's state and the
+results of all operations of the microbatches in flight; time counts operations, and takes all devices as equally fast.
+Both are models: they compare configurations, and do not replace a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.backend.config import Config, check
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPError
+from smdistributed.modelparallel.torch.auto_partition import Partition, auto_partition
+from smdistributed.modelparallel.torch.trace import Trace, trace
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors of the size of the parameters that an optimizer keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One configuration. stage_bytes: the memory of each stage. idle: the share of a step in which a device idles."""
+
+    config: Config
+    partition: Partition
+    stage_bytes: tuple[int, ...]
+    idle: float
+
+    @property
+    def largest(self) -> int:
+        """The memory of the largest stage, in bytes."""
+        return max(self.stage_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on the meta device, and a batch for it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    found: Trace
+
+
+def load(factory: str) -> Model:
+    """Construct the model that `FILE.py:NAME` or `MODULE:NAME` makes: it gives a module, arguments and named arguments.
+
+    Raises SMPError when it is not there, gives something else, or cannot run on the meta device.
+    """
+    where, _, name = factory.rpartition(":")
+    if not where:
+        raise SMPError(f"{factory!r} names no factory: give FILE.py:NAME or MODULE:NAME.")
+    function = getattr(_module(where), name, None)
+    if not callable(function):
+        raise SMPError(f"{where} has no function {name!r}.")
+    with torch.device("meta"):
+        made = function()
+    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) else (made, (), {})
+    if not isinstance(module, nn.Module) or not (args or kwargs):
+        raise SMPError(f"{factory} must give a module and the arguments of one batch: (module, args) or with kwargs.")
+    names = {id(part): path for path, part in module.named_modules()}
+    return Model(module, tuple(args), dict(kwargs), trace(module, names, tuple(args), dict(kwargs)))
+
+
+def plan(model: Model, config: Config, optimizer: str = "adam") -> Plan:
+    """What this configuration would do. Raises SMPConfigError when the model has too few modules for it."""
+    partition = auto_partition(model.module, config, model.args, model.kwargs)
+    stages, count = partition.stages, config.partitions
+    seen: set[int] = set()
+    kept, operations, activations = [0] * count, [0.0] * count, [0.0] * count
+    for name, part in model.module.named_modules():
+        stage = stages[name]
+        for parameter in part._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                kept[stage] += parameter.numel() * parameter.element_size() * (2 + OPTIMIZER_STATES[optimizer])
+        operations[stage] += model.found.operations[name]
+        activations[stage] += model.found.activation_bytes[name]
+    in_flight = [min(config.microbatches, _window(config, stage)) for stage in range(count)]
+    held = [bytes_ / config.microbatches * most for bytes_, most in zip(activations, in_flight)]
+    return Plan(config, partition, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches))
+
+
+def idle(stage_times: Sequence[float], microbatches: int) -> float:
+    """The share of a step in which a device idles, when stages take these times for a batch."""
+    whole = sum(stage_times) + (microbatches - 1) * max(stage_times)
+    return 1 - microbatches * sum(stage_times) / len(stage_times) / whole if whole else 0.0
+
+
+def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
+    """Plans for powers of two of partitions, up to `devices`, and of microbatches, up to the batch; `given` wins."""
+    for partitions in _powers(devices) if "partitions" not in given else [given["partitions"]]:
+        for microbatches in _powers(_batch(model)) if "microbatches" not in given else [given["microbatches"]]:
+            values = {**given, "partitions": partitions, "microbatches": microbatches}
+            try:
+                yield plan(model, check(values), optimizer)
+            except SMPConfigError:
+                if "partitions" in given:
+                    raise
+                return  # more partitions than the model has modules
+
+
+def recommended(plans: Sequence[Plan], memory: int | None) -> Plan | None:
+    """The plan that idles least with the fewest devices whose memory, in bytes, is enough; None: none fits."""
+    fitting = [found for found in plans if memory is None or found.largest <= memory]
+    fewest = min((found.config.partitions for found in fitting), default=0)
+    few = [found for found in fitting if found.config.partitions == fewest]
+    return min(few, key=lambda found: (round(found.idle, 3), found.largest), default=None)
+
+
+def _window(config: Config, stage: int) -> int:
+    return config.microbatches if config.pipeline == "simple" else max(1, config.active_microbatches - stage)
+
+
+def _batch(model: Model) -> int:
+    tensors = (value for value in (*model.args, *model.kwargs.values()) if isinstance(value, torch.Tensor))
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), 1)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def _module(where: str) -> Any:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise SMPError(f"There is no module {where!r} to import: {error}.") from error
+    path = Path(where)
+    if not path.is_file():
+        raise SMPError(f"There is no file {where}.")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,4 +1,4 @@
-"""The command `shoal`: list, render, lock, build, run, report."""
+"""The command `shoal`: list, render, lock, build, run, plan-model, report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shoal import builder, embedded, engine, lock, project, render, spec, summary
+from shoal import builder, embedded, engine, lock, planning, project, render, spec, summary
 from shoal import run as runner
 from shoal.errors import EngineError, ShoalError, SpecError, UsageError
 from shoal.job import JobRequest
@@ -31,6 +31,9 @@ Images = Annotated[list[str] | None, typer.Argument(metavar="[IMAGE]...", help="
 HYPERPARAMETER_HELP = (
     "Repeatable. VALUE is JSON where it is valid JSON (1.10 is a number, '\"1.10\"' a text), else a text."
 )
+
+
+PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
 class Engine(StrEnum):
@@ -182,6 +185,25 @@ def run_job(
         outcome = runner.run(tag, request, console)
     summary.show(console, request, outcome, build_seconds)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("plan-model", context_settings={"ignore_unknown_options": True})
+def plan_model(
+    image: Annotated[str, typer.Argument(help="A tag, or a framework of buildspec.yml.")],
+    factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="What gives the model and a batch.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=PLAN_HELP)] = None,
+    engine_kind: Annotated[Engine, typer.Option("--engine", help="none: with this machine's Python.")] = Engine.docker,
+) -> None:
+    """Say what model parallelism would do to a model, and recommend mp_parameters, without training it.
+
+    Memory of each stage, idle time and the partition, from a run on the meta device: a model of any size will do.
+    """
+    if engine_kind is Engine.none:
+        code = planning.run_here(factory, options or [])
+    else:
+        tag, _ = _image_to_run(image, build=False)
+        code = planning.run_in(tag, factory, options or [], console)
+    raise typer.Exit(code)
 
 
 @reports.command("timeline")

@@ -101,6 +101,11 @@ def new_name(request: JobRequest) -> str:
     """Return a name no other job has: the source directory's name, the time, a few random characters."""
     # Docker's names and SageMaker's: letters, digits and hyphens.
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
+    return unique(stem)
+
+
+def unique(stem: str) -> str:
+    """Return a name that begins like this and that nothing else has."""
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 

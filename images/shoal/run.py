@@ -54,7 +54,7 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     client = engine.connect()
     name = job.new_name(request)
     directory = job.make_directory(request, name)
-    with _removing(client, name):
+    with removing(client, name):
         hosts = _create_hosts(client, image, request, name)
         readers = [_stream(str(container.id), host, console) for host, container in hosts.items()]
         for container in hosts.values():
@@ -76,7 +76,7 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
 
 
 @contextlib.contextmanager
-def _removing(client: docker.DockerClient, name: str) -> Iterator[None]:
+def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
     """Remove all containers and networks of the job at the end: by label, so those half made are found too."""
     try:
         yield
@@ -110,9 +110,8 @@ def _create_hosts(client: docker.DockerClient, image: str, request: job.JobReque
         hosts = {}
         for host in request.host_names:
             alias = client.api.create_endpoint_config(aliases=[host])
-            hosts[host] = _create(
-                client, image, f"{name}-{host}", {**settings, "networking_config": {network.name: alias}}
-            )
+            own = {"name": f"{name}-{host}", "networking_config": {network.name: alias}}
+            hosts[host] = create(client, image, ["train"], {**settings, **own})
             common.seek(0)
             hosts[host].put_archive("/", common)
             hosts[host].put_archive("/", archive.single("opt/ml/" + job.RESOURCES, job.resources(request, host)))
@@ -143,9 +142,10 @@ def _settings(client: docker.DockerClient, request: job.JobRequest, name: str, n
     }
 
 
-def _create(client: docker.DockerClient, image: str, name: str, settings: dict[str, Any]) -> Container:
+def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
+    """Create (not start) a container. Raises `EngineError` when the engine does not have the image."""
     try:
-        return client.containers.create(image, "train", name=name, **settings)
+        return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
         raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
 
@@ -160,7 +160,7 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        for line in _lines(stream):
+        for line in lines(stream):
             console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=follow, name=f"logs of {host}", daemon=True)
@@ -169,7 +169,7 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
     return thread
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+def lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield whole lines; a progress bar's \\r ends one too."""
     rest = b""
     for chunk in chunks:

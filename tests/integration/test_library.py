@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -15,6 +17,12 @@ HOSTS = ("algo-1", "algo-2")
 COLLECTIVES = ROOT / "tests/library/ranks/smddp.py"
 # With torch, on what the image has installed. The others know nothing of torch.
 SUITES = ("devices", "distributed", "examples", "parallel", "rehearsal", "smddp", "training")
+MODEL = """\
+import torch
+
+def large():  # 16 GiB with Adam
+    return torch.nn.Sequential(*(torch.nn.Linear(8192, 8192) for _ in range(16))), (torch.empty(16, 8192),)
+"""
 PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments")
 
 
@@ -32,6 +40,15 @@ def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: 
     )
     ended = host.wait(timeout=580)
     assert ended.code == 0, ended.output
+
+
+def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    shoal = Path(sys.executable).with_name("shoal")
+    command = [shoal, "plan-model", pytorch, tmp_path / "model.py:large", "--memory", "9"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert 'recommended: {"partitions": 2, "microbatches": 16, "active_microbatches": 4}' in ended.stdout
 
 
 def copy_distributions(names: tuple[str, ...], target: Path) -> None:

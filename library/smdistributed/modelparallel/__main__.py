@@ -2,9 +2,11 @@
 
     plan FILE.py:NAME [--mp-parameters JSON] [--devices N] [--memory GIB] [--optimizer sgd|momentum|adam]
 
-NAME is a function without arguments that gives a module and a batch: `(module, args)` or `(module, args, kwargs)`. It is
-called on the meta device, so that any size will do. `partitions` and `microbatches` are tried in powers of two where
-mp_parameters do not say them.
+NAME is a function without arguments that gives a module and a batch: `(module, args)` or `(module, args, kwargs)`. It
+is called on the meta device, so that any size will do. `partitions`, `microbatches` and `active_microbatches` are tried
+where mp_parameters do not say them.
+
+It exits with 0 if a configuration fits, with 1 if none does, and with 2 if the model cannot be planned.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from smdistributed.modelparallel.backend.exceptions import SMPError
 
 _GIB = 1 << 30
+_DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,36 +30,63 @@ def main(arguments: Sequence[str]) -> int:
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
     try:
-        given = json.loads(options.mp_parameters)
-        plans = list(planning.candidates(planning.load(options.factory), given, options.devices, options.optimizer))
-    except (SMPError, ValueError) as error:
+        model = planning.load(options.factory)
+        plans = list(planning.candidates(model, options.mp_parameters, options.devices, options.optimizer))
+    except SMPError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    print("partitions microbatches  largest stage     idle  stages, GiB")
-    for found in plans:
-        sizes = " ".join(f"{size / _GIB:.2f}" for size in found.stage_bytes)
-        config, fits = found.config, "" if memory is None or found.largest <= memory else "  does not fit"
-        print(
-            f"{config.partitions:10} {config.microbatches:12} {found.largest / _GIB:10.2f} GiB {found.idle:8.1%}  {sizes}{fits}"
-        )
+    _show(plans, memory)
     best = planning.recommended(plans, memory)
     if best is None:
-        print(f"Nothing fits {options.memory:g} GiB on up to {options.devices} devices.")
+        smallest = min(found.largest for found in plans) / _GIB
+        print(
+            f"\nNothing fits {options.memory:g} GiB on up to {options.devices} devices: {smallest:.2f} GiB would be "
+            "needed. Smaller batches, activation checkpointing or more devices need less."
+        )
         return 1
-    values = {name: getattr(best.config, name) for name in ("partitions", "microbatches", "active_microbatches")}
-    print(f"\n{best.partition}\nrecommended: {json.dumps({**given, **values})}")
+    print(f"\n{best.partition}\n")
+    values = {name: getattr(best.config, name) for name in _DECIDED}
+    print(f"recommended: {json.dumps({**options.mp_parameters, **values})}")
     return 0
+
+
+def _show(plans: Sequence[Any], memory: int | None) -> None:
+    print("partitions  microbatches  active    idle  GiB of each stage")
+    for found in plans:
+        config = found.config
+        sizes = " ".join(f"{size / _GIB:.2f}" for size in found.stage_bytes)
+        fits = "" if memory is None or found.largest <= memory else "  does not fit"
+        numbers = f"{config.partitions:10} {config.microbatches:13} {config.active_microbatches:7}"
+        print(f"{numbers} {found.idle:7.1%}  {sizes}{fits}")
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("smdistributed.modelparallel", allow_abbrev=False)
     plan = parser.add_subparsers(required=True).add_parser("plan", help="what a configuration would do to a model")
     plan.add_argument("factory", metavar="FILE.py:NAME", help="gives (module, args) or (module, args, kwargs)")
-    plan.add_argument("--mp-parameters", metavar="JSON", default="{}", help="what is decided already")
-    plan.add_argument("--devices", metavar="N", type=int, default=8, help="at most so many partitions (8)")
+    plan.add_argument("--mp-parameters", metavar="JSON", default={}, type=_object, help="what is decided already")
+    plan.add_argument("--devices", metavar="N", type=_positive, default=8, help="at most so many partitions (8)")
     plan.add_argument("--memory", metavar="GIB", type=float, help="of each device")
-    plan.add_argument("--optimizer", choices=("sgd", "momentum", "adam"), default="adam")
+    plan.add_argument(
+        "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="its memory counts (adam)"
+    )
     return parser.parse_args(arguments)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text}")
+    return found
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -28,16 +28,16 @@ class Partition:
     def __str__(self) -> str:
         lines = [f"The model is on {len(self.shares)} stages, the largest {self.gap:.3f} times that of the best cut."]
         for stage, share in enumerate(self.shares):
-            lines.append(f"  stage {stage}: {share:6.1%}  {', '.join(_roots(self.stages, stage))}")
+            roots = ", ".join(_roots(self.stages, stage)) or "what the model itself computes"
+            lines.append(f"  stage {stage}: {share:6.1%}  {roots}")
         return "\n".join(lines)
 
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
     """Cut a model that is called with these arguments. Where it cannot be traced, modules count in their order in the
     tree, by their parameters."""
-    modules = dict(root.named_modules())
     try:
-        found = trace(root, {id(module): name for name, module in modules.items()}, args, kwargs)
+        found = trace(root, args, kwargs)
     except Exception as error:  # any model, any reason
         found = Trace()
         _log.warning(
@@ -45,6 +45,12 @@ def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwarg
             "was constructed. Use smp.partition to cut it yourself.",
             *(type(error).__name__, error),
         )
+    return partition(root, config, found)
+
+
+def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
+    """Cut a model of which this was found. Raises SMPConfigError when it has fewer modules than there are stages."""
+    modules = dict(root.named_modules())
     costs = _costs(modules, found, config)
     items = [name for name in _in_order(modules, found.order) if costs[name] or not any(_children(modules, name))]
     result = cut([costs[name] for name in items], items, _together(modules, found, items), config.partitions)

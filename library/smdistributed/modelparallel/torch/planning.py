@@ -1,13 +1,14 @@
 """What a configuration would do to a model, found without running it: memory of each stage, idle time, the partition.
 
-The model is constructed and traced on the meta device. Memory counts parameters, gradients, the optimizer's state and the
-results of all operations of the microbatches in flight; time counts operations, and takes all devices as equally fast.
-Both are models: they compare configurations, and do not replace a measurement.
+The model is constructed and traced on the meta device. Memory counts parameters, gradients, the optimizer's state and
+what autograd keeps of the microbatches in flight; time counts operations, and takes all devices as equally fast. Both
+are models: they compare configurations, and do not replace a measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import nn
 
 from smdistributed.modelparallel.backend.config import Config, check
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPError
-from smdistributed.modelparallel.torch.auto_partition import Partition, auto_partition
+from smdistributed.modelparallel.torch.auto_partition import Partition, partition
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -43,11 +44,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on the meta device, and a batch for it."""
+    """A model on the meta device, the size of its batch, and what a run of it found."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    batch: int
     found: Trace
 
 
@@ -62,19 +62,30 @@ def load(factory: str) -> Model:
     function = getattr(_module(where), name, None)
     if not callable(function):
         raise SMPError(f"{where} has no function {name!r}.")
-    with torch.device("meta"):
-        made = function()
-    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) else (made, (), {})
-    if not isinstance(module, nn.Module) or not (args or kwargs):
-        raise SMPError(f"{factory} must give a module and the arguments of one batch: (module, args) or with kwargs.")
-    names = {id(part): path for path, part in module.named_modules()}
-    return Model(module, tuple(args), dict(kwargs), trace(module, names, tuple(args), dict(kwargs)))
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:  # the user's code, any reason
+        raise SMPError(f"{factory} raised {type(error).__name__} on the meta device: {error}") from error
+    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) and len(made) > 1 else (made, (), {})
+    if not (
+        isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict) and (args or kwargs)
+    ):
+        raise SMPError(f"{factory} must return (module, args) or (module, args, kwargs): args a tuple, kwargs a dict.")
+    try:
+        found = trace(module, args, kwargs)
+    except Exception as error:
+        raise SMPError(
+            f"The model of {factory} cannot run on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    return Model(module, _batch((*args, *kwargs.values())), found)
 
 
 def plan(model: Model, config: Config, optimizer: str = "adam") -> Plan:
     """What this configuration would do. Raises SMPConfigError when the model has too few modules for it."""
-    partition = auto_partition(model.module, config, model.args, model.kwargs)
-    stages, count = partition.stages, config.partitions
+    cut = partition(model.module, config, model.found)
+    stages, count = cut.stages, config.partitions
     seen: set[int] = set()
     kept, operations, activations = [0] * count, [0.0] * count, [0.0] * count
     for name, part in model.module.named_modules():
@@ -86,8 +97,8 @@ def plan(model: Model, config: Config, optimizer: str = "adam") -> Plan:
         operations[stage] += model.found.operations[name]
         activations[stage] += model.found.activation_bytes[name]
     in_flight = [min(config.microbatches, _window(config, stage)) for stage in range(count)]
-    held = [bytes_ / config.microbatches * most for bytes_, most in zip(activations, in_flight)]
-    return Plan(config, partition, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches))
+    held = [size / config.microbatches * most for size, most in zip(activations, in_flight)]
+    return Plan(config, cut, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches))
 
 
 def idle(stage_times: Sequence[float], microbatches: int) -> float:
@@ -97,12 +108,22 @@ def idle(stage_times: Sequence[float], microbatches: int) -> float:
 
 
 def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
-    """Plans for powers of two of partitions, up to `devices`, and of microbatches, up to the batch; `given` wins."""
-    for partitions in _powers(devices) if "partitions" not in given else [given["partitions"]]:
-        for microbatches in _powers(_batch(model)) if "microbatches" not in given else [given["microbatches"]]:
-            values = {**given, "partitions": partitions, "microbatches": microbatches}
+    """Plans for powers of two of partitions, up to `devices`, and of microbatches, up to the batch; `given` wins.
+
+    More microbatches than 8 a partition are not tried: they would hardly idle less, and small ones compute slowly. For
+    active_microbatches there are the default, and as many as there are partitions: fewer would leave stages idle.
+    """
+    named = {"partitions", "pipeline_parallel_degree"} & given.keys()
+    for partitions in [given[named.pop()]] if named else _powers(devices):
+        most = min(model.batch, 8 * partitions) if isinstance(partitions, int) else 1
+        for microbatches in [given["microbatches"]] if "microbatches" in given else _powers(most):
+            config = check({**given, "partitions": partitions, "microbatches": microbatches})
+            tight = dataclasses.replace(config, active_microbatches=partitions)
+            free = "active_microbatches" not in given and config.pipeline != "simple" and microbatches > partitions > 1
             try:
-                yield plan(model, check(values), optimizer)
+                yield plan(model, config, optimizer)
+                if free:
+                    yield plan(model, tight, optimizer)
             except SMPConfigError:
                 if "partitions" in given:
                     raise
@@ -114,16 +135,15 @@ def recommended(plans: Sequence[Plan], memory: int | None) -> Plan | None:
     fitting = [found for found in plans if memory is None or found.largest <= memory]
     fewest = min((found.config.partitions for found in fitting), default=0)
     few = [found for found in fitting if found.config.partitions == fewest]
-    return min(few, key=lambda found: (round(found.idle, 3), found.largest), default=None)
+    return min(few, key=lambda found: (round(found.idle, 3), -found.config.active_microbatches), default=None)
 
 
 def _window(config: Config, stage: int) -> int:
     return config.microbatches if config.pipeline == "simple" else max(1, config.active_microbatches - stage)
 
 
-def _batch(model: Model) -> int:
-    tensors = (value for value in (*model.args, *model.kwargs.values()) if isinstance(value, torch.Tensor))
-    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), 1)
+def _batch(given: Sequence[Any]) -> int:
+    return next((value.shape[0] for value in given if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
 def _powers(most: int) -> list[int]:
@@ -131,17 +151,17 @@ def _powers(most: int) -> list[int]:
 
 
 def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        try:
-            return importlib.import_module(where)
-        except ImportError as error:
-            raise SMPError(f"There is no module {where!r} to import: {error}.") from error
     path = Path(where)
-    if not path.is_file():
+    if path.suffix == ".py" and not path.is_file():
         raise SMPError(f"There is no file {where}.")
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(where)
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code, any reason
+        raise SMPError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     return module

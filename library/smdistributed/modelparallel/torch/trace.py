@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,8 +26,8 @@ _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
 class Trace:
-    """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, without what
-    modules below cost. uses: for each module, those whose parameters it uses itself."""
+    """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, and what it leaves
+    for backward, without modules below. uses: for each module, those whose parameters it uses itself."""
 
     def __init__(self) -> None:
         self.order: dict[str, int] = {}
@@ -36,15 +36,15 @@ class Trace:
         self.uses: dict[str, set[str]] = defaultdict(set)
 
 
-def trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run `root` with arguments like these. names: those of its modules, by their identity.
+def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run `root` with arguments like these.
 
     A number that the model reads out of a tensor is 1, true: most masks have nothing but ones.
 
     Raises whatever the model raises that cannot run without values.
     """
     with _without_modes():
-        return _trace(root, names, args, kwargs)
+        return _trace(root, args, kwargs)
 
 
 @contextmanager
@@ -56,17 +56,36 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-def _trace(root: nn.Module, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     found, stack = Trace(), list[str]()
+    names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     state = {name: _on_meta(tensor) for name, tensor in tensors.items()}
     owners = {id(state[name]): name.rpartition(".")[0] for name in dict(root.named_parameters())}
     body, given = pack((args, kwargs))
-    args, kwargs = unpack(body, [_on_meta(tensor) for tensor in given])
-    modes = _Uses(found, stack, owners), _Costs(found, stack)
-    with _calls(found, stack, names), modes[0], modes[1], torch.no_grad():
+    given = [_on_meta(tensor) for tensor in given]
+    args, kwargs = unpack(body, given)
+    modes = _Uses(found, stack, owners), _Operations(found, stack), _kept(found, stack, [*state.values(), *given])
+    with _calls(found, stack, names), modes[0], modes[1], modes[2], torch.enable_grad():
         functional_call(root, state, args, kwargs)
     return found
+
+
+def _kept(found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> Any:
+    """Add up what autograd keeps for backward, each piece of memory once, without parameters and the batch."""
+    seen = {_memory(tensor) for tensor in known}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if _memory(tensor) not in seen and stack:
+            seen.add(_memory(tensor))  # it is kept as long as the trace runs: no other tensor has the same
+            found.activation_bytes[stack[-1]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,8 +130,8 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operations, and bytes of results, for the module that runs."""
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up operations for the module that runs."""
 
     def __init__(self, found: Trace, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,9 +145,7 @@ class _Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         outputs = [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(r)]
         if self._stack:
-            module = self._stack[-1]
-            self._found.operations[module] += _operations(func, args, outputs)
-            self._found.activation_bytes[module] += sum(r.numel() * r.element_size() for r in outputs)
+            self._found.operations[self._stack[-1]] += _operations(func, args, outputs)
         return result
 
 

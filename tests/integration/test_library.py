@@ -45,7 +45,7 @@ def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: 
 def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     shoal = Path(sys.executable).with_name("shoal")
-    command = [shoal, "plan-model", pytorch, tmp_path / "model.py:large", "--memory", "9"]
+    command = [str(shoal), "plan-model", pytorch, f"{tmp_path}/model.py:large", "--memory", "9"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert 'recommended: {"partitions": 2, "microbatches": 16, "active_microbatches": 4}' in ended.stdout

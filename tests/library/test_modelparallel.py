@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.library.conftest import Mpirun
 
 RANKS = Path(__file__).parent / "ranks/modelparallel.py"
+WITH_ERRORS = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stderr=1)"
 
 
 def job(mpirun: Mpirun, ranks: int, stages: int, *case: object, **environ: str) -> str:
@@ -61,6 +62,14 @@ def test_replicas_average_on_the_backend_asked_for(mpirun: Mpirun, asked: str, b
 
 
 @pytest.mark.mpi
+def test_steps_are_verified_against_the_same_without_stages(mpirun: Mpirun) -> None:
+    said = mpirun(4, "-c", WITH_ERRORS, RANKS, "verified", STAGES="2")
+    assert said.count("is as without stages") == 6
+    assert said.count("refused: SMP_VERIFY_STEPS: step 7 differs from the same without stages in:") == 4
+    assert "the gradient of layers.3.weight: " in said
+
+
+@pytest.mark.mpi
 def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpirun: Mpirun) -> None:
     said = [job(mpirun, ranks, ranks, "delayed") for ranks in (1, 3)]
     assert len({loss for text in said for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1
@@ -102,9 +111,8 @@ def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage:
 
 @pytest.mark.mpi
 def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun, tmp_path: Path) -> None:
-    under = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stderr=1)"
     environ = {"STAGES": "2", "SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
-    said = mpirun(2, "-c", under, RANKS, "stalls", **environ)
+    said = mpirun(2, "-c", WITH_ERRORS, RANKS, "stalls", **environ)
     waits = "smp: stage 0 (rank 0), step 1, for 1 s: microbatch 0 waits for the forward of blocks.2 on stage 1 (rank 1)"
     assert waits in said
     assert "smp: stage 1 (rank 1), step 1, for 1 s: it computes microbatch 0, at:" in said

@@ -266,11 +266,53 @@ def dropout() -> None:
             for block in module.blocks:
                 smp.set_activation_checkpointing(block, strategy="contiguous")
         model = smp.DistributedModel(module)
-        smp.state.stage._steps = 0  # as in a process of its own
+        smp.state.stage.steps = 0  # as in a process of its own
         seen.append(train(model, make_optimizer("sgd", module), batches(5)))
     assert seen[0] == seen[2], seen
     assert max(abs(one - other) for one, other in zip(seen[0], seen[1])) < TOLERANCE, seen
     print("dropout")
+
+
+class Drifts(nn.Module):
+    """What it gives depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.calls = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(value) * self.calls  # type: ignore[no-any-return]
+
+
+def verified() -> None:
+    """Steps are run again without stages: with dropout, activations computed again, and gradients that add up."""
+    smp.state.verify_steps = smp.state.stage.steps + 6
+    for pipeline in ("simple", "interleaved"):
+        configure(microbatches=4, pipeline=pipeline)
+        module = Net(dropout=0.3)
+        for block in module.blocks:
+            smp.set_activation_checkpointing(block, strategy="contiguous")
+        model = smp.DistributedModel(module)
+        for tokens, target in batches(3):
+            train_step(model, tokens, target)
+    smp.state.verify_steps = smp.state.stage.steps + 1
+    configure(microbatches=2)
+    model = smp.DistributedModel(Drifts())
+
+    @smp.step
+    def step(model: Any, data: torch.Tensor) -> Any:
+        loss = model(data).square().mean()
+        model.backward(loss)
+        return loss
+
+    try:
+        step(model, torch.ones(4, 8))
+    except smp.exceptions.SMPRuntimeError as error:
+        print(f"refused: {error}")
+    else:
+        raise AssertionError("a difference was not found")
 
 
 def delayed() -> None:
@@ -589,7 +631,9 @@ if __name__ == "__main__":
         case.__name__: case
         for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
     }
-    cases.update({case.__name__: case for case in (half, ranks, backends, misuse, uneven, fails, stalls, evaluates)})
+    cases.update(
+        {case.__name__: case for case in (half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)}
+    )
     backend = os.environ.get("BACKEND", "auto")
     smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True, "ddp_dist_backend": backend})
     for case in sys.argv[1].split(","):

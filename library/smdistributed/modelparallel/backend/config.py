@@ -13,6 +13,7 @@ from typing import Any
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 
 LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
+VERIFY_VARIABLE = "SMP_VERIFY_STEPS"
 PIPELINES = ("interleaved", "simple")
 OPTIMIZE = ("memory", "speed")
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD", **{"".join(p): "".join(p) for p in itertools.permutations("DPT")}}
@@ -88,6 +89,14 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
     if not isinstance(given, Mapping):
         raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}.")
     return check(dict(given))
+
+
+def read_verify_steps(environ: Mapping[str, str]) -> int:
+    """How many steps are run again without stages. Raises SMPConfigError when the variable has no number."""
+    text = environ.get(VERIFY_VARIABLE) or "0"
+    if not text.isdecimal():
+        raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}: it must be 0 or more, the number of steps to verify.")
+    return int(text)
 
 
 def check(given: dict[str, Any]) -> Config:

@@ -44,6 +44,12 @@ def set_activation_checkpointing(
     module.__dict__[_MARK] = Checkpointing(preserve_rng_state, group or 0)
 
 
+def forget_marks(root: nn.Module) -> None:
+    """Have nothing of this model checkpointed."""
+    for module in root.modules():
+        module.__dict__.pop(_MARK, None)
+
+
 def marked(module: nn.Module) -> Checkpointing | None:
     """How the module is checkpointed now; None: it is not, or no gradients are computed."""
     mark: Checkpointing | None = module.__dict__.get(_MARK)

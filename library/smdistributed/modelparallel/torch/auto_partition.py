@@ -26,7 +26,9 @@ class Partition:
     gap: float
 
     def __str__(self) -> str:
-        lines = [f"The model is on {len(self.shares)} stages, the largest {self.gap:.3f} times that of the best cut."]
+        count = len(self.shares)
+        stages = "1 stage" if count == 1 else f"{count} stages"
+        lines = [f"The model is on {stages}, the largest {self.gap:.3f} times that of the best cut."]
         for stage, share in enumerate(self.shares):
             roots = ", ".join(_roots(self.stages, stage)) or "what the model itself computes"
             lines.append(f"  stage {stage}: {share:6.1%}  {roots}")

@@ -236,6 +236,17 @@ def _route_calls(placed: ModuleManager) -> None:
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
 
+@contextmanager
+def calls_routed_by(manager: ModuleManager) -> Iterator[None]:
+    """Have another manager asked where modules are, inside `with`."""
+    global _placed
+    before, _placed = _placed, manager
+    try:
+        yield
+    finally:
+        _placed = before
+
+
 def _is_split(manager: ModuleManager, module: nn.Sequential) -> bool:
     """Whether its children are called one by one: some are elsewhere, or they are checkpointed in groups.
 

@@ -88,7 +88,7 @@ class Stage:
         self._held: list[Message] = []
         self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._step: _Step | None = None
-        self._steps = 0
+        self.steps = 0
         self._failure: BaseException | None = None
         self._told = False
         self._idle: _Idle | None = None
@@ -104,19 +104,18 @@ class Stage:
         window = microbatches if simple else config.active_microbatches - self.index
         slot = Slot(Schedule(window, config.deterministic_server))
         with self._lock:
-            self._steps += 1
-            self._step = _Step(self._steps, slot, config.deterministic_server)
+            self.steps += 1
+            self._step = _Step(self.steps, slot, config.deterministic_server)
             held, self._held = self._held, []
         self._step.forwards = microbatches if simple else 0
-        self._observer.step_begins(self._steps)
+        self._observer.step_begins(self.steps)
         for message in held:
             self._handle(message)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
         """Run the body for every microbatch; what it returned for each. On the first stage."""
         results: list[Any] = [None] * microbatches
-        modes, seed = Modes.now(), torch.initial_seed()
-        step = self._in_step()
+        modes = Modes.now()
 
         def one(microbatch: int) -> None:
             with modes.set():
@@ -124,12 +123,18 @@ class Stage:
             self._finish(microbatch)
             self._put_event(_DONE)
 
+        works = [
+            Work(i, schedule.Kind.FORWARD, self.seed_of(i)) for i in range(microbatches)
+        ]  # before one sets another
         for microbatch in range(microbatches):
-            work = Work(microbatch, schedule.Kind.FORWARD, mix(seed, step.number, microbatch))
-            self._submit(work, functools.partial(one, microbatch))
+            self._submit(works[microbatch], functools.partial(one, microbatch))
         for _ in range(microbatches):
             self._next_event()
         return results
+
+    def seed_of(self, microbatch: int) -> int:
+        """Of the random numbers of the function's run for this microbatch, in the step that runs or ran last."""
+        return mix(torch.initial_seed(), self.steps, microbatch)
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
         """Serve until the first stage ends the step; what it packed to say with that."""
@@ -261,7 +266,7 @@ class Stage:
             for rank in self.ranks:
                 if rank != self.ranks[self.index]:
                     with suppress(OSError):  # gone as well
-                        send(self._mail, rank, Kind.FAILED, self._steps, about=text)
+                        send(self._mail, rank, Kind.FAILED, self.steps, about=text)
         self._fail(error)
 
     def _handle(self, message: Message) -> None:

@@ -15,7 +15,7 @@ from smdistributed.core.launch import fill_in, read_launch
 from smdistributed.core.mail import Mail, own_address
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import take_device
-from smdistributed.modelparallel.backend.config import Config, read_config
+from smdistributed.modelparallel.backend.config import Config, read_config, read_verify_steps
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.torch import devices
@@ -48,6 +48,7 @@ class State:
     def __init__(self) -> None:
         self.initialized = False
         self.is_tracing = False
+        self.verify_steps = 0
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
@@ -70,6 +71,7 @@ class State:
         _refuse_dataparallel()
         fill_in(os.environ)
         self.cfg = read_config(argument, os.environ)
+        self.verify_steps = read_verify_steps(os.environ)
         launch = read_launch()
         register()
         self._meet(launch.rank, launch.world_size)

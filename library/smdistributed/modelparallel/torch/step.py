@@ -10,6 +10,7 @@ from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.torch.packing import pack, unpack
 from smdistributed.modelparallel.torch.splitting import Splitter, detach, merge
 from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.verification import Verification
 from smdistributed.modelparallel.torch.work import current
 
 
@@ -51,19 +52,24 @@ def _decorate(
             raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
         splitter.uneven = state.cfg.uneven_microbatches
         model = state.the_model()
+        verification = Verification(model) if state.stage.steps < state.verify_steps else None
         model.before_step()
         state.stage.begin(state.cfg)
         try:
             if state.stage.index:
-                body, tensors = state.stage.serve(model.apply_partition)
+                parts, (body, tensors) = [], state.stage.serve(model.apply_partition)
                 results = unpack(body, tensors)
             else:
-                results = _run(function, splitter, args, kwargs, detach_outputs)
+                parts = splitter.split(args, kwargs, state.cfg.microbatches)
+                model.weights = splitter.weights(parts)
+                results = _run(function, parts, detach_outputs)
         except BaseException as error:
             state.stage.fail(error)
             raise
         finally:
             had_backward = state.stage.leave()
+        if verification:
+            verification.compare(function, parts, results)
         model.after_step(had_backward)
         return merge(results)
 
@@ -71,14 +77,8 @@ def _decorate(
 
 
 def _run(
-    function: Callable[..., Any],
-    splitter: Splitter,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    detach_outputs: bool,
+    function: Callable[..., Any], parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], detach_outputs: bool
 ) -> list[Any]:
-    parts = splitter.split(args, kwargs, state.cfg.microbatches)
-    state.the_model().weights = splitter.weights(parts)
     results = state.stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
     detached = detach(results)
     state.stage.end(pack(detached))

@@ -38,11 +38,11 @@ def current() -> Work | None:
 
 @contextmanager
 def working_on(work: Work) -> Iterator[None]:
-    _here.work = work
+    before, _here.work = current(), work
     try:
         yield
     finally:
-        _here.work = None
+        _here.work = before
 
 
 def mix(*numbers: int) -> int:

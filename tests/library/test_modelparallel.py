@@ -66,7 +66,7 @@ def test_steps_are_verified_against_the_same_without_stages(mpirun: Mpirun) -> N
     said = mpirun(4, "-c", WITH_ERRORS, RANKS, "verified", STAGES="2")
     assert said.count("is as without stages") == 6
     assert said.count("refused: SMP_VERIFY_STEPS: step 7 differs from the same without stages in:") == 4
-    assert "the gradient of layers.3.weight: " in said
+    assert "the gradient of layers." in said
 
 
 @pytest.mark.mpi

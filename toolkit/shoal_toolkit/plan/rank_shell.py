@@ -7,7 +7,8 @@ The shell outlives the script: it traps the signals that stop a job, which the s
 one process group. So it can say how the script ended, and when the job is being stopped it waits: a rank that leaves
 at once would otherwise make mpirun or torchrun kill those that still save a checkpoint. `train` then ends all of it.
 
-What the shell itself would say of a command that a signal ends ("Terminated") is not the script's, and is dropped.
+What the shell itself would say of a command that a signal ends ("Terminated") is not the script's, and is dropped. For
+a simple command dash redirects its own stderr, and would say it there: a subshell redirects and becomes the script.
 
 `-p`: an unforeseen local rank writes through the launcher instead. `1<>`: opening a FIFO for both never blocks, so that
 no shell hangs where `train` itself was killed.
@@ -33,7 +34,7 @@ _RUN = (
     'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
     'cd "$SM_MODULE_DIR" || exit\n'
     "exec 3>&2 2>/dev/null\n"
-    '"$@" 2>&3 3>&-\n'
+    '(exec "$@" 2>&3 3>&-)\n'
     "code=$?\n"
     f'echo "{ENDED} $RANK $code" 1<>"$run/{EVENTS}"\n'
     f'if [ -e "$run/{STOPPING}" ] && read -r train <"$run/{STOPPING}"; then\n'

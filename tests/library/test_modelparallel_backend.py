@@ -154,6 +154,11 @@ def test_containers_stay_whole_where_that_costs_little() -> None:
     assert found.stages == (0,) * 6 + (1,) * 6
 
 
+def test_of_cuts_through_as_few_containers_the_most_even_is_taken() -> None:
+    costs = [1.0] * 99 + [2.0] + [1.0] * 99
+    assert cut(costs, [str(i) for i in range(len(costs))], [], 2).largest == 101.0
+
+
 def test_what_shares_a_parameter_is_on_one_stage_where_that_balances_better() -> None:
     found = cut([4.0, 1.0, 1.0, 1.0, 0.0], ["embed", "a", "b", "c", "head"], [[0, 4]], 2)
     assert found.stages[0] == found.stages[4]

@@ -165,6 +165,16 @@ def test_what_shares_a_parameter_is_on_one_stage_where_that_balances_better() ->
     assert found.largest == 4.0
 
 
+def test_the_published_algorithm_deals_devices_down_the_tree() -> None:
+    """Of benchmarks/tree_partition.py. The head gets no device of four: the one before it computes it."""
+    tree = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/tree_partition.py"))
+    names = ["embed", *(f"h.{block}.{part}" for block in range(4) for part in "ab"), "head"]
+    assert tree["tree_partition"](names, [1.0, *[3.0] * 8, 1.0], [], 4) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert tree["tree_partition"](names, [1.0, *[3.0] * 8, 1.0], [[0, 9]], 4)[9] == 0
+    assert tree["dhondt"]([100, 80, 30, 20], 8) == [4, 3, 1, 0]
+    assert tree["segments"]([3.0, 1.0, 1.0, 3.0], 2) == [(0, 2), (2, 4)]
+
+
 def test_more_stages_than_modules_are_refused() -> None:
     with pytest.raises(SMPConfigError, match="'partitions' is 3, but the model has 2 modules"):
         cut([1.0, 1.0], ["a", "b"], [], 3)

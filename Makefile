@@ -92,7 +92,7 @@ bench-dataparallel: setup ## collectives and a step on the backend smddp against
 bench-link: setup ## all_reduce between two hosts over 1 Gbit/s, on smddp against gloo (root: makes network namespaces)
 	@$(BIN)/python benchmarks/link.py
 
-bench-modelparallel: setup ## pipelines, calls, memory and throughput of model parallelism, against torch's
+bench-modelparallel: setup ## partitions, pipelines, calls, memory and throughput of model parallelism, against torch's
 	@$(BIN)/python benchmarks/modelparallel.py
 
 bench-scale: setup ## a model of all_reduce checked on this machine, and docs/scaling.svg: 2,048 ranks as it sees them

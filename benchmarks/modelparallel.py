@@ -2,8 +2,11 @@
 
     modelparallel.py [ROUNDS]
 
-All on this machine, under mpirun, a thread for each rank; medians of ROUNDS (5), in which the ways take turns.
+All on this machine, and all but partitions under mpirun, a thread for each rank; medians of ROUNDS (5), in which the
+ways take turns.
 
+- `partition-MODEL-P`: the largest of the P stages that the automatic partition makes over an equal share, by its own
+  costs, against the published algorithm; the goal is 1.03 times the best contiguous cut;
 - `bubble-P-M`: the share of a step in which a stage idles, of P stages and M microbatches on virtual accelerators
   (modules that sleep 30 ms forward and 60 ms backward), against GPipe and 1F1B of torch.distributed.pipelining; the
   goal is 1.1 times the least, (P-1)/(M+P-1);
@@ -24,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from modelparallel_partitions import partitions
 from report import Figure, finish, print_machine
 
 RANKS = Path(__file__).with_name("modelparallel_ranks.py")
@@ -38,7 +42,7 @@ def main(arguments: list[str]) -> int:
     rounds = int(arguments[0]) if arguments else 5
     print_machine()
     figures: list[Figure] = []
-    for measure in (bubbles, held, calls, throughput, memory):
+    for measure in (partitions, bubbles, held, calls, throughput, memory):
         found = measure(rounds)
         figures += found
         for figure in found:

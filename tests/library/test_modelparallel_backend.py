@@ -154,10 +154,25 @@ def test_containers_stay_whole_where_that_costs_little() -> None:
     assert found.stages == (0,) * 6 + (1,) * 6
 
 
+def test_of_cuts_through_as_few_containers_the_most_even_is_taken() -> None:
+    costs = [1.0] * 99 + [2.0] + [1.0] * 99
+    assert cut(costs, [str(i) for i in range(len(costs))], [], 2).largest == 101.0
+
+
 def test_what_shares_a_parameter_is_on_one_stage_where_that_balances_better() -> None:
     found = cut([4.0, 1.0, 1.0, 1.0, 0.0], ["embed", "a", "b", "c", "head"], [[0, 4]], 2)
     assert found.stages[0] == found.stages[4]
     assert found.largest == 4.0
+
+
+def test_the_published_algorithm_deals_devices_down_the_tree() -> None:
+    """Of benchmarks/tree_partition.py. The head gets no device of four: the one before it computes it."""
+    tree = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/tree_partition.py"))
+    names = ["embed", *(f"h.{block}.{part}" for block in range(4) for part in "ab"), "head"]
+    assert tree["tree_partition"](names, [1.0, *[3.0] * 8, 1.0], [], 4) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert tree["tree_partition"](names, [1.0, *[3.0] * 8, 1.0], [[0, 9]], 4)[9] == 0
+    assert tree["dhondt"]([100, 80, 30, 20], 8) == [4, 3, 1, 0]
+    assert tree["segments"]([3.0, 1.0, 1.0, 3.0], 2) == [(0, 2), (2, 4)]
 
 
 def test_more_stages_than_modules_are_refused() -> None:

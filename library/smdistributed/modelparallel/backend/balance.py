@@ -1,14 +1,14 @@
 """Cut a sequence of modules into stages whose costs are as equal as can be.
 
 The largest stage is at most `SLACK` times that of the best contiguous cut; among such cuts the one is taken that goes
-through the fewest containers, since each of those makes more calls from stage to stage.
+through the fewest containers, since each of those makes more calls from stage to stage, and of these the most even.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 
@@ -19,7 +19,7 @@ _MOST_CHOICES = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """The stage of every item, the cost of the largest stage, and that of the best contiguous cut."""
+    """The stage of every item, the cost of the largest stage, and that of the best contiguous cut, over all anchors."""
 
     stages: tuple[int, ...]
     largest: float
@@ -34,14 +34,16 @@ def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequenc
 
     Raises SMPConfigError when there are fewer items, or groups, than stages.
     """
-    best: Cut | None = None
+    cuts = [_cut_anchored(costs, names, groups, stages) for groups in anchored(together)]
+    best = min(cuts, key=lambda found: found.largest)
+    return replace(best, optimum=min(found.optimum for found in cuts))
+
+
+def anchored(together: Sequence[Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
+    """Groups by the places where they count: all combinations of their first and last items, up to a limit."""
     ends = [(min(group), max(group)) for group in together]
     for anchors in itertools.islice(itertools.product(*ends), _MOST_CHOICES):
-        found = _cut_anchored(costs, names, dict(zip(anchors, together)), stages)
-        if best is None or found.largest < best.largest:
-            best = found
-    assert best is not None
-    return best
+        yield dict(zip(anchors, together))
 
 
 def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int, Sequence[int]], stages: int) -> Cut:
@@ -95,17 +97,17 @@ def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
 
 
 def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, limit: float) -> list[int]:
-    """Where `stages` segments begin, none above the limit, with the shallowest cuts."""
+    """Where `stages` segments begin, none above the limit, with the shallowest cuts, and of these the most even."""
     count = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
     depth = [0, *(_common_depth(one, other) for one, other in zip(names, names[1:]))]
-    # best[end]: the least sum of depths of a cut of the first `end` items, and where its last segment begins.
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, -1)}]
+    # best[end]: of a cut of the first `end` items the sum of depths, the largest segment, where the last one begins.
+    best: list[dict[int, tuple[int, float, int]]] = [{0: (0, 0.0, -1)}]
     for _ in range(stages):
-        step: dict[int, tuple[int, int]] = {}
+        step: dict[int, tuple[int, float, int]] = {}
         for end in range(1, count + 1):
             options = [
-                (best[-1][begin][0] + depth[begin], begin)
+                (best[-1][begin][0] + depth[begin], max(best[-1][begin][1], before[end] - before[begin]), begin)
                 for begin in _begins(before, end, limit * (1 + 1e-9))
                 if begin in best[-1]
             ]
@@ -114,7 +116,7 @@ def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, li
         best.append(step)
     begins, end = [], count
     for level in reversed(best[1:]):
-        end = level[end][1]
+        end = level[end][2]
         begins.append(end)
     return begins[::-1]
 

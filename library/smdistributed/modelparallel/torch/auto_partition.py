@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,16 @@ from smdistributed.modelparallel.torch.trace import Trace, trace
 
 _log = logging.getLogger("smdistributed.modelparallel")
 _STATE_BYTES = 4  # per byte of a parameter: itself, its gradient, and two moments of Adam
+
+
+@dataclass(frozen=True)
+class Items:
+    """Modules that cost something, and those without children, in the order of execution. together: places of those
+    that must be on one stage, because they use the same parameter."""
+
+    names: list[str]
+    costs: list[float]
+    together: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,26 @@ def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwarg
 def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
     """Cut a model of which this was found. Raises SMPConfigError when it has fewer modules than there are stages."""
     modules = dict(root.named_modules())
+    given = items(root, config, found)
+    result = cut(given.costs, given.names, given.together, config.partitions)
+    stages = _place(modules, dict(zip(given.names, result.stages)))
+    return Partition(
+        stages, shares(given.costs, result.stages, config.partitions), result.largest / (result.optimum or 1)
+    )
+
+
+def items(root: nn.Module, config: Config, found: Trace) -> Items:
+    """What `partition` deals to stages."""
+    modules = dict(root.named_modules())
     costs = _costs(modules, found, config)
-    items = [name for name in _in_order(modules, found.order) if costs[name] or not any(_children(modules, name))]
-    result = cut([costs[name] for name in items], items, _together(modules, found, items), config.partitions)
-    stages = _place(modules, dict(zip(items, result.stages)))
-    return Partition(stages, _shares(costs, stages, config.partitions), result.largest / (result.optimum or 1))
+    names = [name for name in _in_order(modules, found.order) if costs[name] or not any(_children(modules, name))]
+    return Items(names, [costs[name] for name in names], _together(modules, found, names))
+
+
+def shares(costs: Sequence[float], stages: Sequence[int], count: int) -> tuple[float, ...]:
+    """Each stage's share of the whole cost."""
+    total = sum(costs) or 1
+    return tuple(sum(cost for cost, at in zip(costs, stages) if at == stage) / total for stage in range(count))
 
 
 def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
@@ -123,11 +148,6 @@ def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[
         if name not in stages:
             stages[name] = min(stages[child] for child in _children(modules, name))
     return {name: stages[name] for name in modules}
-
-
-def _shares(costs: Mapping[str, float], stages: Mapping[str, int], count: int) -> tuple[float, ...]:
-    total = sum(costs.values()) or 1
-    return tuple(sum(cost for name, cost in costs.items() if stages[name] == s) / total for s in range(count))
 
 
 def _roots(stages: Mapping[str, int], stage: int) -> Iterator[str]:

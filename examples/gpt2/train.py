@@ -87,12 +87,13 @@ def read_text(file: str | None) -> torch.Tensor:
     return torch.tensor(list("".join(sentences).encode()))
 
 
-def batches(text: torch.Tensor, args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """The same on all stages of a replica; replicas have batches of their own."""
+def batches(text: torch.Tensor, done: int, args: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """The same on all stages of a replica; replicas have batches of their own. Those of `done` steps are left out."""
     draw = torch.Generator().manual_seed(args.seed * smp.dp_size() + smp.dp_rank())
-    for _ in range(args.steps):
+    for number in range(done + args.steps):
         begins = torch.randint(0, len(text) - args.length, (args.batch_size,), generator=draw)
-        yield torch.stack([text[begin : begin + args.length + 1] for begin in begins])
+        if number >= done:
+            yield torch.stack([text[begin : begin + args.length + 1] for begin in begins])
 
 
 def main(args: argparse.Namespace) -> None:
@@ -107,21 +108,29 @@ def main(args: argparse.Namespace) -> None:
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(module.parameters(), args.lr))
     model = smp.DistributedModel(module)
     done = 0
-    if args.checkpoint_dir and (Path(args.checkpoint_dir) / "newest").is_file():
+    has_one = bool(args.checkpoint_dir) and any(Path(args.checkpoint_dir).glob("*_partial"))
+    if all(smp.allgather(has_one, smp.WORLD)):
         done = smp.resume_from_checkpoint(args.checkpoint_dir)["steps"]
 
-    for number, tokens in enumerate(batches(read_text(args.text), args), done + 1):
+    last = done + args.steps
+    for number, tokens in enumerate(batches(read_text(args.text), done, args), done + 1):
         optimizer.zero_grad()
         loss = train_step(model, tokens.to(device)).reduce_mean()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if smp.rank() == 0 and number % args.log_every == 0:
             print(f"step {number}: loss {loss.item():.4f}", flush=True)
+        if args.checkpoint_dir and (number % args.save_every == 0 or number == last):
+            # A file for each stage, from which another number of stages goes on too.
+            smp.save_checkpoint(
+                args.checkpoint_dir,
+                f"step{number}",
+                model=model,
+                optimizer=optimizer,
+                user_content={"steps": number},
+                num_kept_partial_checkpoints=2,
+            )
 
-    if args.checkpoint_dir:  # a file for each stage, from which another number of stages goes on too
-        smp.save_checkpoint(
-            args.checkpoint_dir, "last", model=model, optimizer=optimizer, user_content={"steps": done + args.steps}
-        )
     # The whole model for whoever uses it: a state dict that plain PyTorch loads.
     if smp.dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True)
@@ -146,6 +155,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", help="a file to learn; without one, sentences are made")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--checkpoint-dir", default="", help="go on from the checkpoint there, and leave one")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--mp_parameters", help="those of the job, which smp.init has read already")
     parser.add_argument("--model-dir", default=os.environ.get("SM_MODEL_DIR", "model"))
     return parser.parse_args()
 

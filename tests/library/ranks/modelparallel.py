@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
@@ -520,7 +521,7 @@ class Partly(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.layers = nn.Sequential(nn.BatchNorm1d(8), *(nn.Linear(8, 8) for _ in range(4)))
         self.unused = nn.Linear(8, 8)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -528,9 +529,14 @@ class Partly(nn.Module):
 
 
 def evaluates() -> None:
-    """An evaluation leaves gradients alone, what has none keeps none, and hooks whose handles nobody keeps all run."""
+    """An evaluation leaves gradients alone, what has none keeps none, and hooks whose handles nobody keeps all run.
+
+    All of it is verified, with buffers that differ between replicas until they are broadcast.
+    """
     configure(microbatches=2)
+    smp.state.verify_steps = smp.state.stage.steps + 3
     torch.manual_seed(0)
+    data = torch.randn(4, 8)
     model, ran = smp.DistributedModel(Partly()), []
     for number in range(3):
         model.register_post_partition_hook(lambda *_, number=number: ran.append(number))
@@ -539,7 +545,7 @@ def evaluates() -> None:
     def evaluate(model: Any, data: torch.Tensor) -> Any:
         return model(data).mean()
 
-    evaluate(model, torch.ones(4, 8))
+    evaluate(model, data)
     assert ran == [0, 1, 2], ran
     assert all(parameter.grad is None for parameter in model.local_parameters())
 
@@ -547,16 +553,28 @@ def evaluates() -> None:
     def fit(model: Any, data: torch.Tensor) -> None:
         model.backward(model(data).square().mean())
 
-    fit(model, torch.ones(4, 8) * (1 + smp.dp_rank()))
+    fit(model, data * (1 + smp.dp_rank()))
     trained = {name: parameter.grad is not None for name, parameter in model.local_named_parameters()}
     assert trained == {name: not name.startswith("unused") for name in trained}, trained
     kept = [parameter.grad.clone() for parameter in model.local_parameters() if parameter.grad is not None]
-    evaluate(model, torch.ones(4, 8))
+    model.eval()
+    evaluate(model, data * (1 + smp.dp_rank()))
     now = [parameter.grad for parameter in model.local_parameters() if parameter.grad is not None]
     assert all(torch.equal(one, other) for one, other in zip(kept, now))
     same = smp.allgather([gradient.sum().item() for gradient in now], smp.DP_GROUP)
     assert all(sums == same[0] for sums in same), same
-    print("evaluates")
+    norms = smp.allgather(float(clip_grad_norm_(model.parameters(), 0.01)), smp.WORLD)
+    assert norms[0] > 0.01 and all(abs(norm - norms[0]) < 1e-6 for norm in norms), norms
+
+    @smp.step
+    def goes_around(model: Any, data: torch.Tensor) -> None:
+        model(data).square().mean().backward()
+
+    try:
+        goes_around(model, data)
+    except smp.exceptions.StepUsageError as error:
+        assert "call model.backward(loss)" in str(error), error
+        print("evaluates")
 
 
 class Fails(nn.Module):

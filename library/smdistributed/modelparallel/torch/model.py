@@ -123,6 +123,11 @@ class DistributedModel(nn.Module):
         """Called on all ranks when a step has ended. had_backward: it trained; an evaluation leaves gradients alone."""
         if self._reducer and had_backward:
             self._reducer.end()
+        elif self._reducer and self._reducer.saw_gradients:
+            raise StepUsageError(
+                "Gradients were computed in a step without model.backward, so that replicas would not average them: "
+                "call model.backward(loss) in place of loss.backward()."
+            )
         for hook in list(self._after_step.values()):
             hook(self, state.optimizer)
         self._after_step.clear()
@@ -136,6 +141,7 @@ class DistributedModel(nn.Module):
         self._move()
         if self._to_load:
             self.load_state_dict(*self._to_load)
+            self._to_load = None
         if len(state.group("DP_GROUP")) > 1:
             self._reducer = Reducer(
                 list(self.local_named_parameters()),
@@ -147,6 +153,7 @@ class DistributedModel(nn.Module):
             self._reducer.begin()
         for hook in list(self._after_partition.values()):
             hook(self, state.optimizer)
+        self._after_partition.clear()  # they may hold what they have loaded
 
     def _choose_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         if state.cfg.auto_partition:

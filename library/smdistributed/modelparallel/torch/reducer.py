@@ -65,6 +65,11 @@ class Reducer:
         self._seen.clear()
         self._next = 0
 
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether a parameter had a gradient added in this step."""
+        return bool(self._seen)
+
     def end(self) -> None:
         """A step with backwards has ended: have the averages in place."""
         is_last = self._is_last()

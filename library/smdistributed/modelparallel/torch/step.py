@@ -52,8 +52,8 @@ def _decorate(
             raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
         splitter.uneven = state.cfg.uneven_microbatches
         model = state.the_model()
-        verification = Verification(model) if state.stage.steps < state.verify_steps else None
         model.before_step()
+        verification = Verification(model) if state.stage.steps < state.verify_steps else None
         state.stage.begin(state.cfg)
         try:
             if state.stage.index:

@@ -8,6 +8,7 @@ another factor, and nobody would notice. What is given decides: of parameters th
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +20,23 @@ from smdistributed.modelparallel.torch.state_mod import state
 
 
 def install() -> None:
-    """Have torch's function ask where the parameters are. Doing so twice is no error."""
-    original = clip_grad.clip_grad_norm_
-    if getattr(original, "_smp", False):
-        return
+    """Have torch's function ask where the parameters are, under whatever name modules have imported it.
 
+    Doing so again finds what was imported since.
+    """
+    found: Any = clip_grad.clip_grad_norm_
+    original = getattr(found, "_smp_original", found)
+    _replace(original, _asking(original) if found is original else found)
+
+
+def _replace(original: Any, by: Any) -> None:
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is original]:
+            names[name] = by
+
+
+def _asking(original: Any) -> Any:
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -42,5 +55,5 @@ def install() -> None:
             raise RuntimeError(f"The norm of the gradients over all stages is {norm}: they have not been clipped.")
         return torch.tensor(norm)
 
-    clip_grad_norm_._smp = True  # type: ignore[attr-defined]
-    clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    clip_grad_norm_._smp_original = original  # type: ignore[attr-defined]
+    return clip_grad_norm_

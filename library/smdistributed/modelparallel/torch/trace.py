@@ -23,6 +23,8 @@ from smdistributed.modelparallel.torch.packing import pack, unpack
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
 """What may be asked of a parameter that is elsewhere."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+_MOST_READS = 10_000
+"""Of values, in one run: a loop that ends by what it computes would never end."""
 
 
 class Trace:
@@ -41,7 +43,7 @@ def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tra
 
     A number that the model reads out of a tensor is 1, true: most masks have nothing but ones.
 
-    Raises whatever the model raises that cannot run without values.
+    Raises whatever the model raises that cannot run without values, and RuntimeError when it reads too many of them.
     """
     with _without_modes():
         return _trace(root, args, kwargs)
@@ -135,13 +137,19 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, found: Trace, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._stack = found, stack
+        self._found, self._stack, self._reads = found, stack, 0
+
+    def _read(self, dtype: torch.dtype) -> Any:
+        self._reads += 1
+        if self._reads > _MOST_READS:
+            raise RuntimeError(f"it reads more than {_MOST_READS} values, each taken as 1: a loop may wait for another")
+        return torch.ones((), dtype=dtype, device="cpu").item()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+            return self._read(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         outputs = [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(r)]
         if self._stack:

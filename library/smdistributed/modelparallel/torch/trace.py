@@ -1,6 +1,6 @@
 """What a model does, found by running it on the meta device: no memory, no arithmetic, any control flow.
 
-Found are the order in which modules are called, what each costs, and which use parameters of others.
+Found are the order in which modules are called, what each costs, and which use parameters or buffers of others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
-"""What may be asked of a parameter that is elsewhere."""
+"""What may be asked of a parameter or buffer that is elsewhere."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 _MOST_READS = 10_000
 """Of values, in one run: a loop that ends by what it computes would never end."""
@@ -29,7 +30,7 @@ _MOST_READS = 10_000
 
 class Trace:
     """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, and what it leaves
-    for backward, without modules below. uses: for each module, those whose parameters it uses itself."""
+    for backward, without modules below. uses: for each module, those whose parameters or buffers it uses itself."""
 
     def __init__(self) -> None:
         self.order: dict[str, int] = {}
@@ -63,7 +64,7 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     state = {name: _on_meta(tensor) for name, tensor in tensors.items()}
-    owners = {id(state[name]): name.rpartition(".")[0] for name in dict(root.named_parameters())}
+    owners = _owners(root, {id(tensors[name]): id(state[name]) for name in state})
     body, given = pack((args, kwargs))
     given = [_on_meta(tensor) for tensor in given]
     args, kwargs = unpack(body, given)
@@ -71,6 +72,16 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     with _calls(found, stack, names), modes[0], modes[1], modes[2], torch.enable_grad():
         functional_call(root, state, args, kwargs)
     return found
+
+
+def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:
+    """The modules that have each tensor, by the id under which it is traced: several may have the same."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in root.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                owners[traced[id(tensor)]].append(name)
+    return owners
 
 
 def _kept(found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> Any:
@@ -116,19 +127,19 @@ def _calls(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module uses whose parameters."""
+    """Notes which module uses whose parameters and buffers."""
 
-    def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, str]) -> None:
+    def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, list[str]]) -> None:
         super().__init__()
         self._found, self._stack, self._owners = found, stack, owners
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in () if func in _WITHOUT_VALUES else (*args, *(kwargs or {}).values()):
-            owner = self._owners.get(id(value))
-            if owner is not None and self._stack and owner != self._stack[-1]:
-                self._found.uses[self._stack[-1]].add(owner)
+        for value in () if func in _WITHOUT_VALUES or not self._stack else tree_flatten((args, kwargs))[0]:
+            owners = self._owners.get(id(value))
+            if owners and self._stack[-1] not in owners:
+                self._found.uses[self._stack[-1]].add(owners[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -5,6 +5,7 @@ Found are the order in which modules are called, what each costs, and which use 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from smdistributed.modelparallel.torch.activations import marked
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
@@ -37,6 +39,14 @@ class Trace:
         self.operations: dict[str, float] = defaultdict(float)
         self.activation_bytes: dict[str, float] = defaultdict(float)
         self.uses: dict[str, set[str]] = defaultdict(set)
+
+    def of_each(self, parts: int) -> Trace:
+        """What a run of one of so many equal parts of the batch would have found."""
+        part = Trace()
+        part.order, part.uses = self.order, self.uses
+        part.operations.update((name, operations / parts) for name, operations in self.operations.items())
+        part.activation_bytes.update((name, size / parts) for name, size in self.activation_bytes.items())
+        return part
 
 
 def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -68,8 +78,12 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     body, given = pack((args, kwargs))
     given = [_on_meta(tensor) for tensor in given]
     args, kwargs = unpack(body, given)
-    modes = _Uses(found, stack, owners), _Operations(found, stack), _kept(found, stack, [*state.values(), *given])
-    with _calls(found, stack, names), modes[0], modes[1], modes[2], torch.enable_grad():
+    modes, kept = (
+        (_Uses(found, stack, owners), _Operations(found, stack)),
+        _Kept(found, stack, [*state.values(), *given]),
+    )
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
+    with _calls(found, stack, names), modes[0], modes[1], hooks, torch.enable_grad(), _computed_again(root, kept):
         functional_call(root, state, args, kwargs)
     return found
 
@@ -84,17 +98,59 @@ def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:
     return owners
 
 
-def _kept(found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> Any:
-    """Add up what autograd keeps for backward, each piece of memory once, without parameters and the batch."""
-    seen = {_memory(tensor) for tensor in known}
+class _Kept:
+    """Adds up what is kept for backward, each piece of memory once, without parameters and the batch."""
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if _memory(tensor) not in seen and stack:
-            seen.add(_memory(tensor))  # it is kept as long as the trace runs: no other tensor has the same
-            found.activation_bytes[stack[-1]] += tensor.untyped_storage().nbytes()
+    def __init__(self, found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> None:
+        self._found, self._stack, self._depth = found, stack, 0
+        self._seen = {_memory(tensor): tensor for tensor in known}
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count the tensor, unless all is computed again here."""
+        if self._stack and not self._depth and _memory(tensor) not in self._seen:
+            self._seen[_memory(tensor)] = tensor  # while it lives no other has its memory
+            self._found.activation_bytes[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    def run(self, call: Callable[..., Any], keeps: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call(*args, **kwargs)`, of which nothing is kept but, if it `keeps` them, the arguments."""
+        for value in tree_flatten((args, kwargs))[0] if keeps else ():
+            if isinstance(value, torch.Tensor):
+                self.keep(value)
+        self._depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+
+@contextmanager
+def _computed_again(root: nn.Module, kept: _Kept) -> Iterator[None]:
+    """Have checkpointed modules keep what a run would."""
+    own = {}
+    for module, keeps in _checkpointed(root).items():
+        own[module] = module.__dict__.get("forward")
+        call = functools.partial(kept.run, module.forward, keeps)
+        module.__dict__["forward"] = lambda *args, _call=call, **kwargs: _call(args, kwargs)
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            del module.__dict__["forward"]
+            module.__dict__.update({} if forward is None else {"forward": forward})
+
+
+def _checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
+    """Modules that are computed again in backward, and whether they keep their arguments: of a group the first does."""
+    found = {}
+    for module in root.modules():
+        how = marked(module)
+        if how and type(module).forward is nn.Sequential.forward:
+            children = list(module.children())
+            found.update({child: place % (how.group or len(children)) == 0 for place, child in enumerate(children)})
+        elif how:
+            found[module] = True
+    return found
 
 
 def _memory(tensor: torch.Tensor) -> int:

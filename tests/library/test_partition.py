@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ class Halves(nn.Module):
 class Head(nn.Module):
     """Its weight is another's, so that it costs nothing itself."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight, self.norm = weight, nn.LayerNorm(4)
 
@@ -59,13 +61,14 @@ class Reaches(nn.Module):
             part.register_buffer("shared", shared)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = value * self.shared
+        last: Any = self.parts[5]
+        value = value * self.get_buffer("shared")
         if self.how == "nested":
-            value = value * torch.cat([self.parts[5].weight])
+            value = value * torch.cat([last.weight])
         elif self.how == "buffer":
-            value = value * self.parts[5].running_var
+            value = value * last.running_var
         elif self.how == "dtype":
-            value = value.to(self.parts[5].running_var.dtype)
+            value = value.to(last.running_var.dtype)
         found: torch.Tensor = self.parts(value)
         return found
 

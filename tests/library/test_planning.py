@@ -6,12 +6,40 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-MODELS = """\
 import torch
 from torch import nn
+
+from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.torch import planning
+from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
+from smdistributed.modelparallel.torch.auto_partition import auto_partition
+from smdistributed.modelparallel.torch.trace import trace
+
+MODELS = """\
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+@dataclass
+class Batch:
+    value: torch.Tensor
+    scale: float = 2.0
+
+class Scales(nn.Linear):
+    def forward(self, batch: Batch):
+        return super().forward(batch.value) * batch.scale
+
+def classes():
+    return Scales(4, 4), (Batch(torch.ones(3, 4)),)
+
+def empty():
+    return nn.Linear(4, 4), (torch.ones(0, 4),)
 
 def wide():  # 16 GiB with Adam, and too large for the test to construct
     return nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(16))), (torch.empty(16, 8192),)
@@ -69,6 +97,80 @@ def test_what_backward_needs_counts_once(tmp_path: Path) -> None:
     assert float(line.split()[4]) == pytest.approx((4096 * 1024 * 4 + parameters) / GIB, abs=0.006)
 
 
+def test_a_batch_may_be_of_a_class_of_the_models_file(tmp_path: Path) -> None:
+    assert recommended(plan(tmp_path, "classes"))["partitions"] == 1
+
+
+def model_of(module: nn.Module, batch: torch.Tensor, **named: torch.Tensor) -> planning.Model:
+    return planning.Model(module, len(batch), trace(module, (batch,), named))
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "microbatches"),
+    [
+        (12, {}, [1, 2, 4, 6, 12]),
+        (12, {"uneven_microbatches": True}, [1, 2, 4, 8]),
+        (9, {}, [1, 3, 9]),
+        (96, {}, [1, 2, 4, 8, 16]),
+    ],
+)
+def test_microbatches_divide_the_batch(batch: int, given: dict[str, Any], microbatches: list[int]) -> None:
+    model = model_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(batch, 4))
+    plans = planning.candidates(model, {"partitions": 2, **given}, 8, "adam")
+    assert sorted({found.config.microbatches for found in plans}) == microbatches
+
+
+def test_the_cut_is_that_of_a_run_which_traces_one_microbatch() -> None:
+    sizes = [64, 512, 64, 512, 1024, 1024, 64]
+    layers = [nn.Sequential(nn.Linear(one, other), nn.Tanh()) for one, other in zip(sizes, sizes[1:])]
+    model, config = nn.Sequential(*layers), check({"partitions": 2, "microbatches": 8})
+    planned = planning.plan(model_of(model, torch.ones(4096, 64)), config).partition
+    run = auto_partition(model, config, (torch.ones(512, 64),), {})
+    assert planned.stages == run.stages
+    assert planned.shares == pytest.approx(run.shares, rel=1e-4)
+
+
+class Block(nn.Sequential):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = value + super().forward(value)  # type: ignore[no-untyped-call]
+        return found
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kept"), [(None, 36 * MIB), ("each", 4 * MIB), ("group_2", 0), ("contiguous", 0), ("second", 20 * MIB)]
+)
+def test_checkpointed_modules_keep_what_enters_them(strategy: str | None, kept: int) -> None:
+    blocks = (Block(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(2))
+    module = nn.Sequential(*blocks)
+    if strategy == "second":
+        set_activation_checkpointing(module[1])
+    elif strategy:
+        set_activation_checkpointing(module, strategy=strategy)
+    found = trace(module, (torch.empty(4096, 256),), {})
+    assert sum(found.activation_bytes.values()) == kept
+    assert all("forward" not in part.__dict__ for part in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "each"),
+    [
+        (torch.float32, {}, 4 + 4 + 8),
+        (torch.float32, {"bf16": True}, 4 + 4 + 8),
+        (torch.bfloat16, {}, 2 + 2 + 4),
+        (torch.bfloat16, {"bf16": True}, 2 + 2 + 4 + 4 + 8),
+        (torch.float16, {"fp16": True, "shard_optimizer_state": True}, 2 + 2 + 4 + 4 + 8 / 4),
+    ],
+)
+def test_what_the_optimizer_has_is_counted(dtype: torch.dtype, given: dict[str, Any], each: float) -> None:
+    trained = [nn.Parameter(torch.empty(100, dtype=dtype)) for _ in range(4)]
+    frozen = nn.Parameter(torch.empty(100, dtype=torch.float32), requires_grad=False)
+    config = check({"partitions": 1, "ddp": True, **given})
+    assert planning.state_bytes([*trained, frozen], config, "adam", replicas=4) == 400 * each + 400
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     ended = plan(tmp_path, "wide", "--memory", "1", "--devices", "4")
     assert ended.returncode == 1
@@ -79,6 +181,13 @@ def test_nothing_fits(tmp_path: Path) -> None:
     ("name", "options", "words"),
     [
         ("small", ["--mp-parameters", '{"partitions": 5}'], "has 3 modules that can be on stages of their own"),
+        (
+            "small",
+            ["--mp-parameters", '{"pipeline_parallel_degree": 16}'],
+            "'partitions' is 16, but the model has 3 modules",
+        ),
+        ("small", ["--mp-parameters", '{"partitions": 0}'], "it must be 1 or more"),
+        ("empty", [], "models.py:empty gives an empty batch"),
         ("small", ["--mp-parameters", "[]"], "expected a JSON object"),
         ("small", ["--devices", "0"], "expected 1 or more, found 0"),
         ("smal", [], "models.py has no function 'smal'"),

@@ -35,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     except SMPError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    if not plans:
+        print(f"plan: {options.factory} gives an empty batch: there is nothing to split.", file=sys.stderr)
+        return 2
     _show(plans, memory)
     best = planning.recommended(plans, memory)
     if best is None:
@@ -65,7 +68,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     plan = parser.add_subparsers(required=True).add_parser("plan", help="what a configuration would do to a model")
     plan.add_argument("factory", metavar="FILE.py:NAME", help="gives (module, args) or (module, args, kwargs)")
     plan.add_argument("--mp-parameters", metavar="JSON", default={}, type=_object, help="what is decided already")
-    plan.add_argument("--devices", metavar="N", type=_positive, default=8, help="at most so many partitions (8)")
+    plan.add_argument("--devices", metavar="N", type=_positive, default=8, help="for partitions and replicas (8)")
     plan.add_argument("--memory", metavar="GIB", type=float, help="of each device")
     plan.add_argument(
         "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="its memory counts (adam)"

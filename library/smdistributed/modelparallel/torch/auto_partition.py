@@ -19,8 +19,8 @@ _STATE_BYTES = 4  # per byte of a parameter: itself, its gradient, and two momen
 
 @dataclass(frozen=True)
 class Items:
-    """Modules that cost something, and those without children, in the order of execution. together: places of those
-    that must be on one stage, because they use the same parameter."""
+    """Modules that cost something, those without children, and those that share a tensor with others, in the order of
+    execution. together: places of those that must be on one stage, because they use the same parameter or buffer."""
 
     names: list[str]
     costs: list[float]
@@ -75,8 +75,12 @@ def items(root: nn.Module, config: Config, found: Trace) -> Items:
     """What `partition` deals to stages."""
     modules = dict(root.named_modules())
     costs = _costs(modules, found, config)
-    names = [name for name in _in_order(modules, found.order) if costs[name] or not any(_children(modules, name))]
-    return Items(names, [costs[name] for name in names], _together(modules, found, names))
+    groups = _together(modules, found)
+    tied = set().union(*groups)  # what only has the parameter of another costs nothing
+    ordered = _in_order(modules, found.order)
+    names = [name for name in ordered if costs[name] or name in tied or not any(_children(modules, name))]
+    place = {name: index for index, name in enumerate(names)}
+    return Items(names, [costs[name] for name in names], [sorted(place[name] for name in group) for group in groups])
 
 
 def shares(costs: Sequence[float], stages: Sequence[int], count: int) -> tuple[float, ...]:
@@ -119,8 +123,8 @@ def _children(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
     return (f"{prefix}{child}" for child in modules[name]._modules if f"{prefix}{child}" in modules)
 
 
-def _together(modules: Mapping[str, nn.Module], found: Trace, items: list[str]) -> list[list[int]]:
-    """Places of items that share a parameter, or use one of each other's."""
+def _together(modules: Mapping[str, nn.Module], found: Trace) -> list[set[str]]:
+    """Groups of modules that share a parameter, or use a tensor of each other's."""
     group_of = {name: {name} for name in modules}
 
     def join(one: str, other: str) -> None:
@@ -136,9 +140,7 @@ def _together(modules: Mapping[str, nn.Module], found: Trace, items: list[str]) 
     for user, used in found.uses.items():
         for owner in used:
             join(user, owner)
-    groups = {id(group): group for group in group_of.values() if len(group) > 1}
-    found_groups = [[place for place, name in enumerate(items) if name in group] for group in groups.values()]
-    return [group for group in found_groups if len(group) > 1]
+    return list({id(group): group for group in group_of.values() if len(group) > 1}.values())
 
 
 def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[str, int]:

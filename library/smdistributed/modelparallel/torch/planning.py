@@ -21,6 +21,7 @@ from torch import nn
 from smdistributed.modelparallel.backend.config import Config, check
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPError
 from smdistributed.modelparallel.torch.auto_partition import Partition, partition
+from smdistributed.modelparallel.torch.optimizer import share
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -82,23 +83,43 @@ def load(factory: str) -> Model:
     return Model(module, _batch((*args, *kwargs.values())), found)
 
 
-def plan(model: Model, config: Config, optimizer: str = "adam") -> Plan:
-    """What this configuration would do. Raises SMPConfigError when the model has too few modules for it."""
-    cut = partition(model.module, config, model.found)
+def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 1) -> Plan:
+    """What this configuration would do. Raises SMPConfigError when the model has too few modules for it.
+
+    replicas: how many share the optimizer's state, with `shard_optimizer_state`.
+    """
+    found = model.found.of_each(config.microbatches)  # what the first step of a run would trace
+    cut = partition(model.module, config, found)
     stages, count = cut.stages, config.partitions
     seen: set[int] = set()
-    kept, operations, activations = [0] * count, [0.0] * count, [0.0] * count
+    parameters: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    operations, activations = [0.0] * count, [0.0] * count
     for name, part in model.module.named_modules():
         stage = stages[name]
-        for parameter in part._parameters.values():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                kept[stage] += parameter.numel() * parameter.element_size() * (2 + OPTIMIZER_STATES[optimizer])
-        operations[stage] += model.found.operations[name]
-        activations[stage] += model.found.activation_bytes[name]
-    in_flight = [min(config.microbatches, _window(config, stage)) for stage in range(count)]
-    held = [size / config.microbatches * most for size, most in zip(activations, in_flight)]
+        new = {id(p): p for p in part._parameters.values() if p is not None and id(p) not in seen}
+        seen.update(new)
+        parameters[stage].extend(new.values())
+        operations[stage] += found.operations[name]
+        activations[stage] += found.activation_bytes[name]
+    kept = [state_bytes(own, config, optimizer, replicas) for own in parameters]
+    held = [size * min(config.microbatches, _window(config, stage)) for stage, size in enumerate(activations)]
     return Plan(config, cut, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches))
+
+
+def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
+    """Of parameters, gradients, and what smp.DistributedOptimizer has beside them. Frozen ones have nothing else.
+
+    With `fp16` or `bf16` half-precision parameters are updated in single precision: a copy, and its gradient. With
+    `shard_optimizer_state` a replica has the state of its share, but all copies.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    half = (torch.float16, torch.bfloat16) if config.fp16 or config.bf16 else ()
+    updated = [p.numel() * (4 if p.dtype in half else p.element_size()) for p in trained]
+    copies = sum(2 * size for p, size in zip(trained, updated) if p.dtype in half)
+    states = [0] * (replicas if config.shard_optimizer_state else 1)
+    for size, owner in zip(updated, share(trained, len(states))):
+        states[owner] += size * OPTIMIZER_STATES[optimizer]
+    return sum(p.numel() * p.element_size() for p in (*parameters, *trained)) + copies + max(states)
 
 
 def idle(stage_times: Sequence[float], microbatches: int) -> float:
@@ -108,24 +129,25 @@ def idle(stage_times: Sequence[float], microbatches: int) -> float:
 
 
 def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
-    """Plans for powers of two of partitions, up to `devices`, and of microbatches, up to the batch; `given` wins.
+    """Plans for powers of two of partitions, up to `devices`, and for microbatches that divide the batch; `given` wins.
 
     More microbatches than 8 a partition are not tried: they would hardly idle less, and small ones compute slowly. For
-    active_microbatches there are the default, and as many as there are partitions: fewer would leave stages idle.
+    active_microbatches there are the default, and as many as there are partitions: fewer would leave stages idle. With
+    `ddp`, the devices that are left have replicas.
     """
-    named = {"partitions", "pipeline_parallel_degree"} & given.keys()
-    for partitions in [given[named.pop()]] if named else _powers(devices):
-        most = min(model.batch, 8 * partitions) if isinstance(partitions, int) else 1
-        for microbatches in [given["microbatches"]] if "microbatches" in given else _powers(most):
+    named = [given[name] for name in ("partitions", "pipeline_parallel_degree") if name in given]
+    for partitions in named[:1] or _powers(devices):
+        for microbatches in [given["microbatches"]] if "microbatches" in given else _splits(model, given, partitions):
             config = check({**given, "partitions": partitions, "microbatches": microbatches})
             tight = dataclasses.replace(config, active_microbatches=partitions)
             free = "active_microbatches" not in given and config.pipeline != "simple" and microbatches > partitions > 1
+            replicas = max(1, devices // partitions) if config.ddp else 1
             try:
-                yield plan(model, config, optimizer)
+                yield plan(model, config, optimizer, replicas)
                 if free:
-                    yield plan(model, tight, optimizer)
+                    yield plan(model, tight, optimizer, replicas)
             except SMPConfigError:
-                if "partitions" in given:
+                if named:
                     raise
                 return  # more partitions than the model has modules
 
@@ -146,6 +168,15 @@ def _batch(given: Sequence[Any]) -> int:
     return next((value.shape[0] for value in given if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
+def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
+    """Numbers of microbatches: powers of two, or where those do not divide the batch, what does and is next to them."""
+    most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
+    if str(given.get("uneven_microbatches")).lower() == "true":
+        return _powers(most)
+    divisors = [count for count in range(1, most + 1) if model.batch % count == 0]
+    return sorted({max(d for d in divisors if d <= limit) for limit in [*_powers(most), most] if divisors})
+
+
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
@@ -158,9 +189,11 @@ def _module(where: str) -> Any:
         if path.suffix != ".py":
             return importlib.import_module(where)
         sys.path.insert(0, str(path.parent.resolve()))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        name = f"{path.stem}_to_plan" if path.stem in sys.modules else path.stem
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where a dataclass looks for its annotations, and pickle for classes
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code, any reason
         raise SMPError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error

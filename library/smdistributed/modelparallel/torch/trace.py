@@ -1,10 +1,11 @@
 """What a model does, found by running it on the meta device: no memory, no arithmetic, any control flow.
 
-Found are the order in which modules are called, what each costs, and which use parameters of others.
+Found are the order in which modules are called, what each costs, and which use parameters or buffers of others.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,17 +18,21 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
+from smdistributed.modelparallel.torch.activations import marked
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
-"""What may be asked of a parameter that is elsewhere."""
+"""What may be asked of a parameter or buffer that is elsewhere."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+_MOST_READS = 10_000
+"""Of values, in one run: a loop that ends by what it computes would never end."""
 
 
 class Trace:
     """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, and what it leaves
-    for backward, without modules below. uses: for each module, those whose parameters it uses itself."""
+    for backward, without modules below. uses: for each module, those whose parameters or buffers it uses itself."""
 
     def __init__(self) -> None:
         self.order: dict[str, int] = {}
@@ -35,13 +40,21 @@ class Trace:
         self.activation_bytes: dict[str, float] = defaultdict(float)
         self.uses: dict[str, set[str]] = defaultdict(set)
 
+    def of_each(self, parts: int) -> Trace:
+        """What a run of one of so many equal parts of the batch would have found."""
+        part = Trace()
+        part.order, part.uses = self.order, self.uses
+        part.operations.update((name, operations / parts) for name, operations in self.operations.items())
+        part.activation_bytes.update((name, size / parts) for name, size in self.activation_bytes.items())
+        return part
+
 
 def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run `root` with arguments like these.
 
     A number that the model reads out of a tensor is 1, true: most masks have nothing but ones.
 
-    Raises whatever the model raises that cannot run without values.
+    Raises whatever the model raises that cannot run without values, and RuntimeError when it reads too many of them.
     """
     with _without_modes():
         return _trace(root, args, kwargs)
@@ -61,27 +74,83 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     state = {name: _on_meta(tensor) for name, tensor in tensors.items()}
-    owners = {id(state[name]): name.rpartition(".")[0] for name in dict(root.named_parameters())}
+    owners = _owners(root, {id(tensors[name]): id(state[name]) for name in state})
     body, given = pack((args, kwargs))
     given = [_on_meta(tensor) for tensor in given]
     args, kwargs = unpack(body, given)
-    modes = _Uses(found, stack, owners), _Operations(found, stack), _kept(found, stack, [*state.values(), *given])
-    with _calls(found, stack, names), modes[0], modes[1], modes[2], torch.enable_grad():
+    modes, kept = (
+        (_Uses(found, stack, owners), _Operations(found, stack)),
+        _Kept(found, stack, [*state.values(), *given]),
+    )
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
+    with _calls(found, stack, names), modes[0], modes[1], hooks, torch.enable_grad(), _computed_again(root, kept):
         functional_call(root, state, args, kwargs)
     return found
 
 
-def _kept(found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> Any:
-    """Add up what autograd keeps for backward, each piece of memory once, without parameters and the batch."""
-    seen = {_memory(tensor) for tensor in known}
+def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:
+    """The modules that have each tensor, by the id under which it is traced: several may have the same."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in root.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                owners[traced[id(tensor)]].append(name)
+    return owners
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if _memory(tensor) not in seen and stack:
-            seen.add(_memory(tensor))  # it is kept as long as the trace runs: no other tensor has the same
-            found.activation_bytes[stack[-1]] += tensor.untyped_storage().nbytes()
+
+class _Kept:
+    """Adds up what is kept for backward, each piece of memory once, without parameters and the batch."""
+
+    def __init__(self, found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> None:
+        self._found, self._stack, self._depth = found, stack, 0
+        self._seen = {_memory(tensor): tensor for tensor in known}
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count the tensor, unless all is computed again here."""
+        if self._stack and not self._depth and _memory(tensor) not in self._seen:
+            self._seen[_memory(tensor)] = tensor  # while it lives no other has its memory
+            self._found.activation_bytes[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    def run(self, call: Callable[..., Any], keeps: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call(*args, **kwargs)`, of which nothing is kept but, if it `keeps` them, the arguments."""
+        for value in tree_flatten((args, kwargs))[0] if keeps else ():
+            if isinstance(value, torch.Tensor):
+                self.keep(value)
+        self._depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+
+@contextmanager
+def _computed_again(root: nn.Module, kept: _Kept) -> Iterator[None]:
+    """Have checkpointed modules keep what a run would."""
+    own = {}
+    for module, keeps in _checkpointed(root).items():
+        own[module] = module.__dict__.get("forward")
+        call = functools.partial(kept.run, module.forward, keeps)
+        module.__dict__["forward"] = lambda *args, _call=call, **kwargs: _call(args, kwargs)
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            del module.__dict__["forward"]
+            module.__dict__.update({} if forward is None else {"forward": forward})
+
+
+def _checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
+    """Modules that are computed again in backward, and whether they keep their arguments: of a group the first does."""
+    found = {}
+    for module in root.modules():
+        how = marked(module)
+        if how and type(module).forward is nn.Sequential.forward:
+            children = list(module.children())
+            found.update({child: place % (how.group or len(children)) == 0 for place, child in enumerate(children)})
+        elif how:
+            found[module] = True
+    return found
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -114,19 +183,19 @@ def _calls(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module uses whose parameters."""
+    """Notes which module uses whose parameters and buffers."""
 
-    def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, str]) -> None:
+    def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, list[str]]) -> None:
         super().__init__()
         self._found, self._stack, self._owners = found, stack, owners
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in () if func in _WITHOUT_VALUES else (*args, *(kwargs or {}).values()):
-            owner = self._owners.get(id(value))
-            if owner is not None and self._stack and owner != self._stack[-1]:
-                self._found.uses[self._stack[-1]].add(owner)
+        for value in () if func in _WITHOUT_VALUES or not self._stack else tree_flatten((args, kwargs))[0]:
+            owners = self._owners.get(id(value))
+            if owners and self._stack[-1] not in owners:
+                self._found.uses[self._stack[-1]].add(owners[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -135,13 +204,19 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, found: Trace, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._stack = found, stack
+        self._found, self._stack, self._reads = found, stack, 0
+
+    def _read(self, dtype: torch.dtype) -> Any:
+        self._reads += 1
+        if self._reads > _MOST_READS:
+            raise RuntimeError(f"it reads more than {_MOST_READS} values, each taken as 1: a loop may wait for another")
+        return torch.ones((), dtype=dtype, device="cpu").item()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+            return self._read(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         outputs = [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if torch.is_tensor(r)]
         if self._stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,18 @@ from .conftest import ROOT, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
 COLLECTIVES = ROOT / "tests/library/ranks/smddp.py"
+STAGES = ROOT / "tests/library/ranks/modelparallel.py"
+TRAINING = """\
+import runpy, sys
+
+sys.argv[1:] = ["against_one_process", "sgd"]  # for those of the launch
+runpy.run_path("/opt/ml/code/modelparallel.py", run_name="__main__")
+"""
 # With torch, on what the image has installed. The others know nothing of torch.
-SUITES = ("devices", "distributed", "examples", "parallel", "rehearsal", "smddp", "training")
+SUITES = {
+    "dataparallel": ("devices", "distributed", "examples", "parallel", "rehearsal", "smddp", "training"),
+    "modelparallel": ("modelparallel",),
+}
 MODEL = """\
 import torch
 
@@ -26,14 +37,17 @@ def large():  # 16 GiB with Adam
 PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments")
 
 
-def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", SUITES)
+def test_the_librarys_suite_on_the_oldest_torch(
+    start_host: StartHost, pytorch: str, tmp_path: Path, package: str
+) -> None:
     """By this environment's pytest, which is pure Python; all but what is marked `once`."""
     copy_distributions(PYTEST, tmp_path)
     command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir=tests/library", "-m", "not once"]
     mounted = {ROOT / name: f"/work/{name}" for name in ("tests", "examples", "pyproject.toml")}
     host = start_host(
         pytorch,
-        command + [f"tests/library/test_{name}.py" for name in SUITES],
+        command + [f"tests/library/test_{name}.py" for name in SUITES[package]],
         volumes={**mounted, tmp_path: "/pytest"},
         env={"PYTHONPATH": "/work:/pytest", "PYTHONDONTWRITEBYTECODE": "1"},
         working_dir="/work",
@@ -70,3 +84,34 @@ def test_every_collective_on_two_hosts(
     ended = [host.wait() for host in hosts]
     assert [end.code for end in ended] == [0, 0], ended
     assert ended[0].output.count("shm+gloo: 2 hosts × 2 ranks") == 4
+
+
+@pytest.mark.parametrize(
+    ("parameters", "hosts_of_stages"),
+    [
+        ({"partitions": 4}, [1, 1, 1, 1]),
+        ({"partitions": 2, "ddp": True}, [2, 2]),
+        ({"partitions": 2, "ddp": True, "placement_strategy": "spread"}, [1, 1]),
+    ],
+    ids=["4 stages", "a replica on each host", "a stage on each host"],
+)
+def test_stages_on_two_hosts_train_as_one_process_does(
+    start_host: StartHost,
+    pytorch: str,
+    network: Network,
+    tmp_path: Path,
+    parameters: dict[str, object],
+    hosts_of_stages: list[int],
+) -> None:
+    values = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2, "mp_parameters": parameters}
+    trees = [write_tree(tmp_path / name, TRAINING, values, HOSTS, name) for name in HOSTS]
+    for tree in trees:
+        shutil.copy(STAGES, tree / "code")
+    hosts = [start_host(pytorch, tree=tree, network=network, alias=tree.name) for tree in trees]
+    ended = [host.wait(timeout=240) for host in hosts]
+    assert [end.code for end in ended] == [0, 0], ended
+    equal = re.findall(r"equal: stage (\d) on (\S+)", ended[0].output)  # the first host starts all ranks
+    assert len(equal) == 4, ended
+    stages = [{host for at, host in equal if int(at) == stage} for stage in range(len(hosts_of_stages))]
+    assert [len(hosts) for hosts in stages] == hosts_of_stages
+    assert len(set.union(*stages)) == 2

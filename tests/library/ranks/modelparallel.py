@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -141,7 +142,7 @@ def against_one_process(*optimizers: str) -> None:
             equal(model, alone, losses, expected, (optimizer, microbatches, pipeline))
     said = smp.allgather(smp.pp_rank())
     assert len(set(said)) == smp.pp_size(), said
-    print("equal")
+    print(f"equal: stage {smp.pp_rank()} on {socket.gethostname()}\n", end="")
 
 
 def manual() -> None:
@@ -653,6 +654,6 @@ if __name__ == "__main__":
         {case.__name__: case for case in (half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)}
     )
     backend = os.environ.get("BACKEND", "auto")
-    smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True, "ddp_dist_backend": backend})
+    smp.init({"partitions": int(os.environ.get("STAGES", 1)), "ddp": True, "ddp_dist_backend": backend})
     for case in sys.argv[1].split(","):
         cases[case](*sys.argv[2:])

@@ -75,13 +75,15 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
 
 
-def train_alone(module: nn.Module, optimizer: str, count: int = STEPS) -> list[float]:
-    """The losses of one process."""
+def train_alone(module: nn.Module, optimizer: str, count: int = STEPS, late: str = "") -> list[float]:
+    """The losses of one process. late: a parameter that the first step leaves out."""
     inner, losses = make_optimizer(optimizer, module), []
     for tokens, target in batches(count):
         inner.zero_grad()
         loss = loss_of(module(tokens, scale=0.5)["logits"], target)
         loss.backward()  # type: ignore[no-untyped-call]
+        if late and not losses:
+            module.get_parameter(late).grad = None
         inner.step()
         losses.append(loss.item())
     return losses
@@ -379,6 +381,33 @@ def resharded(path: str) -> None:
     print("resharded", " ".join(f"{loss:.6f}" for loss in resume(Path(path, "partial"), True)))
 
 
+def shards(path: str) -> None:
+    """Sharded states after a resume, with a GradScaler, when a further parameter trains: those of one process."""
+    torch.manual_seed(0)
+    module = Net()
+    alone, late = copy.deepcopy(module), "blocks.1.3.weight"
+    expected = train_alone(alone, "adam", 5, late)
+    configure(microbatches=2, shard_optimizer_state=True)
+    optimizer = smp.DistributedOptimizer(make_optimizer("adam", module))
+    model, scaler = smp.DistributedModel(module), smp.amp.GradScaler(enabled=False)
+
+    losses = []
+    for number, data in enumerate(share_of(batches(5))):
+        optimizer.zero_grad()
+        losses.append(float(train_step(model, *data)[0].reduce_mean()))
+        if number == 0:
+            module.get_parameter(late).grad = None
+        scaler.step(optimizer if number else optimizer.optimizer)
+        if number % 2 == 0:
+            smp.save_checkpoint(Path(path, "shards"), str(number), number == 0, model, optimizer)
+            smp.resume_from_checkpoint(Path(path, "shards"), str(number), number == 0)
+    losses = [sum(parts) / len(parts) for parts in zip(*smp.allgather(losses, smp.DP_GROUP))]
+    equal(model, alone, losses, expected, "shards")
+    kept = len(optimizer.local_state_dict(gather_if_shard=False)["state"])
+    assert sum(smp.allgather(kept, smp.RDP_GROUP)) == len(optimizer.local_state_dict()["state"]) > kept, kept
+    print("shards")
+
+
 def options() -> None:
     """Accumulation, clipping, losses scaled for half precision, sharded optimizer states."""
     torch.manual_seed(0)
@@ -629,7 +658,7 @@ def stalls() -> None:
 if __name__ == "__main__":
     cases: dict[str, Callable[..., None]] = {
         case.__name__: case
-        for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
+        for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, shards, options)
     }
     cases.update(
         {case.__name__: case for case in (half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)}

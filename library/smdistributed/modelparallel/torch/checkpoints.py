@@ -146,7 +146,7 @@ def _save_full(
     shares = optimizer.local_state_dict() if optimizer else None
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
-        states = optimizer.state_dict(gather_to_rank0=True) if optimizer and shares is not None else {}
+        states = optimizer.with_other_stages(shares, gather_to_rank0=True) if optimizer and shares else {}
         if pp_rank() == 0:
             if user is not None:
                 _write(user, directory / _USER)

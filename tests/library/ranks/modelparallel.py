@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,65 @@ def shards(path: str) -> None:
     print("shards")
 
 
+def mixed(path: str) -> None:
+    """One stage has bf16 parameters, the other none: resumed after a step or before the first, it goes on alike."""
+    configure(microbatches=2, bf16=True, auto_partition=False, default_partition=0)
+
+    @smp.step
+    def step(model: Any, data: torch.Tensor) -> Any:
+        loss = model(data).float().square().mean()
+        model.backward(loss)
+        return loss
+
+    def start() -> Callable[[], list[float]]:
+        smp.state.model = smp.state.optimizer = None
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+        module[0].register_forward_hook(lambda _, __, output: output.bfloat16())
+        smp.set_partition(module[1], 1)
+        optimizer = smp.DistributedOptimizer(torch.optim.Adam(module.parameters(), 1e-3))
+        model = smp.DistributedModel(module)
+
+        def fit() -> list[float]:
+            losses = []
+            for _ in range(8):
+                optimizer.zero_grad()
+                losses.append(float(step(model, torch.ones(4, 8)).reduce_mean()))
+                optimizer.step()
+            return losses
+
+        return fit
+
+    torch.manual_seed(0)
+    for partial in (True, False):
+        fit = start()
+        fit()
+        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, smp.state.model, smp.state.optimizer)
+        wanted = fit()
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
+        assert fit() == wanted, partial
+        fit = start()
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
+        assert fit() == wanted, partial
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial, load_optimizer=False)
+        assert fit()[0] == wanted[0], partial
+    print("mixed")
+
+
+def released() -> None:
+    """What was loaded before the first step is not kept after it."""
+    configure(microbatches=2)
+    module = Net()
+    optimizer, model = smp.DistributedOptimizer(make_optimizer("adam", module)), smp.DistributedModel(module)
+    loaded = [{**optimizer.local_state_dict(), "kept": Partly()}, {**module.state_dict(), "kept": Partly()}]
+    kept = [weakref.ref(part["kept"]) for part in loaded]
+    optimizer.load_state_dict(loaded[0])
+    model.load_state_dict(loaded[1], strict=False)
+    loaded.clear()
+    train(model, optimizer, batches(1))
+    assert [part() for part in kept] == [None, None]
+    print("released")
+
+
 def options() -> None:
     """Accumulation, clipping, losses scaled for half precision, sharded optimizer states."""
     torch.manual_seed(0)
@@ -658,10 +718,23 @@ def stalls() -> None:
 if __name__ == "__main__":
     cases: dict[str, Callable[..., None]] = {
         case.__name__: case
-        for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, shards, options)
+        for case in (
+            against_one_process,
+            manual,
+            random_models,
+            dropout,
+            delayed,
+            checkpoints,
+            resharded,
+            shards,
+            mixed,
+        )
     }
     cases.update(
-        {case.__name__: case for case in (half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)}
+        {
+            case.__name__: case
+            for case in (options, released, half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)
+        }
     )
     backend = os.environ.get("BACKEND", "auto")
     smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True, "ddp_dist_backend": backend})

@@ -175,13 +175,16 @@ def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One optimizer's state dict of those of all stages, whose parameters may have other numbers here."""
     numbers = {name: number for number, name in _names().items()}
-    states = {
-        numbers[part["names"][number]]: value
-        for part in parts
-        for number, value in part["state"].items()
-        if part["names"].get(number) in numbers
-    }
-    return {**parts[0], "state": states}
+
+    def here(key: str) -> dict[int, Any]:
+        return {
+            numbers[part["names"][number]]: value
+            for part in parts
+            for number, value in part.get(key, {}).items()
+            if part["names"].get(number) in numbers
+        }
+
+    return {**parts[0], "state": here("state"), "masters": here("masters")}
 
 
 def _names() -> dict[int, str]:

@@ -136,6 +136,7 @@ class DistributedModel(nn.Module):
         self._move()
         if self._to_load:
             self.load_state_dict(*self._to_load)
+            self._to_load = None
         if len(state.group("DP_GROUP")) > 1:
             self._reducer = Reducer(
                 list(self.local_named_parameters()),
@@ -256,6 +257,8 @@ class DistributedModel(nn.Module):
                 f"unexpected keys: {', '.join(unexpected) or 'none'}. Give strict=False to load what fits."
             )
         self.module.load_state_dict(wanted, strict=False)
+        if state.optimizer is not None:
+            state.optimizer.refresh_masters()
         return None
 
     def _with_aliases(self, names: Iterable[str]) -> set[str]:

@@ -29,12 +29,12 @@ class LossScale:
                 f"dynamic_loss_args has {', '.join(map(repr, sorted(unknown)))}: allowed are {', '.join(_DYNAMIC)}."
             )
         self._args = {**_DYNAMIC, **(arguments or {})}
-        self._dynamic, self._good_steps = dynamic, 0
+        self.is_dynamic, self._good_steps = dynamic, 0
         self.value = float(self._args["init_scale"]) if dynamic else float(static)
 
     def update(self, overflow: bool) -> None:
         """Say whether the gradients of a step overflowed."""
-        if not self._dynamic:
+        if not self.is_dynamic:
             return
         if overflow:
             self.value = max(self.value / self._args["scale_factor"], self._args["min_scale"])
@@ -131,7 +131,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take the scale out of the gradients, and find out whether any overflowed, on any rank."""
         self._make_masters()
         self.overflow = False
-        if self.scale.value == 1.0 and not self._masters:
+        # Not whether this stage has masters: another may have some, and would wait for this one.
+        if not (state.cfg.fp16 or state.cfg.bf16 or self.scale.is_dynamic) and self.scale.value == 1.0:
             return
         found = torch.zeros(1, device=device_of(None))
         for parameter in self._with_gradients(half=True):
@@ -174,6 +175,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             local["state"] = self._owned(local["state"])
         if state.cfg.shard_optimizer_state and gather_if_shard:
             local["state"] = _union(state.post.gather(local["state"], state.group("RDP_GROUP")))
+        masters = set(self._masters.values())
+        local["masters"] = {i: p.data for i, p in enumerate(self._parameters()) if p in masters}
         local["loss_scale"] = self.scale.state_dict()
         return local
 
@@ -183,15 +186,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
         """`state_dict`, of what `local_state_dict` gave."""
-        ranks = state.group("PP_GROUP")
+        ranks, kept = state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             if state.rank != ranks[0]:
-                state.post.send(local["state"], ranks[0], "state")
+                state.post.send(kept, ranks[0], "state")
                 return {}
-            parts = [local["state"], *(state.post.receive(rank, "state") for rank in ranks[1:])]
+            parts = [kept, *(state.post.receive(rank, "state") for rank in ranks[1:])]
         else:
-            parts = state.post.gather(local["state"], ranks)
-        return {**local, "state": _union(parts)}
+            parts = state.post.gather(kept, ranks)
+        return {**local, **{key: _union(part[key] for part in parts) for key in kept}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` or `local_state_dict` gave: at once if the model is placed, else as soon as it is."""
@@ -207,8 +210,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._choose_owners()
                 here = self._owned(here)
             self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
+            self._load_masters(saved.get("masters", {}))
+            saved.clear()  # the model may keep this function
 
         state.the_model().when_placed(load)
+
+    def refresh_masters(self) -> None:
+        """Take the copies anew from the parameters, which something else than `step` has set."""
+        for parameter, master in self._masters.items():
+            master.data.copy_(parameter.data)
 
     # --- how
 
@@ -219,14 +229,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self.optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
-                    master = self._masters[parameter] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+                    master = self._masters[parameter] = nn.Parameter(
+                        parameter.detach().float(), parameter.requires_grad
+                    )
                     group["params"][place] = master
+
+    def _models(self) -> dict[int, nn.Parameter]:
+        """The model's parameters, by the id of their copies."""
+        return {id(master): parameter for parameter, master in self._masters.items()}
+
+    def _load_masters(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Load copies, by the parameters' numbers. What does not round to its parameter is of another model's."""
+        parameters, models = self._parameters(), self._models()
+        for number, value in values.items():
+            master = parameters[number]
+            model = models.get(id(master))
+            if model is not None and torch.equal(value.to(model), model.data):
+                master.data.copy_(value)
 
     def _with_gradients(self, half: bool = False) -> list[nn.Parameter]:
         """The parameters here that have gradients; `half`: the model's own in place of their copies."""
         parameters = self._parameters()
         if half:
-            models = {id(master): parameter for parameter, master in self._masters.items()}
+            models = self._models()
             parameters = [models.get(id(p), p) for p in parameters]
         return [p for p in parameters if p.grad is not None]
 

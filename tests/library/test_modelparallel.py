@@ -54,8 +54,8 @@ def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: 
 
 @pytest.mark.mpi
 def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: Mpirun) -> None:
-    said = job(mpirun, 4, 2, "options,evaluates")
-    assert [said.count(word) for word in ("options", "evaluates")] == [4, 4]
+    said = job(mpirun, 4, 2, "options,evaluates,released")
+    assert [said.count(word) for word in ("options", "evaluates", "released")] == [4, 4, 4]
 
 
 @pytest.mark.mpi
@@ -83,7 +83,9 @@ def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpi
 
 @pytest.mark.mpi
 def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun: Mpirun, tmp_path: Path) -> None:
-    assert job(mpirun, 2, 2, "checkpoints", tmp_path).count("checkpoints") == 2
+    cases = ("checkpoints", "shards", "mixed")
+    said = job(mpirun, 4, 2, ",".join(cases), tmp_path)
+    assert [said.count(case) for case in cases] == [4, 4, 4]
     said = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
     assert len({losses for text in said for losses in re.findall(r"resharded (.*)", text)}) == 1
 

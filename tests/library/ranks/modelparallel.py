@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,15 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
 
 
-def train_alone(module: nn.Module, optimizer: str, count: int = STEPS) -> list[float]:
-    """The losses of one process."""
+def train_alone(module: nn.Module, optimizer: str, count: int = STEPS, late: str = "") -> list[float]:
+    """The losses of one process. late: a parameter that the first step leaves out."""
     inner, losses = make_optimizer(optimizer, module), []
     for tokens, target in batches(count):
         inner.zero_grad()
         loss = loss_of(module(tokens, scale=0.5)["logits"], target)
         loss.backward()  # type: ignore[no-untyped-call]
+        if late and not losses:
+            module.get_parameter(late).grad = None
         inner.step()
         losses.append(loss.item())
     return losses
@@ -381,6 +384,92 @@ def resharded(path: str) -> None:
     print("resharded", " ".join(f"{loss:.6f}" for loss in resume(Path(path, "partial"), True)))
 
 
+def shards(path: str) -> None:
+    """Sharded states after a resume, with a GradScaler, when a further parameter trains: those of one process."""
+    torch.manual_seed(0)
+    module = Net()
+    alone, late = copy.deepcopy(module), "blocks.1.3.weight"
+    expected = train_alone(alone, "adam", 5, late)
+    configure(microbatches=2, shard_optimizer_state=True)
+    optimizer = smp.DistributedOptimizer(make_optimizer("adam", module))
+    model, scaler = smp.DistributedModel(module), smp.amp.GradScaler(enabled=False)
+
+    losses = []
+    for number, data in enumerate(share_of(batches(5))):
+        optimizer.zero_grad()
+        losses.append(float(train_step(model, *data)[0].reduce_mean()))
+        if number == 0:
+            module.get_parameter(late).grad = None
+        scaler.step(optimizer if number else optimizer.optimizer)
+        if number % 2 == 0:
+            smp.save_checkpoint(Path(path, "shards"), str(number), number == 0, model, optimizer)
+            smp.resume_from_checkpoint(Path(path, "shards"), str(number), number == 0)
+    losses = [sum(parts) / len(parts) for parts in zip(*smp.allgather(losses, smp.DP_GROUP))]
+    equal(model, alone, losses, expected, "shards")
+    kept = len(optimizer.local_state_dict(gather_if_shard=False)["state"])
+    assert sum(smp.allgather(kept, smp.RDP_GROUP)) == len(optimizer.local_state_dict()["state"]) > kept, kept
+    print("shards")
+
+
+def mixed(path: str) -> None:
+    """One stage has bf16 parameters, the other none: resumed after a step or before the first, it goes on alike."""
+    configure(microbatches=2, bf16=True, auto_partition=False, default_partition=0)
+
+    @smp.step
+    def step(model: Any, data: torch.Tensor) -> Any:
+        loss = model(data).float().square().mean()
+        model.backward(loss)
+        return loss
+
+    def start() -> Callable[[], list[float]]:
+        smp.state.model = smp.state.optimizer = None
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+        module[0].register_forward_hook(lambda _, __, output: output.bfloat16())
+        smp.set_partition(module[1], 1)
+        optimizer = smp.DistributedOptimizer(torch.optim.Adam(module.parameters(), 1e-3))
+        model = smp.DistributedModel(module)
+
+        def fit() -> list[float]:
+            losses = []
+            for _ in range(8):
+                optimizer.zero_grad()
+                losses.append(float(step(model, torch.ones(4, 8)).reduce_mean()))
+                optimizer.step()
+            return losses
+
+        return fit
+
+    torch.manual_seed(0)
+    for partial in (True, False):
+        fit = start()
+        fit()
+        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, smp.state.model, smp.state.optimizer)
+        wanted = fit()
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
+        assert fit() == wanted, partial
+        fit = start()
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
+        assert fit() == wanted, partial
+        smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial, load_optimizer=False)
+        assert fit()[0] == wanted[0], partial
+    print("mixed")
+
+
+def released() -> None:
+    """What was loaded before the first step is not kept after it."""
+    configure(microbatches=2)
+    module = Net()
+    optimizer, model = smp.DistributedOptimizer(make_optimizer("adam", module)), smp.DistributedModel(module)
+    loaded = [{**optimizer.local_state_dict(), "kept": Partly()}, {**module.state_dict(), "kept": Partly()}]
+    kept = [weakref.ref(part["kept"]) for part in loaded]
+    optimizer.load_state_dict(loaded[0])
+    model.load_state_dict(loaded[1], strict=False)
+    loaded.clear()
+    train(model, optimizer, batches(1))
+    assert [part() for part in kept] == [None, None]
+    print("released")
+
+
 def options() -> None:
     """Accumulation, clipping, losses scaled for half precision, sharded optimizer states."""
     torch.manual_seed(0)
@@ -648,10 +737,23 @@ def stalls() -> None:
 if __name__ == "__main__":
     cases: dict[str, Callable[..., None]] = {
         case.__name__: case
-        for case in (against_one_process, manual, random_models, dropout, delayed, checkpoints, resharded, options)
+        for case in (
+            against_one_process,
+            manual,
+            random_models,
+            dropout,
+            delayed,
+            checkpoints,
+            resharded,
+            shards,
+            mixed,
+        )
     }
     cases.update(
-        {case.__name__: case for case in (half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)}
+        {
+            case.__name__: case
+            for case in (options, released, half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)
+        }
     )
     backend = os.environ.get("BACKEND", "auto")
     smp.init({"partitions": int(os.environ.get("STAGES", 1)), "ddp": True, "ddp_dist_backend": backend})

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.core.torch.devices import device_of
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import state
 
 
@@ -19,8 +20,11 @@ class GradScaler(torch.cuda.amp.GradScaler):
         if not self.is_enabled():
             return
         self._begin()
-        super().unscale_(getattr(optimizer, "optimizer", optimizer))
-        found = self._per_optimizer_states[id(getattr(optimizer, "optimizer", optimizer))]["found_inf_per_device"]
+        optimizer = _wrapper(optimizer)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.update_master_grads()  # what is updated may be copies
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         group = state.process_group("PP_GROUP")
         worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)], device=device_of(group))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
@@ -34,10 +38,16 @@ class GradScaler(torch.cuda.amp.GradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch's, for a DistributedOptimizer too."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if self.is_enabled() and self._per_optimizer_states[id(inner)]["stage"].name == "READY":
-            self.unscale_(inner)
-        return super().step(inner, *args, **kwargs)
+        optimizer = _wrapper(optimizer)
+        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
+def _wrapper(optimizer: Any) -> Any:
+    """The DistributedOptimizer, of which alone a step knows the other replicas and the copies, if it wraps this one."""
+    wrapper = state.optimizer
+    return wrapper if wrapper is not None and optimizer is wrapper.optimizer else optimizer
 
 
 def _own_device() -> torch.device:

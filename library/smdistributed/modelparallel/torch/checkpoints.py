@@ -146,7 +146,7 @@ def _save_full(
     shares = optimizer.local_state_dict() if optimizer else None
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
-        states = optimizer.state_dict(gather_to_rank0=True) if optimizer and shares is not None else {}
+        states = optimizer.with_other_stages(shares, gather_to_rank0=True) if optimizer and shares else {}
         if pp_rank() == 0:
             if user is not None:
                 _write(user, directory / _USER)
@@ -175,13 +175,16 @@ def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One optimizer's state dict of those of all stages, whose parameters may have other numbers here."""
     numbers = {name: number for number, name in _names().items()}
-    states = {
-        numbers[part["names"][number]]: value
-        for part in parts
-        for number, value in part["state"].items()
-        if part["names"].get(number) in numbers
-    }
-    return {**parts[0], "state": states}
+
+    def here(key: str) -> dict[int, Any]:
+        return {
+            numbers[part["names"][number]]: value
+            for part in parts
+            for number, value in part.get(key, {}).items()
+            if part["names"].get(number) in numbers
+        }
+
+    return {**parts[0], "state": here("state"), "masters": here("masters")}
 
 
 def _names() -> dict[int, str]:

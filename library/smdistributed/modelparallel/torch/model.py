@@ -263,6 +263,8 @@ class DistributedModel(nn.Module):
                 f"unexpected keys: {', '.join(unexpected) or 'none'}. Give strict=False to load what fits."
             )
         self.module.load_state_dict(wanted, strict=False)
+        if state.optimizer is not None:
+            state.optimizer.refresh_masters()
         return None
 
     def _with_aliases(self, names: Iterable[str]) -> set[str]:

@@ -29,12 +29,12 @@ class LossScale:
                 f"dynamic_loss_args has {', '.join(map(repr, sorted(unknown)))}: allowed are {', '.join(_DYNAMIC)}."
             )
         self._args = {**_DYNAMIC, **(arguments or {})}
-        self._dynamic, self._good_steps = dynamic, 0
+        self.is_dynamic, self._good_steps = dynamic, 0
         self.value = float(self._args["init_scale"]) if dynamic else float(static)
 
     def update(self, overflow: bool) -> None:
         """Say whether the gradients of a step overflowed."""
-        if not self._dynamic:
+        if not self.is_dynamic:
             return
         if overflow:
             self.value = max(self.value / self._args["scale_factor"], self._args["min_scale"])
@@ -67,6 +67,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _is_accelerate_prepared = True
     """Has accelerate leave it as it is: its own wrapper would hide `local_state_dict`."""
 
+    _step_supports_amp_scaling = False
+    """Has GradScaler leave out a step itself: a fused optimizer asks its own attributes, which are not this one's."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -82,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self._unscaled = False
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._owners: dict[nn.Parameter, int] = {}
         state.optimizer = self
 
     @property
@@ -119,6 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped optimizer's."""
         self.optimizer.zero_grad(*args, **kwargs)
+        self._unscaled = False  # GradScaler may have left out the step
         for parameter in self._masters:
             parameter.grad = None
 
@@ -126,7 +131,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take the scale out of the gradients, and find out whether any overflowed, on any rank."""
         self._make_masters()
         self.overflow = False
-        if self.scale.value == 1.0 and not self._masters:
+        # Not whether this stage has masters: another may have some, and would wait for this one.
+        if not (state.cfg.fp16 or state.cfg.bf16 or self.scale.is_dynamic) and self.scale.value == 1.0:
             return
         found = torch.zeros(1, device=device_of(None))
         for parameter in self._with_gradients(half=True):
@@ -165,23 +171,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The wrapped optimizer's state of this stage's parameters. gather_if_shard: of all replicas' shares."""
         local = self.optimizer.state_dict()
+        if state.cfg.shard_optimizer_state:
+            local["state"] = self._owned(local["state"])
         if state.cfg.shard_optimizer_state and gather_if_shard:
             local["state"] = _union(state.post.gather(local["state"], state.group("RDP_GROUP")))
+        masters = set(self._masters.values())
+        local["masters"] = {i: p.data for i, p in enumerate(self._parameters()) if p in masters}
         local["loss_scale"] = self.scale.state_dict()
         return local
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """The wrapped optimizer's, of all stages; all ranks of a replica call it. See `DistributedModel.state_dict`."""
-        local = self.local_state_dict()
-        ranks = state.group("PP_GROUP")
+        return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
+
+    def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
+        """`state_dict`, of what `local_state_dict` gave."""
+        ranks, kept = state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             if state.rank != ranks[0]:
-                state.post.send(local["state"], ranks[0], "state")
+                state.post.send(kept, ranks[0], "state")
                 return {}
-            parts = [local["state"], *(state.post.receive(rank, "state") for rank in ranks[1:])]
+            parts = [kept, *(state.post.receive(rank, "state") for rank in ranks[1:])]
         else:
-            parts = state.post.gather(local["state"], ranks)
-        return {**local, "state": _union(parts)}
+            parts = state.post.gather(kept, ranks)
+        return {**local, **{key: _union(part[key] for part in parts) for key in kept}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` or `local_state_dict` gave: at once if the model is placed, else as soon as it is."""
@@ -191,11 +204,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if "loss_scale" in saved:
                 self.scale.load_state_dict(saved["loss_scale"])
             self._make_masters()
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            parameters = self._parameters()
             here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
+            if state.cfg.shard_optimizer_state:
+                self._choose_owners()
+                here = self._owned(here)
             self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
+            self._load_masters(saved.get("masters", {}))
+            saved.clear()  # the model may keep this function
 
         state.the_model().when_placed(load)
+
+    def refresh_masters(self) -> None:
+        """Take the copies anew from the parameters, which something else than `step` has set."""
+        for parameter, master in self._masters.items():
+            master.data.copy_(parameter.data)
 
     # --- how
 
@@ -206,21 +229,52 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self.optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
-                    master = self._masters[parameter] = nn.Parameter(parameter.detach().float())
+                    master = self._masters[parameter] = nn.Parameter(
+                        parameter.detach().float(), parameter.requires_grad
+                    )
                     group["params"][place] = master
+
+    def _models(self) -> dict[int, nn.Parameter]:
+        """The model's parameters, by the id of their copies."""
+        return {id(master): parameter for parameter, master in self._masters.items()}
+
+    def _load_masters(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Load copies, by the parameters' numbers. What does not round to its parameter is of another model's."""
+        parameters, models = self._parameters(), self._models()
+        for number, value in values.items():
+            master = parameters[number]
+            model = models.get(id(master))
+            if model is not None and torch.equal(value.to(model), model.data):
+                master.data.copy_(value)
 
     def _with_gradients(self, half: bool = False) -> list[nn.Parameter]:
         """The parameters here that have gradients; `half`: the model's own in place of their copies."""
-        parameters: Iterable[nn.Parameter] = (p for group in self.optimizer.param_groups for p in group["params"])
+        parameters = self._parameters()
         if half:
-            models = {id(master): parameter for parameter, master in self._masters.items()}
-            parameters = (models.get(id(p), p) for p in parameters)
+            models = self._models()
+            parameters = [models.get(id(p), p) for p in parameters]
         return [p for p in parameters if p.grad is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those of the wrapped optimizer, in the order of their numbers."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _choose_owners(self) -> None:
+        """Once for each parameter of this stage, trained yet or not: with an owner its moments would change hands."""
+        for trained in (True, False):
+            new = [p for p in self._parameters() if p.numel() and p.requires_grad is trained and p not in self._owners]
+            self._owners.update(zip(new, share(new, len(state.group("RDP_GROUP")))))
+
+    def _owned(self, states: Mapping[int, Any]) -> dict[int, Any]:
+        """Of the states, by the parameters' numbers, those that this replica keeps."""
+        parameters, mine = self._parameters(), state.group("RDP_GROUP").index(state.rank)
+        return {i: value for i, value in states.items() if self._owners.get(parameters[i], mine) == mine}
 
     def _step_shard(self, closure: Any) -> Any:
         ranks, group = state.group("RDP_GROUP"), state.process_group("RDP_GROUP")
+        self._choose_owners()
         parameters = self._with_gradients()
-        owners = share(parameters, len(ranks))
+        owners = [self._owners[parameter] for parameter in parameters]
         mine = ranks.index(state.rank)
         held = {p: p.grad for p, owner in zip(parameters, owners) if owner != mine}
         for parameter in held:
@@ -262,4 +316,5 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float =
 
 
 def _union(parts: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
-    return dict(sorted((key, value) for part in parts for key, value in part.items()))
+    found = {key: value for part in parts for key, value in part.items()}
+    return {key: found[key] for key in sorted(found)}

@@ -86,8 +86,8 @@ def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun
     cases = ("checkpoints", "shards", "mixed")
     said = job(mpirun, 4, 2, ",".join(cases), tmp_path)
     assert [said.count(case) for case in cases] == [4, 4, 4]
-    said = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
-    assert len({losses for text in said for losses in re.findall(r"resharded (.*)", text)}) == 1
+    resumed = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
+    assert len({losses for text in resumed for losses in re.findall(r"resharded (.*)", text)}) == 1
 
 
 @pytest.mark.mpi

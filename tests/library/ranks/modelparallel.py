@@ -80,7 +80,7 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
 
 def train_alone(module: nn.Module, optimizer: str, count: int = STEPS, late: str = "") -> list[float]:
     """The losses of one process. late: a parameter that the first step leaves out."""
-    inner, losses = make_optimizer(optimizer, module), []
+    inner, losses = make_optimizer(optimizer, module), list[float]()
     for tokens, target in batches(count):
         inner.zero_grad()
         loss = loss_of(module(tokens, scale=0.5)["logits"], target)

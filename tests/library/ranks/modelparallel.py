@@ -389,7 +389,7 @@ def resume(directory: Path, partial: bool) -> list[float]:
 
 def resharded(path: str) -> None:
     """A partial checkpoint of another number of stages: prints the losses after it."""
-    print("resharded", " ".join(f"{loss:.6f}" for loss in resume(Path(path, "partial"), True)))
+    print("resharded", " ".join(f"{loss:.5f}" for loss in resume(Path(path, "partial"), True)))
 
 
 def shards(path: str) -> None:

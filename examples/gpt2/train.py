@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(module.parameters(), args.lr))
     model = smp.DistributedModel(module)
     done = 0
-    has_one = bool(args.checkpoint_dir) and any(Path(args.checkpoint_dir).glob("*_partial"))
+    has_one = bool(args.checkpoint_dir) and any(Path(args.checkpoint_dir).glob("step*_partial"))
     if all(smp.allgather(has_one, smp.WORLD)):
         done = smp.resume_from_checkpoint(args.checkpoint_dir)["steps"]
 

@@ -134,7 +134,7 @@ def test_gpt2_on_two_stages_and_from_its_checkpoint(mpirun: Mpirun, tmp_path: Pa
     weights = torch.load(tmp_path / "model" / "model.pt")
     assert weights["head.weight"].shape == (256, 48)
     assert weights["blocks.1.merge.weight"].abs().sum() > 0
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"step30_partial", "newest"}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"step30_partial", "newest", "newest_partial"}
     resumed = mpirun(1, GPT2, *small, "--partitions", "1", SM_MODEL_DIR=str(tmp_path / "again"))
     assert resumed.startswith("step 40: ") and float(resumed.splitlines()[0].split()[-1]) < 2.9
 

@@ -90,6 +90,16 @@ def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun
     assert len({losses for text in resumed for losses in re.findall(r"resharded (.*)", text)}) == 1
 
 
+def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smdistributed.modelparallel.torch import checkpoints
+
+    (tmp_path / ".tag_partial.old").mkdir()
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *names: (rename(*names), rename(*names)))  # another rank's before
+    checkpoints._finish_rename(tmp_path / "tag_partial")
+    assert [path.name for path in tmp_path.iterdir()] == ["tag_partial"]
+
+
 @pytest.mark.mpi
 @pytest.mark.once
 def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:

@@ -80,7 +80,8 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
 
 def train_alone(module: nn.Module, optimizer: str, count: int = STEPS, late: str = "") -> list[float]:
     """The losses of one process. late: a parameter that the first step leaves out."""
-    inner, losses = make_optimizer(optimizer, module), list[float]()
+    losses: list[float] = []
+    inner = make_optimizer(optimizer, module)
     for tokens, target in batches(count):
         inner.zero_grad()
         loss = loss_of(module(tokens, scale=0.5)["logits"], target)
@@ -346,7 +347,8 @@ def delayed() -> None:
 
 
 def checkpoints(path: str) -> None:
-    """Partial and full ones resume where they were saved; a full one loads in plain PyTorch."""
+    """Partial and full ones resume where they were saved, each rank on its own host; plain PyTorch loads full ones."""
+    smp.state.local_rank, stages = 0, range(smp.pp_size())
     for partial in (True, False):
         directory = Path(path, "partial" if partial else "full")
         configure(microbatches=2)
@@ -359,12 +361,20 @@ def checkpoints(path: str) -> None:
             smp.save_checkpoint(
                 directory, tag, partial, model, optimizer, {"epoch": tag}, num_kept_partial_checkpoints=2
             )
+        smp.save_checkpoint(directory, "other", not partial, model, optimizer)
         wanted = train(model, optimizer, batches(3))
         if partial:
-            assert sorted(p.name for p in directory.glob("*_partial")) == ["three_partial", "two_partial"]
+            names = sorted(file.name for file in directory.glob("*_partial/*"))
+            assert names == sorted(
+                2 * ["user_content.pt", *map("model_{}.pt".format, stages), *map("optimizer_{}.pt".format, stages)]
+            )
         elif smp.rank() == 0:
             Net().load_state_dict(torch.load(directory / "three"))
+        assert smp.resume_from_checkpoint(directory, "two", partial) == {"epoch": "two"}
         assert wanted == resume(directory, partial), partial
+    own = Path(path, f"host{smp.rank()}")  # a file system that no other rank sees
+    smp.save_checkpoint(own, "three", True, smp.state.model, smp.state.optimizer, {"epoch": "three"})
+    assert len(list(own.glob("three_partial/*"))) == (3 if smp.dp_rank() == 0 else 1)
     print("checkpoints")
 
 
@@ -381,7 +391,7 @@ def resume(directory: Path, partial: bool) -> list[float]:
 
 def resharded(path: str) -> None:
     """A partial checkpoint of another number of stages: prints the losses after it."""
-    print("resharded", " ".join(f"{loss:.6f}" for loss in resume(Path(path, "partial"), True)))
+    print("resharded", " ".join(f"{loss:.5f}" for loss in resume(Path(path, "partial"), True)))
 
 
 def shards(path: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import state
 
-_NEWEST = "newest"
+_NEWEST, _SEEN = "newest", ".seen_by_"
 _USER = "user_content.pt"
 _TORCH_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 """What transformers' Trainer asks for as a full checkpoint, and what it has saved instead."""
@@ -66,6 +67,10 @@ def save_checkpoint(
     partial: a directory `tag_partial` with a file for each stage; else `tag` is an ordinary state dict of the model,
         with `optimizer_{tag}` beside it.
     user_content: anything that can be pickled; `resume_from_checkpoint` returns it.
+
+    Hosts need no common file system: each has the files of its stages, as SageMaker's /opt/ml/checkpoints has, which
+    it gathers.
+
     num_kept_partial_checkpoints: how many partial ones stay, the newest; None: all.
 
     translate_if_full is accepted: full checkpoints have the model's own names in any case.
@@ -75,8 +80,8 @@ def save_checkpoint(
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if partial:
-        _save_partial(directory, tag, model, optimizer, user_content)
-        _drop_old(directory, num_kept_partial_checkpoints)
+        if _save_partial(directory, tag, model, optimizer, user_content):
+            _drop_old(directory, num_kept_partial_checkpoints)
     else:
         _save_full(directory, tag, model, optimizer, user_content)
     barrier()
@@ -92,8 +97,8 @@ def resume_from_checkpoint(
 ) -> Any:
     """Load a checkpoint into the script's model and optimizer, and return its `user_content` (AWS API).
 
-    Called on every rank, before or after the first step. tag: which; None: the newest. A partial one may have been
-    saved by another number of stages.
+    Called on every rank, before or after the first step. tag: which; None: the newest of its kind. A partial one may
+    have been saved by another number of stages.
 
     Raises SMPRuntimeError when there is none.
     """
@@ -110,34 +115,49 @@ def resume_from_checkpoint(
     saved = directory / f"optimizer_{tag}"
     if load_optimizer and state.optimizer is not None and saved.is_file():
         state.optimizer.load_state_dict(_read(saved))
-    return _read_user(directory)
+    return _read_user(directory, tag)
 
 
 def _save_partial(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, user: Any
-) -> None:
+) -> bool:
+    """Whether this rank is the one that looks after `directory`, of those that see it."""
     final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
-    if state.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-    barrier()
+    leads = _make_anew(unfinished)
     shares = optimizer.local_state_dict() if optimizer else None  # gathered from all replicas
     if dp_rank() == 0:
         if model:
             _write(model.local_state_dict(), unfinished / f"model_{pp_rank()}.pt")
         if shares is not None:
             _write({**shares, "names": _names()}, unfinished / f"optimizer_{pp_rank()}.pt")
-        if pp_rank() == 0:
-            _write(user, unfinished / _USER)
+    if leads:
+        _write(user, unfinished / _USER)
     barrier()
-    if state.rank == 0:
+    if leads:
+        for mark in unfinished.glob(f"{_SEEN}*"):
+            mark.unlink()
         old = directory / f".{tag}_partial.old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
         unfinished.rename(final)
-        _write_text(directory / _NEWEST, tag)
+        _note_newest(directory, tag, partial=True)
         shutil.rmtree(old, ignore_errors=True)
+    return leads
+
+
+def _make_anew(directory: Path) -> bool:
+    """An empty directory on every host. Whether this rank is the first of those that see it: file systems are shared
+    by all hosts, or by none.
+    """
+    if state.local_rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    barrier()
+    if state.local_rank == 0:
+        directory.mkdir(exist_ok=True)
+        (directory / f"{_SEEN}{state.rank}").touch()
+    barrier()
+    return state.rank == min(int(mark.name.removeprefix(_SEEN)) for mark in directory.glob(f"{_SEEN}*"))
 
 
 def _save_full(
@@ -148,18 +168,17 @@ def _save_full(
         whole = model.state_dict(gather_to_rank0=True) if model else {}
         states = optimizer.with_other_stages(shares, gather_to_rank0=True) if optimizer and shares else {}
         if pp_rank() == 0:
-            if user is not None:
-                _write(user, directory / _USER)
+            _write(user, directory / _user_of(tag))
             if optimizer:
                 _write(states, directory / f"optimizer_{tag}")
             if model:
                 _write(whole, directory / tag)
-            _write_text(directory / _NEWEST, tag)
+            _note_newest(directory, tag, partial=False)
 
 
 def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
     _finish_rename(directory)
-    if not directory.is_dir():
+    if not any((*directory.glob("model_*.pt"), *directory.glob("optimizer_*.pt"))):
         raise SMPRuntimeError(f"There is no partial checkpoint {directory}: it holds {_listing(directory.parent)}.")
     model: dict[str, Any] = {}
     for file in sorted(directory.glob("model_*.pt")):
@@ -197,7 +216,7 @@ def _names() -> dict[int, str]:
 
 
 def _drop_old(directory: Path, kept: int | None) -> None:
-    if kept is None or state.rank != 0:
+    if kept is None:
         return
     partial = sorted(_partial(directory), key=lambda path: path.stat().st_mtime_ns)
     for path in partial[: max(0, len(partial) - max(1, kept))]:
@@ -209,19 +228,28 @@ def _partial(directory: Path) -> Iterator[Path]:
 
 
 def _finish_rename(directory: Path) -> None:
-    """A job killed between the two renames has left the one before under another name."""
+    """A job killed between the two renames has left the one before under another name. All ranks call this."""
     old = directory.with_name(f".{directory.name}.old")
     if not directory.exists() and old.is_dir():
-        old.rename(directory)
+        with suppress(FileNotFoundError):  # another rank was faster
+            old.rename(directory)
+
+
+def _kind(partial: bool) -> str:
+    return "partial" if partial else "full"
+
+
+def _note_newest(directory: Path, tag: str, partial: bool) -> None:
+    for name in (f"{_NEWEST}_{_kind(partial)}", _NEWEST):
+        _write_text(directory / name, tag)
 
 
 def _newest(directory: Path, partial: bool) -> str:
-    file = directory / _NEWEST
-    if file.is_file():
-        return file.read_text()
-    raise SMPRuntimeError(
-        f"There is no {'partial' if partial else 'full'} checkpoint in {directory}: it holds {_listing(directory)}."
-    )
+    """The newest tag of its kind; directories of before have but one of both kinds."""
+    for file in (directory / f"{_NEWEST}_{_kind(partial)}", directory / _NEWEST):
+        if file.is_file():
+            return file.read_text()
+    raise SMPRuntimeError(f"There is no {_kind(partial)} checkpoint in {directory}: it holds {_listing(directory)}.")
 
 
 def _listing(directory: Path) -> str:
@@ -251,9 +279,14 @@ def _read_weights(path: Path) -> Any:
     return load_file(path)
 
 
-def _read_user(directory: Path) -> Any:
-    """What the script saved with a checkpoint; transformers' Trainer leaves an empty file."""
-    path = directory / _USER
+def _user_of(tag: str) -> str:
+    return f"user_content_{tag}.pt"
+
+
+def _read_user(directory: Path, tag: str = "") -> Any:
+    """What the script saved with a checkpoint. Before, full ones shared a file; Trainer leaves it empty."""
+    path = directory / _user_of(tag)
+    path = path if tag and path.is_file() else directory / _USER
     return _read(path) if path.is_file() and path.stat().st_size else None
 
 

@@ -52,8 +52,8 @@ def _decorate(
         splitter.uneven = state.cfg.uneven_microbatches
         model = state.the_model()
         model.before_step()
-        state.stage.begin(state.cfg)
         try:
+            state.stage.begin(state.cfg)
             if state.stage.index:
                 body, tensors = state.stage.serve(model.apply_partition)
                 results = unpack(body, tensors)

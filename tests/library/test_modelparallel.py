@@ -13,9 +13,10 @@ import pytest
 from tests.library.conftest import TORCH, clean_environment
 
 if TYPE_CHECKING:
-    from tests.library.conftest import Mpirun
+    from tests.library.conftest import Alone, Mpirun
 
 RANKS = Path(__file__).parent / "ranks/modelparallel.py"
+FAILING = Path(__file__).parent / "ranks/modelparallel_failing.py"
 WITH_ERRORS = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stderr=1)"
 
 
@@ -111,6 +112,7 @@ def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "stage", "at"), [("raise", 0, 3), ("raise", 1, 7), ("backward", 1, 6), ("kill", 1, 40)]
 )
@@ -126,6 +128,23 @@ def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage:
     else:
         assert said.count(f"Stage {stage} (rank {stage}) failed:") == 2
         assert said.count("ArithmeticError: this layer fails") >= 3
+
+
+def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path) -> None:
+    seed, count = 2026, 20
+    print(f"seed {seed}")
+    ended = [json.loads(line) for line in alone(FAILING, seed, count, tmp_path).splitlines()]
+    assert len(ended) == count
+    for job in ended:
+        stage, is_killed = job["stage"], job["how"] == "kill"
+        assert job["codes"] == [-9 if is_killed and rank == stage else 1 for rank in range(3)], job
+        assert job["seconds"] < 5, job
+        own = job["said"].pop(stage)
+        assert "ArithmeticError: this fails" in own or is_killed, job
+        in_step = not is_killed and job["where"] != "between"
+        what = f"Stage {stage} (rank {stage}) " + ("failed:\nTraceback" if in_step else "is gone")
+        assert all(what in said for said in job["said"]), job
+        assert all(not in_step or 'raise ArithmeticError("this fails")' in said for said in job["said"]), job
 
 
 @pytest.mark.mpi

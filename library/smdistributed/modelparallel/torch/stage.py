@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.packing import pack, unpack
 from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
 
 _DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
+_REASON_SECONDS = 1.0
 Hop = tuple[int, tuple[str, ...]]
 """A stage, and the modules, by name, that it calls one after the other."""
 
@@ -91,6 +92,9 @@ class Stage:
         self.steps = 0
         self._failure: BaseException | None = None
         self._told = False
+        self._telling = threading.Lock()
+        self._failed = threading.Event()
+        self._gone: set[int] = set()
         self._idle: _Idle | None = None
         self._observer = Observer(f"stage {self.index} (rank {rank})")
 
@@ -144,7 +148,7 @@ class Stage:
                 body, self._in_step().had_backward = message.about
                 return body, [tensor for tensor in message.all_here() if tensor is not None]
             on_partition(message.about)
-            send(self._mail, message.source, Kind.ANSWER, message.step, call=message.call)
+            self._send(message.source, Kind.ANSWER, message.step, call=message.call)
 
     def partition(self, about: object) -> None:
         """Tell the other stages how the model is cut, and wait until all have it. On the first stage, with the slot."""
@@ -152,7 +156,7 @@ class Stage:
         calls = {rank: next(self._calls) for rank in self.ranks[1:]}
         replies = [step.replies.setdefault(call, _Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
-            send(self._mail, rank, Kind.PARTITION, step.number, call=call, about=about)
+            self._send(rank, Kind.PARTITION, step.number, call=call, about=about)
         for reply in replies:
             self._mail.wait(reply)
         self._raise_failure()
@@ -161,7 +165,7 @@ class Stage:
         """Tell the other stages that the step has ended, with its results. On the first stage."""
         for rank in self.ranks[1:]:
             about = (packed[0], self._in_step().had_backward)
-            send(self._mail, rank, Kind.END, self._in_step().number, about=about, tensors=packed[1])
+            self._send(rank, Kind.END, self._in_step().number, about=about, tensors=packed[1])
 
     def leave(self) -> bool:
         """Leave the step: what is served later waits for the next. Whether a backward ran in it."""
@@ -189,7 +193,7 @@ class Stage:
             about = (0, tuple(route), modes, draw_seed(), body)
             reply = self._expect(call[1])
             self._observer.waits(call[1], lambda: _told(work, route, self.ranks, "forward"))
-            send(self._mail, ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
+            self._send(ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
             message = self._wait(reply)
             self._observer.waits_no_more(call[1])
             answer.append(message.about)
@@ -200,7 +204,7 @@ class Stage:
             replies.append(self._expect(call[1], is_backward=True))
             self._observer.waits(call[1], lambda: _told(work, route[::-1], self.ranks, "backward"))
             about = (len(route) - 1, tuple(route))
-            send(self._mail, ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
+            self._send(ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
 
         def ask_back() -> Sequence[torch.Tensor | None]:
             gradients = self._wait(replies.pop()).all_here()
@@ -242,6 +246,7 @@ class Stage:
         """Take a message of another stage."""
         try:
             if message.kind is Kind.FAILED:
+                self._told = True  # the others as well
                 self._fail(SMPRuntimeError(f"{self._who(message.source)} failed:\n{message.about}"))
                 return
             with self._lock:
@@ -254,20 +259,29 @@ class Stage:
 
     def lost(self, source: int) -> None:
         """A stage's connection has ended: it exits, or died."""
+        self._gone.add(source)
         if source in self.ranks:
-            self._fail(SMPRuntimeError(f"{self._who(source)} is gone: its own error says why."))
+            self._fail(self._is_gone(source))
+
+    def _is_gone(self, rank: int) -> SMPRuntimeError:
+        return SMPRuntimeError(f"{self._who(rank)} is gone: its own error says why.")
 
     def fail(self, error: BaseException) -> None:
-        """End the step on all stages because of this, and every later one."""
-        with self._lock:
-            is_first, self._told = not self._told and self._failure is None, True
-        if is_first:  # before this process learns of it, and exits
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            for rank in self.ranks:
-                if rank != self.ranks[self.index]:
-                    with suppress(OSError):  # gone as well
-                        send(self._mail, rank, Kind.FAILED, self.steps, about=text)
+        """End the step on all stages because of this, and every later one.
+
+        That a stage is gone is told too, by those in a step: others may know nothing of it, and wait for one of these.
+        """
+        with self._telling:  # before this process learns of it, or another of its threads, and exits
+            if not self._told:
+                self._told = True
+                self._tell_all("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         self._fail(error)
+
+    def _tell_all(self, text: str) -> None:
+        for rank in self.ranks:
+            if rank != self.ranks[self.index] and rank not in self._gone:
+                with suppress(OSError):  # gone as well
+                    send(self._mail, rank, Kind.FAILED, self.steps, about=text)
 
     def _handle(self, message: Message) -> None:
         step = self._in_step()
@@ -337,7 +351,17 @@ class Stage:
         tensors: Sequence[torch.Tensor | None],
     ) -> None:
         """Send on what a message led to."""
-        send(self._mail, to, what[0], message.step, message.microbatch, what[1], about, tensors)
+        self._send(to, what[0], message.step, message.microbatch, what[1], about, tensors)
+
+    def _send(self, to: int, *args: Any, **kwargs: Any) -> None:
+        """`messages.send`. Where that stage is gone, raises why: it may have said so, and that be on its way."""
+        try:
+            send(self._mail, to, *args, **kwargs)
+        except OSError as error:
+            self._gone.add(to)
+            self._failed.wait(_REASON_SECONDS)
+            self._raise_failure()
+            raise self._is_gone(to) from error
 
     # --- turns
 
@@ -429,7 +453,7 @@ class Stage:
         """A microbatch has ended on the first stage: nobody needs anything of it any more."""
         step = self._in_step()
         for rank in self.ranks[1:]:
-            send(self._mail, rank, Kind.FINISHED, step.number, microbatch)
+            self._send(rank, Kind.FINISHED, step.number, microbatch)
         if step.forwards and microbatch not in step.counted:
             self._at_backward(step, microbatch)
         self._dispatch(step.slot.finish(microbatch))
@@ -462,6 +486,7 @@ class Stage:
                 return
             self._failure = error
             step = self._step
+        self._failed.set()
         self._put_event(None)
         if step:
             for reply in (*step.replies.values(), *step.at_backward):

@@ -54,8 +54,8 @@ def _decorate(
         model = state.the_model()
         model.before_step()
         verification = Verification(model) if state.stage.steps < state.verify_steps else None
-        state.stage.begin(state.cfg)
         try:
+            state.stage.begin(state.cfg)
             if state.stage.index:
                 parts, (body, tensors) = [], state.stage.serve(model.apply_partition)
                 results = unpack(body, tensors)

@@ -28,19 +28,23 @@ _CONNECT_SECONDS = 60.0
 _BUFFER_BYTES = 4 << 20
 _READ_BYTES = 8 << 10
 _MOST_PARTS = 512  # of one sendmsg; Linux takes 1,024
-_TICK_SECONDS = 0.001
+_TICK_SECONDS = 0.005
 
 Deliver = Callable[[int, bytes, "list[bytearray]"], None]
 Lost = Callable[[int], None]
 
 
 class Waiter:
-    """What a thread waits for: see `Mail.wait` and `Mail.wake`. Used once."""
+    """What a thread waits for: see `Mail.wait` and `Mail.wake`. Used once.
 
-    __slots__ = ("is_ready", "lock")
+    receives: whether the thread receives meanwhile. Not so where its wake comes from another thread that waits itself,
+    and would have to be woken by this one.
+    """
 
-    def __init__(self) -> None:
-        self.is_ready = False
+    __slots__ = ("is_ready", "lock", "receives")
+
+    def __init__(self, receives: bool = True) -> None:
+        self.is_ready, self.receives = False, receives
         self.lock = threading.Lock()
         self.lock.acquire()
 
@@ -92,6 +96,8 @@ class Mail:
 
     def wait(self, waiter: Waiter) -> None:
         """Wait until somebody calls `wake` with this, and receive meanwhile if no other thread does."""
+        if not waiter.receives:
+            waiter.lock.acquire()
         while not waiter.is_ready:
             if self._receiving.acquire(blocking=False):
                 self._receive_until(waiter)

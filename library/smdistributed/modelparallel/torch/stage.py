@@ -54,8 +54,8 @@ class _Idle(Waiter):
 
     __slots__ = ("do",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, receives: bool) -> None:
+        super().__init__(receives)
         self.do: Callable[[], None] | None = None
 
 
@@ -503,7 +503,7 @@ class Stage:
 
     def _be_idle(self) -> None:
         """Wait for an event, and do what work comes before."""
-        idle = _Idle()
+        idle = _Idle(receives=self.index > 0)  # to the first stage come answers alone, for threads that wait
         with self._lock:
             if not self._events.empty():
                 return

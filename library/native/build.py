@@ -1,8 +1,8 @@
-"""Compiles the engine into the package when its wheel is built: a build hook of hatchling.
+"""Compiles the engine, and its operations for TensorFlow, into the package when its wheel is built.
 
-The compiler is `cc`, or what CC names, with the options in options.txt. The result knows no Python: one wheel serves
-all versions. It is compiled anew only when a source, or the command, has changed. Images compile the same in a stage of
-their build (dockerfiles/base.j2), and take the wheel without it.
+The compiler is `cc`, or what CC names, with the options in options.txt. The results know no Python, and no
+TensorFlow before they run in one: one wheel serves all versions. They are compiled anew only when a source, or the
+command, has changed. Images compile the same in a stage of their build (dockerfiles/base.j2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).parent
-RESULT = HERE.parent / "smdistributed" / "core" / "_engine.so"
+CORE = HERE.parent / "smdistributed" / "core"
+RESULTS = {
+    CORE / "_engine.so": ("engine.c", "meeting.c", "reduce.c"),
+    CORE / "tensorflow" / "_operations.so": ("tensorflow.c",),
+}
 PTH = "shoal-rehearsal.pth"
 OPTIONS = HERE / "options.txt"
 
@@ -32,23 +36,29 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["artifacts"].append(str(RESULT.relative_to(HERE.parent)))
+        build_data["artifacts"] += [str(result.relative_to(HERE.parent)) for result in RESULTS]
         build_data["force_include_editable"][str(HERE.parent / PTH)] = PTH
 
 
-def compile_engine() -> Path:
-    """Return the engine, compiled. Raises SystemExit where there is no compiler, or it fails."""
-    sources = sorted(HERE.glob("*.c"))
+def compile_engine() -> None:
+    """Compile what has changed since. Raises SystemExit where there is no compiler, or it fails."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.read_text().split()]
     digest = hashlib.sha256(repr(command).encode())
-    for path in [*sources, *sorted(HERE.glob("*.h"))]:
+    for path in sorted(HERE.glob("*.[ch]")):
         digest.update(path.read_bytes())
     stamp = HERE / "engine.stamp"
-    if RESULT.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
-        return RESULT
-    unfinished = RESULT.with_suffix(f".{os.getpid()}")
+    found = all(result.exists() for result in RESULTS)
+    if found and stamp.exists() and stamp.read_text() == digest.hexdigest():
+        return
+    for result, sources in RESULTS.items():
+        _compile(command, result, sources)
+    stamp.write_text(digest.hexdigest())
+
+
+def _compile(command: list[str], result: Path, sources: tuple[str, ...]) -> None:
+    unfinished = result.with_suffix(f".{os.getpid()}")
     try:
-        subprocess.run([*command, "-o", str(unfinished), *map(str, sources)], check=True)
+        subprocess.run([*command, "-o", str(unfinished), *sources], cwd=HERE, check=True)
     except FileNotFoundError:
         raise SystemExit(
             f"{command[0]}: there is no such C compiler, which the engine of smdistributed needs: "
@@ -56,6 +66,4 @@ def compile_engine() -> Path:
         ) from None
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"The engine of smdistributed does not compile: {error}") from None
-    unfinished.replace(RESULT)
-    stamp.write_text(digest.hexdigest())
-    return RESULT
+    unfinished.replace(result)

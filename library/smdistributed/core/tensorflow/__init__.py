@@ -1,0 +1,1 @@
+"""The engine in TensorFlow: collectives as operations, eager and in graphs."""

@@ -1,0 +1,115 @@
+"""The ranks of a TensorFlow job as one group: the engine that they share, and the thread that works for operations."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+
+from smdistributed.core import opening, timeline
+from smdistributed.core.engines import Engine
+from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.flat import Flat, temporary
+from smdistributed.core.launch import Launch
+from smdistributed.core.mpi import mpi_network
+from smdistributed.core.store import open_store
+from smdistributed.core.tensorflow import operations
+from smdistributed.core.tensorflow.operations import Work
+
+DIRECT_BYTES = 256 << 10  # what is shorter is copied together: a collective more costs more than copying it
+PACK_BYTES = 4 << 20
+_SECONDS = "SMDDP_TIMEOUT_SECONDS"
+
+
+class Group:
+    """Runs the operations of this process on `engine`, in the order in which they come. One for each process.
+
+    name: of the engine, and why it is that one.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self.engine = engine, name
+        self._scratch = temporary(PACK_BYTES, "uint8")
+        operations.load()
+        threading.Thread(target=operations.serve, args=(self._do,), name="smddp-tensorflow", daemon=True).start()
+
+    def _do(self, work: Work) -> None:
+        kind, dtype = operations.KINDS[work.kind], work.dtype_name
+        flats = [Flat(address, elements, dtype) for address, elements in work.tensors() if elements]
+        with timeline.span("communication", kind, {"bytes": sum(flat.bytes for flat in flats), "tensors": work.count}):
+            for together in batches(flats):
+                self._run(kind, work, together)
+
+    def _run(self, kind: str, work: Work, together: list[Flat]) -> None:
+        flat = together[0] if len(together) == 1 else self._pack(together)
+        if kind == "broadcast":
+            self._engine.broadcast(flat, work.root)
+        else:
+            self._engine.all_reduce(flat, work.reduction.decode())
+        if len(together) > 1:
+            self._unpack(together)
+
+    def _pack(self, flats: Iterable[Flat]) -> Flat:
+        at = count = 0
+        for flat in flats:
+            self._scratch.cut(at, at + flat.bytes).copy_from(flat)
+            at, count, dtype = at + flat.bytes, count + flat.count, flat.dtype
+        return Flat(self._scratch.address, count, dtype)
+
+    def _unpack(self, flats: Iterable[Flat]) -> None:
+        at = 0
+        for flat in flats:
+            flat.copy_from(self._scratch.cut(at, at + flat.bytes))
+            at += flat.bytes
+
+    def close(self) -> None:
+        """Leave the group: no collective can run after that."""
+        self._engine.close()
+
+
+def open_group(launch: Launch) -> Group:
+    """Open the engine of all ranks. To be called by all of them, once.
+
+    Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
+    above 0.
+    """
+    wanted = opening.wanted_engine()
+    if wanted in ("gloo", "nccl"):
+        raise SMDDPError(f"SMDDP_ENGINE={wanted} is PyTorch's: in TensorFlow use auto, shm or mpi.")
+    store = open_store(launch)
+    group = opening.Group(
+        store=store.prefixed("tensorflow"),
+        rank=launch.rank,
+        size=launch.world_size,
+        seconds=_timeout_seconds(),
+        connect=lambda: store,
+        number=launch.rank,
+    )
+    return Group(*opening.open_engine(group, mpi_network(group), wanted))
+
+
+def _timeout_seconds() -> float:
+    """How long ranks wait for each other: 30 minutes, as torch.distributed does, or what the environment says."""
+    text = os.environ.get(_SECONDS) or "1800"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise SMDDPError(f"{_SECONDS}={text!r} is not a number of seconds above 0.")
+    return seconds
+
+
+def batches(flats: Iterable[Flat]) -> Iterator[list[Flat]]:
+    """What is reduced at a time: a long tensor alone, where it lies, or short ones together, up to PACK_BYTES."""
+    together: list[Flat] = []
+    for flat in flats:
+        if flat.bytes >= DIRECT_BYTES:
+            yield [flat]
+            continue
+        if sum(other.bytes for other in together) + flat.bytes > PACK_BYTES:
+            yield together
+            together = []
+        together.append(flat)
+    if together:
+        yield together

@@ -1,0 +1,45 @@
+"""Data parallel training in TensorFlow, customarily imported `as sdp` or `as dist` (AWS developer guide, 1.x).
+
+Every function works in eager code, inside `tf.function` and in graphs of version 1. Collectives run in the order of the
+program, which must be the same on all ranks; tensors on a GPU pass through the host's memory.
+"""
+
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow.collectives import (
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    oob_allreduce,
+    overlap,
+)
+from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.gradients import DistributedGradientTape
+from smdistributed.dataparallel.tensorflow.hooks import BroadcastGlobalVariablesHook
+from smdistributed.dataparallel.tensorflow.job import init, local_rank, local_size, rank, shutdown, size
+from smdistributed.dataparallel.tensorflow.optimizer import DistributedOptimizer
+
+get_rank, get_world_size, get_local_rank = rank, size, local_rank  # other libraries look for these
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "ReduceOp",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init",
+    "local_rank",
+    "local_size",
+    "oob_allreduce",
+    "overlap",
+    "rank",
+    "shutdown",
+    "size",
+]

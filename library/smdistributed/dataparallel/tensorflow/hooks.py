@@ -1,0 +1,23 @@
+"""Hooks of tf.compat.v1 sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import broadcast_global_variables
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Sets all global variables to those of a rank, when a session has initialised or restored them."""
+
+    def __init__(self, root_rank: int) -> None:
+        self._root_rank = root_rank
+        self._broadcast: Any = None
+
+    def begin(self) -> None:
+        self._broadcast = broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self._broadcast)

@@ -1,0 +1,71 @@
+"""Callbacks for `tf.keras.Model.fit`. All ranks pass the same ones, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import broadcast_variables, oob_allreduce
+from smdistributed.dataparallel.tensorflow.job import rank, size
+
+
+class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Sets the model's and the optimizer's variables to those of a rank, after the first batch: then all are there."""
+
+    def __init__(self, root_rank: int) -> None:
+        super().__init__()
+        self._root_rank, self._done = root_rank, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._done:
+            return
+        self._done = True
+        variables = self.model.optimizer.variables
+        of_optimizer = variables() if callable(variables) else variables  # legacy optimizers have a method
+        broadcast_variables([*self.model.variables, *of_optimizer], self._root_rank)
+
+
+class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Averages an epoch's metrics over the ranks. Put it before callbacks that read them, as early stopping does."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(logs or {})
+        if not names or logs is None:
+            return
+        means = oob_allreduce(tf.constant([float(logs[name]) for name in names], tf.float64))
+        logs.update(zip(names, means.numpy().tolist()))
+
+
+class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Raises the learning rate from `initial_lr / size()` to `initial_lr`, step by step, over the first epochs.
+
+    The linear scaling rule (Goyal et al., 2017): with size() times the batch, `initial_lr` is size() times the rate of
+    one rank.
+
+    steps_per_epoch: where `fit` cannot know it.
+    """
+
+    def __init__(
+        self, initial_lr: float, warmup_epochs: float = 5, steps_per_epoch: int | None = None, verbose: int = 0
+    ) -> None:
+        super().__init__()
+        self._target, self._epochs, self._steps, self._verbose = initial_lr, warmup_epochs, steps_per_epoch, verbose
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        steps = self._steps or (self.params or {}).get("steps")
+        if not steps:
+            raise ValueError("LearningRateWarmupCallback: fit does not know its steps: pass steps_per_epoch.")
+        at = self._epoch + batch / steps
+        if at >= self._epochs + 1 / steps:
+            return
+        share = min(at / self._epochs, 1.0) if self._epochs else 1.0
+        self.model.optimizer.learning_rate.assign(self._target * (1 + share * (size() - 1)) / size())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._verbose and epoch < self._epochs and rank() == 0:
+            print(f"Epoch {epoch + 1}: the learning rate is {float(self.model.optimizer.learning_rate):g}.")

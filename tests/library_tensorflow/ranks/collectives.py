@@ -1,0 +1,184 @@
+"""A rank: every function of the data parallel API, eager and in graphs, against numpy. Ends with `equal`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tests.library_tensorflow.ranks.told import tell
+
+import smdistributed.dataparallel.tensorflow as sdp
+from smdistributed.core.exceptions import SMDDPError
+from smdistributed.dataparallel.tensorflow import Compression, ReduceOp
+
+sdp.init()
+RANK, SIZE = sdp.rank(), sdp.size()
+FLOATS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
+INTEGERS = (tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64)
+NUMPY: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+    ReduceOp.AVERAGE: np.mean,
+}
+SHAPES = ((), (1,), (7, 3), (0, 4), (70_001,))
+
+
+def given(rank: int, shape: tuple[int, ...]) -> Any:
+    """Small whole numbers: sums and means over up to four ranks are exact in every dtype."""
+    return 4 * np.random.RandomState(rank).randint(0, 8, shape)
+
+
+def ways(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return function, tf.function(function), tf.function(function, jit_compile=False, reduce_retracing=True)
+
+
+def every_dtype() -> None:
+    for dtype, op in itertools.product((*FLOATS, *INTEGERS), ReduceOp):
+        for shape in SHAPES:
+            everybodys = [given(rank, shape) for rank in range(SIZE)]
+            expected = NUMPY[op](np.stack(everybodys).astype(np.float64), 0)
+            tensor = tf.constant(given(RANK, shape), dtype)
+            for reduce in ways(lambda tensor, op=op: sdp.oob_allreduce(tensor, op=op)):
+                found = reduce(tensor)
+                assert found.dtype == dtype and found.shape == shape, (found, dtype)
+                np.testing.assert_array_equal(tf.cast(found, tf.float64).numpy(), np.trunc(expected), f"{dtype} {op}")
+            np.testing.assert_array_equal(tf.cast(tensor, tf.float64).numpy(), given(RANK, shape))  # not in place
+
+
+def structures() -> None:
+    found = sdp.oob_allreduce({"b": [tf.constant(float(RANK)), 2.0], "a": (tf.constant(RANK),)}, op=ReduceOp.SUM)
+    ranks = sum(range(SIZE))
+    assert float(found["b"][0]) == ranks and float(found["b"][1]) == 2.0 * SIZE and int(found["a"][0]) == ranks
+    assert float(sdp.allreduce(tf.constant(1.0 + RANK), param_index=0, num_params=1)) == 1 + ranks / SIZE
+    assert float(sdp.allreduce(grad=tf.constant(1.0), param_index=0, num_params=1, op=ReduceOp.SUM)) == SIZE
+    assert sdp.allreduce(None, 0, 1) is None and sdp.oob_allreduce([]) == []
+    layer = object()
+    assert sdp.overlap(layer) is layer
+
+
+def compression() -> None:
+    tensor = tf.constant([1.0, 2.0**-30, 1e6], tf.float32)
+    for reduce in ways(lambda tensor: sdp.oob_allreduce(tensor, Compression.fp16, ReduceOp.MAX)):
+        found = reduce(tensor)
+        assert found.dtype == tf.float32
+        np.testing.assert_array_equal(found.numpy(), [1.0, 0.0, np.inf])
+    assert sdp.oob_allreduce(tf.constant(7), Compression.fp16).dtype == tf.int32
+
+
+def broadcasts() -> None:
+    for root, dtype in itertools.product(range(SIZE), (*FLOATS, *INTEGERS, tf.bool)):
+        for send in ways(lambda tensor, root=root: sdp.broadcast(tensor, root)):
+            found = send(tf.cast(tf.constant(given(RANK, (5, 2))), dtype))
+            np.testing.assert_array_equal(
+                tf.cast(found, tf.int32), tf.cast(tf.cast(given(root, (5, 2)), dtype), tf.int32)
+            )
+    for spread in (sdp.broadcast_variables, tf.function(sdp.broadcast_variables)):
+        variables = [tf.Variable(float(RANK)), tf.Variable([RANK] * 4), tf.Variable(tf.fill([2, 2], RANK * 1.0))]
+        spread(variables, SIZE - 1)
+        assert all(np.all(variable.numpy() == SIZE - 1) for variable in variables)
+
+
+def in_order() -> None:
+    """Branches and loops whose collectives differ in size: any other order than the program's would be told."""
+
+    def program(tensor: Any, turns: Any) -> Any:
+        first = sdp.oob_allreduce(tensor, op=ReduceOp.SUM)
+        second = sdp.oob_allreduce(tensor[:2], op=ReduceOp.SUM)  # needs nothing of the first
+        if tf.reduce_sum(tensor) > 0.0:
+            first += tf.reduce_sum(sdp.oob_allreduce(tensor[:3], op=ReduceOp.SUM))
+        for turn in tf.range(turns):
+            first += sdp.oob_allreduce(tf.cast(turn, tf.float32) + tensor[0])
+            sdp.oob_allreduce(tensor[:1])
+        return first + second[0]
+
+    graph = tf.function(program)
+    for _ in range(5):
+        found = graph(tf.ones([4]), 3)
+        np.testing.assert_array_equal(found.numpy(), [SIZE + 3.0 * SIZE + 6.0 + SIZE] * 4)
+
+
+def tape() -> None:
+    table, weight, unused = tf.Variable(tf.ones([6, 2])), tf.Variable(3.0), tf.Variable(1.0)
+
+    def gradients(rows: Any, scale: Any) -> Any:
+        with tf.GradientTape(persistent=True) as inner:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(table, rows)) * scale * weight
+            other = weight**2 * scale
+        distributed = sdp.DistributedGradientTape(inner)
+        both = distributed.gradient(loss, {"table": table, "rest": [weight, unused]})
+        return both["table"], both["rest"][0], distributed.gradient(other, weight), both["rest"][1] is None
+
+    for run in ways(gradients):
+        found = run(tf.constant([RANK, RANK]), tf.constant(1.0 + RANK))
+        expected = np.zeros([6, 2])
+        for rank in range(SIZE):
+            expected[rank] += 2 * 3.0 * (1 + rank) / SIZE
+        scale = np.mean([1.0 + rank for rank in range(SIZE)])
+        np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-6)
+        np.testing.assert_allclose([found[1].numpy(), found[2].numpy()], [4.0 * scale, 6.0 * scale], rtol=1e-6)
+        assert found[3]
+    with sdp.DistributedGradientTape(tf.GradientTape()) as opened:
+        opened.watch(weight)
+        loss = weight * (1.0 + RANK)
+    assert abs(float(opened.gradient(loss, weight)) - scale) < 1e-6
+
+
+def higher_order() -> None:
+    x = tf.Variable(2.0)
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            y = x**3 * (1.0 + RANK)
+        first = sdp.DistributedGradientTape(inner).gradient(y, x)
+    second = sdp.DistributedGradientTape(outer).gradient(first, x)  # through the first reduction
+    scale = np.mean([1.0 + rank for rank in range(SIZE)])
+    np.testing.assert_allclose([float(first), float(second)], [12 * scale, 12 * scale], rtol=1e-6)
+
+
+def version_1() -> None:
+    """A session with a hook, a version 1 optimizer and collectives of its own."""
+    with tf.Graph().as_default():
+        weight = tf.compat.v1.get_variable("weight", initializer=tf.constant(float(RANK)))
+        loss = weight * (1.0 + RANK)
+        optimizer = sdp.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+        train = optimizer.apply_gradients(optimizer.compute_gradients(loss, [weight]))
+        summed = [sdp.oob_allreduce(tf.ones([length]), op=ReduceOp.SUM) for length in (3, 5, 1)]
+        hooks = [sdp.BroadcastGlobalVariablesHook(SIZE - 1)]
+        with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+            for found in session.run(summed):
+                assert np.all(found == SIZE)
+            session.run(train)
+            after = session.run(weight)
+    assert abs(after - (SIZE - 1 - np.mean([1.0 + rank for rank in range(SIZE)]))) < 1e-6, after
+
+
+def refusals() -> None:
+    nothing: Any = None
+    refused: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("called before", sdp.init),
+        ("no rank", lambda: sdp.broadcast(tf.constant(1), SIZE)),
+        ("no reduction", lambda: sdp.oob_allreduce(tf.constant(1), op=nothing)),
+        ("not supported", lambda: sdp.DistributedGradientTape(tf.GradientTape(), device_dense="/gpu:0")),
+        ("sparse_as_dense", lambda: sdp.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=False)),
+        ("no optimizer", lambda: sdp.DistributedOptimizer(object())),
+        ("no global variables", lambda: sdp.broadcast_global_variables(0)),
+    )
+    for words, call in refused:
+        try:
+            call()
+        except SMDDPError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+
+
+if __name__ == "__main__":
+    for case in (every_dtype, structures, compression, broadcasts, in_order, tape, higher_order, version_1, refusals):
+        case()
+        print(f"rank {RANK}: {case.__name__}", file=sys.stderr, flush=True)
+    assert "torch" not in sys.modules
+    tell("equal")

@@ -1,0 +1,106 @@
+"""A rank: training on shares of a batch against one process on all of it; each rank computes both.
+
+Ends with `equal` and the engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tests.library_tensorflow.ranks.told import tell
+
+import smdistributed.dataparallel.tensorflow as sdp
+
+STEPS, SHARE = 20, 8
+Step = Callable[[Any, Any], Any]
+sdp.init()
+RANK, SIZE = sdp.rank(), sdp.size()
+
+
+def batches() -> list[tuple[Any, Any]]:
+    drawn = np.random.RandomState(0)
+    size = (STEPS, SHARE * SIZE)
+    return list(zip(drawn.standard_normal((*size, 6)).astype(np.float32), drawn.randint(0, 3, size)))
+
+
+def model(seed: int) -> Any:
+    initial = [tf.keras.initializers.GlorotUniform(seed + layer) for layer in range(2)]
+    return tf.keras.Sequential(
+        [
+            tf.keras.layers.Dense(16, activation="tanh", input_shape=(6,), kernel_initializer=initial[0]),
+            tf.keras.layers.Dense(3, kernel_initializer=initial[1]),
+        ]
+    )
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x)))
+
+
+def by_tape(model: Any, optimizer: Any, share: slice) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x[share], y[share])
+        wrapped = tape if share == slice(None) else sdp.DistributedGradientTape(tape)
+        gradients = wrapped.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return step
+
+
+def by_optimizer(model: Any, optimizer: Any, share: slice) -> Step:
+    if share != slice(None):
+        optimizer = sdp.DistributedOptimizer(optimizer)
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x[share], y[share])
+        optimizer.minimize(loss, model.trainable_variables, tape=tape)
+        return loss
+
+    return step
+
+
+def against_one_process(way: Callable[[Any, Any, slice], Step], optimizer: Callable[[], Any], graph: bool) -> None:
+    mine, alone = model(seed=RANK), model(seed=0)
+    sdp.broadcast_variables(mine.variables, root_rank=0)
+    steps = [
+        way(mine, optimizer(), slice(RANK * SHARE, (RANK + 1) * SHARE)),
+        way(alone, optimizer(), slice(None)),
+    ]
+    if graph:
+        steps = [tf.function(step) for step in steps]
+    for x, y in batches():
+        found, expected = (step(tf.constant(x), tf.constant(y)) for step in steps)
+        mean = float(sdp.oob_allreduce(found))
+        assert abs(mean - float(expected)) <= 1e-6, (mean, float(expected))
+    for variable, other in zip(mine.variables, alone.variables):
+        np.testing.assert_allclose(variable.numpy(), other.numpy(), atol=2e-6)
+        np.testing.assert_array_equal(sdp.broadcast(variable, 0).numpy(), variable.numpy())  # the same bits
+
+
+def bits_of_every_rank() -> None:
+    """What is averaged is the same on all ranks, bit for bit, and from run to run."""
+    tensor = tf.constant(np.random.RandomState(RANK).standard_normal(100_003).astype(np.float32))
+    first = sdp.oob_allreduce(tensor)
+    for _ in range(5):
+        np.testing.assert_array_equal(sdp.oob_allreduce(tensor).numpy(), first.numpy())
+    np.testing.assert_array_equal(sdp.broadcast(first, SIZE - 1).numpy(), first.numpy())
+
+
+if __name__ == "__main__":
+    legacy = tf.keras.optimizers.legacy
+    bits_of_every_rank()
+    against_one_process(by_tape, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
+    against_one_process(by_tape, lambda: tf.keras.optimizers.SGD(0.1), graph=False)
+    against_one_process(by_optimizer, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
+    against_one_process(by_optimizer, lambda: tf.keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), graph=True)
+    against_one_process(by_optimizer, lambda: legacy.Adam(1e-2), graph=True)
+    against_one_process(by_optimizer, lambda: legacy.SGD(0.1), graph=False)
+    assert "torch" not in sys.modules
+    tell("equal")

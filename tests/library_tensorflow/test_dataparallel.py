@@ -1,0 +1,94 @@
+"""smdistributed.dataparallel.tensorflow, on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.launching import Mpirun, clean_environment
+
+RANKS = Path(__file__).parent / "ranks"
+
+
+def as_hosts(ranks_per_host: int, script: str) -> tuple[object, ...]:
+    """Arguments of a Python that gives itself the name of a host before it becomes the script."""
+    code = (
+        "import os, sys\n"
+        f"os.environ['SMDDP_HOST'] = str(int(os.environ['OMPI_COMM_WORLD_RANK']) // {ranks_per_host})\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    return "-c", code, RANKS / script
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("world_size", "engine"), [(1, "shm: 1 rank on one host"), (2, "shm: 2 ranks on one host")])
+def test_every_function(mpirun: Mpirun, world_size: int, engine: str) -> None:
+    assert mpirun(world_size, RANKS / "collectives.py").count(f"equal [{engine}]") == world_size
+
+
+@pytest.mark.mpi
+def test_every_function_between_hosts(mpirun: Mpirun, free_port: int) -> None:
+    said = mpirun(2, *as_hosts(1, "collectives.py"), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    assert said.count("equal [mpi: one rank on each host]") == 2
+
+
+@pytest.mark.mpi
+def test_training_is_that_of_one_process(mpirun: Mpirun) -> None:
+    assert mpirun(2, RANKS / "training.py").count("equal") == 2
+
+
+@pytest.mark.mpi
+def test_training_on_several_hosts_is_that_of_one_process(mpirun: Mpirun, free_port: int) -> None:
+    said = mpirun(4, *as_hosts(2, "training.py"), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    assert said.count("equal [shm+mpi: 2 hosts × 2 ranks]") == 4
+
+
+@pytest.mark.mpi
+def test_fit_trains_on_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
+    assert mpirun(2, RANKS / "fit.py", tmp_path).count("equal") == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("what", "words", "seconds"),
+    [
+        ("different", "rank 0 calls all_reduce of float32 with avg, 16 bytes", 5),
+        ("killed", "ended while rank 0 waited in all_reduce", 5),
+        ("late", "within 6 s, the group's timeout", 15),
+    ],
+)
+def test_a_fellow_that_does_something_else(free_port: int, what: str, words: str, seconds: float, way: str) -> None:
+    """Without mpirun, which would end the rank that is to tell."""
+    environ = {
+        **clean_environment(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port),
+        "WORLD_SIZE": "2",
+        "SMDDP_STALL_SECONDS": "3",
+        "SMDDP_TIMEOUT_SECONDS": "6",
+    }
+    with ExitStack() as undo:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(RANKS / "guards.py"), what, way],
+                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            undo.enter_context(process)
+            undo.callback(process.kill)
+        said = ranks[0].communicate(timeout=120)[0]
+    told = said[said.index(" after ") :]
+    assert words in told, said
+    assert float(told.split()[1]) < seconds, said
+    assert "SMDDPError" in said
+    if what == "late":
+        assert "time.sleep(60)" in said  # where the late one is

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -43,13 +44,13 @@ def main(arguments: list[str]) -> int:
     return finish(figures)
 
 
-def measure(ranks: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Run the ranks; returns seconds by case and engine."""
+def measure(ranks: int, rounds: int, sizes: Iterable[int] = SIZES) -> dict[str, dict[str, float]]:
+    """Run the ranks; returns seconds by case and engine. Of one size alone, only all_reduce is measured."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
         mpirun = Path(sys.executable).with_name("mpirun")
         options = f"--allow-run-as-root --oversubscribe --bind-to none -np {ranks}".split()
-        command = [mpirun, *options, sys.executable, RANKS, out, rounds, *map(str, SIZES)]
+        command = [mpirun, *options, sys.executable, RANKS, out, rounds, *map(str, sizes)]
         subprocess.run([*map(str, command)], env=environment(), check=True)
         measured: dict[str, dict[str, float]] = json.loads(out.read_text())
     for case, times in measured.items():

@@ -1,0 +1,102 @@
+"""smdistributed.dataparallel.tensorflow against MultiWorkerMirroredStrategy, in the image: `make bench-tensorflow`.
+
+    tensorflow_image.py IMAGE [ROUNDS]
+
+Two ranks in one container, in the same processes and in turns; medians of ROUNDS (20), a round's time is that of its
+slowest rank, after a barrier. Each rank computes with one thread. The rival's collectives are its ring over gRPC.
+
+- `tf-all-reduce-64MB`: float32, inside a tf.function; `…-torch` against `all_reduce` of torch.distributed on `smddp`,
+  on this machine's own environment, in the same run;
+- `tf-mlp`: a step of an MLP of 50 million parameters with the tape;
+- `tf-cnn`: gradients of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction;
+- `tf-start`: from the start of the process to the end of the first all_reduce, the import of TensorFlow included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from dataparallel import measure as measure_torch
+from report import Figure, finish, print_machine
+
+ROUNDS, STARTS = 20, 3
+HERE = Path(__file__).parent
+RANKS = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python", "/benchmarks/tensorflow_ranks.py"]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the figures."""
+    image, rounds = arguments[0], int(arguments[1]) if len(arguments) > 1 else ROUNDS
+    print_machine()
+    print(f"image: {image}, rounds: {rounds} (medians)", flush=True)
+    times = cases(image, rounds)
+    torchs = measure_torch(2, rounds, [64 << 20])[f"all-reduce-{64 << 20}"]["smddp"]
+    reduce, mlp, cnn = (times[name] for name in ("all-reduce-64MB", "mlp", "cnn"))
+    begun = starts(image)
+    return finish(
+        [
+            Figure(
+                "tf-all-reduce-64MB",
+                *in_ms(reduce["smddp"]),
+                rival=1e3 * reduce["mwms"],
+                rival_name="mwms",
+                ceiling=0.5,
+            ),
+            Figure(
+                "tf-all-reduce-64MB-torch",
+                *in_ms(reduce["smddp"]),
+                rival=1e3 * torchs,
+                rival_name="torch",
+                ceiling=1.25,
+            ),
+            Figure("tf-mlp", *in_ms(mlp["smddp"]), rival=1e3 * mlp["mwms"], rival_name="mwms", ceiling=1 / 1.5),
+            Figure("tf-cnn", *in_ms(cnn["smddp"]), rival=1e3 * cnn["alone"], rival_name="alone", ceiling=1 / 0.95),
+            Figure("tf-start", begun["smddp"], "s", rival=begun["mwms"], rival_name="mwms", ceiling=1.0),
+        ]
+    )
+
+
+def in_ms(seconds: float) -> tuple[float, str]:
+    return 1e3 * seconds, "ms"
+
+
+def cases(image: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds by case and way."""
+    with tempfile.TemporaryDirectory() as directory:
+        contained(image, "cases", "/out/times.json", rounds, options=["-v", f"{directory}:/out"])
+        found: dict[str, dict[str, float]] = json.loads(Path(directory, "times.json").read_text())
+    for case, times in found.items():
+        listed = ", ".join(f"{way} {1000 * seconds:.1f}" for way, seconds in times.items())
+        print(f"{case}: {listed} ms", flush=True)
+    return found
+
+
+def starts(image: str) -> dict[str, float]:
+    """Seconds until the slower rank has reduced, each way, in turns."""
+    found: dict[str, list[float]] = {"smddp": [], "mwms": []}
+    for _ in range(STARTS):
+        for way, seconds in found.items():
+            said = contained(image, "start", way)
+            ranks = [json.loads(line)["seconds"] for line in said.splitlines() if line.startswith('{"seconds"')]
+            seconds.append(max(ranks))
+    return {way: median(seconds) for way, seconds in found.items()}
+
+
+def contained(image: str, *words: object, options: list[str] | None = None) -> str:
+    """What the ranks print, in a container of their own."""
+    mounts = ["-v", f"{HERE}:/benchmarks:ro", *(options or [])]
+    quiet = ["-e", "TF_CPP_MIN_LOG_LEVEL=3", "-e", "OMP_NUM_THREADS=1"]
+    command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *quiet, *mounts, image]
+    ended = subprocess.run([*command, *RANKS, *map(str, words)], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        sys.exit(f"tensorflow_image.py: {words} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,19 @@
-"""What the training scripts here share: the network, the digits, one pass over them, and the files a job leaves.
-
-Nothing in it is distributed: that is what the scripts show.
-"""
+"""What the PyTorch scripts here share: the network, the digits as tensors, one pass over them, and saving."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from digits import read_digits, save_metrics
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-GREATEST_PIXEL = 16
-HELD_OUT = 5  # every fifth image of each digit is for testing
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    from digits import Digits
 
 
 class Net(torch.nn.Module):
@@ -38,43 +34,19 @@ class Net(torch.nn.Module):
         return self.scores(self.dropout(x))  # type: ignore[no-any-return]
 
 
-def arguments_parser(description: str | None) -> argparse.ArgumentParser:
-    """Hyperparameters arrive as `--name value`; what the platform decides, as SM_* variables."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step (default: 32)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
-    parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
-    parser.add_argument("--output-data-dir", type=Path, default=os.environ.get("SM_OUTPUT_DATA_DIR", "output"))
-    return parser
-
-
 def current_device() -> torch.device:
     """The GPU that joining the job has given to this rank, or the CPU of a host without."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """The training and the test digits, from digits.npz in the channel, else from scikit-learn."""
-    if data_dir is None:
-        from sklearn.datasets import load_digits as sklearn_digits
+    """The training and the test digits, images (n, 1, 8, 8), from the channel, else from scikit-learn."""
+    training, test = read_digits(data_dir)
+    return _tensors(training), _tensors(test)
 
-        digits = sklearn_digits()
-        pixels, labels = digits.images, digits.target
-    else:
-        path = data_dir / "digits.npz"
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: write it with `python prepare.py {data_dir}`")
-        with np.load(path) as digits:
-            pixels, labels = digits["images"], digits["labels"]
-    images = torch.from_numpy(pixels.astype(np.float32) / GREATEST_PIXEL).unsqueeze(1)
-    targets = torch.from_numpy(labels.astype(np.int64))
-    held_out = torch.zeros(len(targets), dtype=torch.bool)
-    for digit in range(10):
-        held_out[torch.where(targets == digit)[0][HELD_OUT - 1 :: HELD_OUT]] = True
-    return TensorDataset(images[~held_out], targets[~held_out]), TensorDataset(images[held_out], targets[held_out])
+
+def _tensors(digits: Digits) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(digits.images).unsqueeze(1), torch.from_numpy(digits.labels))
 
 
 def train_epoch(
@@ -104,12 +76,6 @@ def accuracy(model: torch.nn.Module, test: TensorDataset, device: torch.device) 
 
 def save(weights: dict[str, Any], metrics: dict[str, float], arguments: argparse.Namespace) -> None:
     """Leave model.pt and metrics.json where the platform collects them. One rank calls it."""
-    for directory in (arguments.model_dir, arguments.output_data_dir):
-        directory.mkdir(parents=True, exist_ok=True)
+    arguments.model_dir.mkdir(parents=True, exist_ok=True)
     torch.save({name: value.cpu() for name, value in weights.items()}, arguments.model_dir / "model.pt")
-    (arguments.output_data_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    print(
-        f"test accuracy {metrics['test_accuracy']:.4f} with world size {metrics['world_size']}, "
-        f"model in {arguments.model_dir}",
-        flush=True,
-    )
+    save_metrics(metrics, arguments)

@@ -1,0 +1,74 @@
+"""What all training scripts here share: hyperparameters, the digits, and the files a job leaves.
+
+It imports no framework: what needs one is in digits_torch.py and digits_tensorflow.py. Nothing in the three is
+distributed: that is what the scripts show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+GREATEST_PIXEL = 16
+HELD_OUT = 5  # every fifth image of each digit is for testing
+
+
+class Digits(NamedTuple):
+    """Images, float32 (n, 8, 8) from 0 to 1, and which digits they are, int64 (n,)."""
+
+    images: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+
+
+def arguments_parser(description: str | None) -> argparse.ArgumentParser:
+    """Hyperparameters arrive as `--name value`; what the platform decides, as SM_* variables."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step (default: 32)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
+    parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
+    parser.add_argument("--output-data-dir", type=Path, default=os.environ.get("SM_OUTPUT_DATA_DIR", "output"))
+    return parser
+
+
+def read_digits(data_dir: Path | None) -> tuple[Digits, Digits]:
+    """The training and the test digits, from digits.npz in the channel, else from scikit-learn."""
+    pixels, labels = _read(data_dir)
+    digits = Digits((pixels / GREATEST_PIXEL).astype(np.float32), labels.astype(np.int64))
+    held_out = np.zeros(len(digits.labels), dtype=bool)
+    for digit in range(10):
+        held_out[np.flatnonzero(digits.labels == digit)[HELD_OUT - 1 :: HELD_OUT]] = True
+    training, test = (Digits(digits.images[part], digits.labels[part]) for part in (~held_out, held_out))
+    return training, test
+
+
+def _read(data_dir: Path | None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if data_dir is None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return digits.images, digits.target
+    path = data_dir / "digits.npz"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: write it with `python prepare.py {data_dir}`")
+    with np.load(path) as file:
+        return file["images"], file["labels"]
+
+
+def save_metrics(metrics: dict[str, float], arguments: argparse.Namespace) -> None:
+    """Leave metrics.json where the platform collects it, and say how it went. One rank calls it."""
+    arguments.output_data_dir.mkdir(parents=True, exist_ok=True)
+    (arguments.output_data_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    print(
+        f"test accuracy {metrics['test_accuracy']:.4f} with world size {metrics['world_size']}, "
+        f"model in {arguments.model_dir}",
+        flush=True,
+    )

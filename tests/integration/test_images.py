@@ -29,8 +29,9 @@ def run(client: docker.DockerClient, image: str, *command: str) -> str:
     return client.containers.run(image, list(command), remove=True, stderr=False).decode()
 
 
-# What TensorFlow 2.14 opens, by these names, once it has found a GPU (tsl/platform/default/dso_loader.cc), and NCCL.
-# Not libnvinfer: TensorRT 8 has left PyPI, and TensorFlow goes on without.
+# What TensorFlow 2.14 opens, by these names, once it has found a GPU or profiles one (dso_loader.cc in its
+# tsl/platform/default), and what others open: cuRAND, NCCL. Not libnvinfer: TensorRT 8 has left PyPI, and TensorFlow
+# goes on without.
 OPENED_BY_TENSORFLOW = (
     *("libcudart.so.11.0", "libcublas.so.11", "libcublasLt.so.11", "libcufft.so.10", "libcurand.so.10"),
     *("libcusolver.so.11", "libcusparse.so.11", "libcudnn.so.8", "libcupti.so.11.8", "libnccl.so.2"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 import torch
-from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
+from digits import arguments_parser
+from digits_torch import Net, accuracy, current_device, load_digits, save, train_epoch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
+from digits import arguments_parser
+from digits_torch import Net, accuracy, current_device, load_digits, save, train_epoch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import DataLoader

@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import torch
-from digits import Net, arguments_parser, load_digits, save
+from digits import arguments_parser
+from digits_torch import Net, load_digits, save
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import Net, accuracy, arguments_parser, current_device, load_digits, save, train_epoch
+from digits import arguments_parser
+from digits_torch import Net, accuracy, current_device, load_digits, save, train_epoch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler

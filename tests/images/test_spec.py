@@ -36,6 +36,7 @@ def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
         "tensorflow-training:2.14.1-gpu-py311-cu118-debian12",
         "pytorch-training:2.13.0-cpu-py311-debian12",
+        "tensorflow-training:2.14.1-cpu-py311-debian12",
     ]
 
 

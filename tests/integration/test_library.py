@@ -1,4 +1,4 @@
-"""The distributed library in the CUDA 11 image: its own tests there, and its engines over two containers."""
+"""The distributed library in the CUDA 11 images: its own tests there, and its engines over two containers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from testcontainers.core.network import Network
 
-from .conftest import ROOT, StartHost, write_tree
+from shoal.spec import BuildSpec
+
+from .conftest import ROOT, Ended, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
 COLLECTIVES = ROOT / "tests/library/ranks/smddp.py"
+TENSORFLOW_COLLECTIVES = ROOT / "tests/library/ranks_tensorflow/collectives.py"
 STAGES = ROOT / "tests/library/ranks/modelparallel.py"
 TRAINING = """\
 import runpy, sys
@@ -42,18 +45,30 @@ def test_the_librarys_suite_on_the_oldest_torch(
     start_host: StartHost, pytorch: str, tmp_path: Path, package: str
 ) -> None:
     """By this environment's pytest, which is pure Python; all but what is marked `once`."""
-    copy_distributions(PYTEST, tmp_path)
-    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir=tests/library", "-m", "not once"]
+    files = [f"tests/library/test_{name}.py" for name in SUITES[package]]
+    ended = run_tests(start_host, pytorch, tmp_path, "--confcutdir=tests/library", "-m", "not once", *files)
+    assert ended.code == 0, ended.output
+
+
+def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
+    """All that tests TensorFlow's front: it is installed nowhere but in its images."""
+    folder = "tests/library_tensorflow"
+    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, f"--confcutdir={folder}", folder)
+    assert ended.code == 0, ended.output
+
+
+def run_tests(start_host: StartHost, image: str, directory: Path, *arguments: str) -> Ended:
+    """Run pytest in a container of `image`, on the library that is installed there; `directory` is for pytest's own."""
+    copy_distributions(PYTEST, directory)
     mounted = {ROOT / name: f"/work/{name}" for name in ("tests", "examples", "pyproject.toml")}
     host = start_host(
-        pytorch,
-        command + [f"tests/library/test_{name}.py" for name in SUITES[package]],
-        volumes={**mounted, tmp_path: "/pytest"},
+        image,
+        ["python", "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        volumes={**mounted, directory: "/pytest"},
         env={"PYTHONPATH": "/work:/pytest", "PYTHONDONTWRITEBYTECODE": "1"},
         working_dir="/work",
     )
-    ended = host.wait(timeout=580)
-    assert ended.code == 0, ended.output
+    return host.wait(timeout=580)
 
 
 def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:
@@ -84,6 +99,15 @@ def test_every_collective_on_two_hosts(
     ended = [host.wait() for host in hosts]
     assert [end.code for end in ended] == [0, 0], ended
     assert ended[0].output.count("shm+gloo: 2 hosts × 2 ranks") == 4
+
+
+def test_every_collective_of_tensorflow_on_two_ranks(start_host: StartHost, matrix: BuildSpec) -> None:
+    """By the image's mpirun, in one container; each rank checks what it gets."""
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python", "/ranks/collectives.py"]
+    ranks = {TENSORFLOW_COLLECTIVES.parent: "/ranks"}
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    ended = start_host(matrix.select("tensorflow").tag, command, volumes=ranks, env=env).wait(timeout=240)
+    assert ended.code == 0, ended.output
 
 
 @pytest.mark.parametrize(

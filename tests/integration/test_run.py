@@ -14,6 +14,8 @@ from pathlib import Path
 import docker
 import pytest
 
+from shoal.spec import BuildSpec
+
 from .conftest import ROOT
 
 SHOAL = Path(sys.executable).with_name("shoal")
@@ -26,8 +28,8 @@ def job_objects(client: docker.DockerClient) -> set[str]:
     return {str(container.name) for container in containers} | {str(network.name) for network in networks}
 
 
-def command(image: str, source: Path, output: Path, *options: str) -> list[str | Path]:
-    base: list[str | Path] = [SHOAL, "run", image, "--source", source, "--entry-point", "train.py", "--output", output]
+def command(image: str, source: Path, output: Path, *options: str, script: str = "train.py") -> list[str | Path]:
+    base: list[str | Path] = [SHOAL, "run", image, "--source", source, "--entry-point", script, "--output", output]
     return [*base, *options]
 
 
@@ -38,11 +40,22 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_digits_job_on_two_hosts(client: docker.DockerClient, pytorch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "script", "model"),
+    [
+        ("pytorch", "train.py", "model.pt"),
+        ("tensorflow", "train_tensorflow.py", "1/saved_model.pb"),
+        ("tensorflow", "train_keras.py", "1/saved_model.pb"),
+    ],
+)
+def test_the_digits_job_on_two_hosts(
+    client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, framework: str, script: str, model: str
+) -> None:
     channel = tmp_path / "channel"
     subprocess.run([sys.executable, ROOT / "examples" / "digits" / "prepare.py", channel], check=True)
     options = ["--hosts", "2", "--procs-per-host", "2", "--channel", f"training={channel}"]
-    arguments = command(pytorch, ROOT / "examples" / "digits", tmp_path / "jobs", *options)
+    image = matrix.select(framework).tag
+    arguments = command(image, ROOT / "examples" / "digits", tmp_path / "jobs", *options, script=script)
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (directory,) = (tmp_path / "jobs").iterdir()
@@ -50,7 +63,7 @@ def test_the_digits_job_on_two_hosts(client: docker.DockerClient, pytorch: str, 
     assert metrics["test_accuracy"] >= 0.96
     assert metrics["world_size"] == 4
     with tarfile.open(directory / "model.tar.gz") as archive:
-        assert "model.pt" in archive.getnames()
+        assert model in archive.getnames()
     with tarfile.open(directory / "output.tar.gz") as archive:
         assert "metrics.json" in archive.getnames()
     for words in ("test accuracy", "2 × 2", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz")):

@@ -57,7 +57,9 @@ def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_pa
 
 
 @pytest.mark.mpi
-def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+def test_digits_on_two_replicas_of_four_stages(
+    mpirun: Mpirun, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 processes: 2-way data and 4-way model parallel. 640 images in batches of 64, 32 a replica: 10 iterations."""
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)
@@ -73,7 +75,8 @@ def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp
     for stage in range(4):
         assert log.count(f"replicas of stage {stage} are equal") == 2
     weights = torch.load(tmp_path / "MODEL_DIR" / "model.pt")
-    Net = runpy.run_path(str(DIGITS / "digits.py"))["Net"]  # noqa: N806
+    monkeypatch.syspath_prepend(DIGITS)
+    Net = runpy.run_path(str(DIGITS / "digits_torch.py"))["Net"]  # noqa: N806
     Net().load_state_dict(weights)
     metrics = json.loads((tmp_path / "OUTPUT_DATA_DIR" / "metrics.json").read_text())
     assert metrics["world_size"] == 8 and metrics["test_accuracy"] > 0.7

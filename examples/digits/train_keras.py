@@ -1,0 +1,83 @@
+"""Train the digits with Keras' own `Model.fit`, data parallel on any number of ranks.
+
+With `smdistributed.dataparallel.tensorflow.keras`: an optimizer around the script's own, and three callbacks. Runs as
+it is under `train` and mpirun, on GPUs and without, and alone: `python train_keras.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+from digits import arguments_parser, read_digits
+from digits_tensorflow import accuracy, make_net, save, share, share_size, use_device
+
+import smdistributed.dataparallel.tensorflow as sdp
+from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, callbacks
+
+
+def main() -> None:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--warmup-epochs", type=int, default=2, help="over which the learning rate rises (default: 2)")
+    arguments = parser.parse_args()
+    sdp.init()
+    rank, world_size = sdp.rank(), sdp.size()
+    use_device(sdp.local_rank())
+    tf.keras.utils.set_random_seed(arguments.seed)
+
+    training, test = read_digits(arguments.data_dir)
+    images = share_size(training, world_size) * world_size
+    model = make_net()
+    model.compile(
+        optimizer=DistributedOptimizer(tf.keras.optimizers.Adam(arguments.lr)),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    wanted = [
+        callbacks.BroadcastGlobalVariablesCallback(0),
+        callbacks.MetricAverageCallback(),  # before those that read the metrics
+        callbacks.LearningRateWarmupCallback(initial_lr=arguments.lr, warmup_epochs=arguments.warmup_epochs),
+    ]
+    if rank == 0:
+        wanted.append(report_epochs(arguments.epochs, images))
+
+    start = time.perf_counter()
+    batches = share(training, rank, world_size, arguments)
+    model.fit(batches, epochs=arguments.epochs, callbacks=wanted, verbose=0)
+    training_seconds = time.perf_counter() - start
+
+    if rank == 0:
+        metrics = {
+            "test_accuracy": accuracy(model, test),
+            "images_per_second": images * arguments.epochs / training_seconds,
+            "training_seconds": training_seconds,
+            "epochs": arguments.epochs,
+            "world_size": world_size,
+        }
+        save(make_plain(model), metrics, arguments)
+
+
+def make_plain(model: Any) -> Any:
+    """The model without the distributed optimizer, which only a script that imports the library could load."""
+    plain = make_net()
+    plain.set_weights(model.get_weights())
+    return plain
+
+
+def report_epochs(epochs: int, images: int) -> Any:
+    """A callback that prints a line an epoch."""
+    began = 0.0
+
+    def begin(epoch: int, logs: dict[str, float]) -> None:
+        nonlocal began
+        began = time.perf_counter()
+
+    def end(epoch: int, logs: dict[str, float]) -> None:
+        rate = images / (time.perf_counter() - began)
+        print(f"epoch {epoch + 1}/{epochs} loss {logs['loss']:.4f} {rate:.0f} images/s", flush=True)
+
+    return tf.keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,6 @@ from .conftest import ROOT, Ended, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
 COLLECTIVES = ROOT / "tests/library/ranks/smddp.py"
-TENSORFLOW_COLLECTIVES = ROOT / "tests/library/ranks_tensorflow/collectives.py"
 STAGES = ROOT / "tests/library/ranks/modelparallel.py"
 TRAINING = """\
 import runpy, sys
@@ -99,15 +98,6 @@ def test_every_collective_on_two_hosts(
     ended = [host.wait() for host in hosts]
     assert [end.code for end in ended] == [0, 0], ended
     assert ended[0].output.count("shm+gloo: 2 hosts × 2 ranks") == 4
-
-
-def test_every_collective_of_tensorflow_on_two_ranks(start_host: StartHost, matrix: BuildSpec) -> None:
-    """By the image's mpirun, in one container; each rank checks what it gets."""
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python", "/ranks/collectives.py"]
-    ranks = {TENSORFLOW_COLLECTIVES.parent: "/ranks"}
-    env = {"PYTHONDONTWRITEBYTECODE": "1"}
-    ended = start_host(matrix.select("tensorflow").tag, command, volumes=ranks, env=env).wait(timeout=240)
-    assert ended.code == 0, ended.output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """A key-value store where the ranks of a job meet that has no torch: rank 0 serves it over TCP, the others connect.
 
-A request is a list of words, and so is its answer: JSON, after its length in four bytes. A rank takes a connection for
+The server is a process of its own, which ends with rank 0: a thread there would not answer while some C code holds the
+interpreter, and MPI_Init holds it until all ranks are in it, who may wait for an answer.
+
+A request is a list of words, its answer one word: JSON, after its length in four bytes. A rank takes a connection for
 each call that is under way: a thread that waits for a word keeps no other from asking.
 """
 
@@ -9,8 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -113,43 +119,43 @@ class LocalStore(Store):
 
 
 class Server:
-    """Serves a store at a port of all of this host's addresses, each connection in a thread.
+    """A process that serves a store at a port of all of this host's addresses, until it is closed or this one ends.
 
     Raises LaunchError when the port is taken.
     """
 
     def __init__(self, port: int) -> None:
-        self._words = LocalStore()
-        self._closed = False
-        self._connections: set[socket.socket] = set()
-        self._listener = _listen(port)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="smddp-store", daemon=True).start()
+        with _listen(port) as listener:
+            self.port: int = listener.getsockname()[1]
+            number = listener.fileno()
+            command = [sys.executable, "-m", __name__, str(number)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self._closed = True
-        for connection in [self._listener, *self._connections]:
-            with contextlib.suppress(OSError):  # the other end was faster
-                connection.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Service:
+    """What the process does: each connection in a thread."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._words, self._listener = LocalStore(), listener
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
+        while True:
+            with contextlib.suppress(OSError):  # a rank that has gone again
                 connection, _ = self._listener.accept()
-            except OSError:  # closed, or a rank that has gone again
-                continue
-            self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="smddp-store-rank", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Until the rank ends; what sends something else than requests is left alone."""
         with connection, contextlib.suppress(OSError, EOFError, ValueError, TypeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while not self._closed:
+            while True:
                 _send(connection, self._answer(*_receive(connection)))
-        self._connections.discard(connection)
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
         if command == "set":
@@ -226,7 +232,7 @@ class TcpStore(Store):
         deadline = time.monotonic() + patience
         while True:
             try:
-                connection = socket.create_connection((self._address.host, self._address.port), _GRACE_SECONDS)
+                connection = _dial(self._address)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise StoreError(
@@ -254,6 +260,14 @@ def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
     if launch.rank:
         return TcpStore(place, seconds)
     return TcpStore(Address("127.0.0.1", place.port), seconds, Server(place.port))
+
+
+def _dial(address: Address) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
+    if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself there
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    return connection
 
 
 def _listen(port: int) -> socket.socket:
@@ -290,3 +304,14 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             raise EOFError("the connection has ended")
         found += part
     return bytes(found)
+
+
+def _serve_until_the_end(number: int) -> None:
+    """The process: it serves at the socket of that number until its standard input ends, with the rank that has it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the ranks, who may still have something to say
+    _Service(socket.socket(fileno=number))
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    _serve_until_the_end(int(sys.argv[1]))

@@ -29,6 +29,7 @@ def main(words: Sequence[str]) -> None:
     from mpi4py import MPI
 
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+    from smdistributed.core.torch.tensors import flat_of
 
     out, rounds, sizes = Path(words[0]), int(words[1]), [int(word) for word in words[2:]]
     mpi = MPI.COMM_WORLD
@@ -42,7 +43,7 @@ def main(words: Sequence[str]) -> None:
         tensor = torch.zeros(size // 4)
         runs = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
         runs["mpi"] = partial(mpi.Allreduce, MPI.IN_PLACE, tensor.numpy())
-        runs["engine"] = partial(engine.all_reduce, tensor, "sum")
+        runs["engine"] = partial(engine.all_reduce, flat_of(tensor), "sum")
         times[f"all-reduce-{size}"] = measure(mpi, runs, rounds, calls=SHORT_CALLS if size < 1 << 20 else 1)
     if mpi.size == 2 and len(sizes) > 1:
         times.update(others(mpi, groups, rounds))

@@ -76,6 +76,12 @@ size_t dtype_bytes(enum dtype dtype)
     return BYTES[dtype];
 }
 
+/* Whether such elements are combined in float32. */
+static int is_wide(enum dtype dtype)
+{
+    return dtype == F16 || dtype == BF16;
+}
+
 int reduces(enum dtype dtype, enum op op)
 {
     return dtype < DTYPES && op < OPS && COMBINERS[dtype][op] != NULL;
@@ -199,7 +205,7 @@ static void narrow(void *narrow, const float *wide, size_t count, enum dtype dty
             each[i] = (type)((wide)each[i] / (wide)by); \
     } while (0)
 
-static void divide(void *total, int by, size_t count, enum dtype dtype)
+static void divide_total(void *total, int by, size_t count, enum dtype dtype)
 {
     switch (dtype) {
     case F32: case F16: case BF16: DIVIDE(float, float); break;
@@ -216,6 +222,25 @@ static void divide(void *total, int by, size_t count, enum dtype dtype)
     }
 }
 
+static void divide_wide(char *data, int by, size_t count, enum dtype dtype)
+{
+    float total[BLOCK];
+    for (size_t done = 0; done < count; done += BLOCK) {
+        size_t block = count - done < BLOCK ? count - done : BLOCK;
+        widen(total, data + 2 * done, block, dtype);
+        divide_total(total, by, block, dtype);
+        narrow(data + 2 * done, total, block, dtype);
+    }
+}
+
+void divide(void *data, int by, size_t count, enum dtype dtype)
+{
+    if (is_wide(dtype))
+        divide_wide(data, by, count, dtype);
+    else
+        divide_total(data, by, count, dtype);
+}
+
 static void reduce_wide(char *result, char *copy, const void *const *sources, int size, size_t offset, size_t count,
                         enum dtype dtype, enum op op)
 {
@@ -226,7 +251,7 @@ static void reduce_wide(char *result, char *copy, const void *const *sources, in
         COMBINERS[dtype][op](total, source, count);
     }
     if (op == AVG)
-        divide(total, size, count, dtype);
+        divide_total(total, size, count, dtype);
     narrow(result + offset, total, count, dtype);
     if (copy)
         memcpy(copy + offset, result + offset, 2 * count);
@@ -241,7 +266,7 @@ static void reduce_block(char *result, char *copy, const void *const *sources, i
     for (int s = 1; s < size; s++)
         COMBINERS[dtype][op](total, (const char *)sources[s] + offset, count);
     if (op == AVG)
-        divide(total, size, count, dtype);
+        divide_total(total, size, count, dtype);
     memcpy(result + offset, total, bytes);
     if (copy)
         memcpy(copy + offset, total, bytes);
@@ -249,9 +274,8 @@ static void reduce_block(char *result, char *copy, const void *const *sources, i
 
 void reduce(void *result, void *copy, const void *const *sources, int size, size_t count, enum dtype dtype, enum op op)
 {
-    int is_wide = dtype == F16 || dtype == BF16;
     for (size_t done = 0; done < count; done += BLOCK) {
         size_t block = count - done < BLOCK ? count - done : BLOCK;
-        (is_wide ? reduce_wide : reduce_block)(result, copy, sources, size, done * BYTES[dtype], block, dtype, op);
+        (is_wide(dtype) ? reduce_wide : reduce_block)(result, copy, sources, size, done * BYTES[dtype], block, dtype, op);
     }
 }

@@ -16,3 +16,6 @@ int reduces(enum dtype dtype, enum op op);
 /* Combine `count` elements of `sources` (of which there are `size`) into `result`, and into `copy` unless that is
    NULL. Both may be one of the sources, from its first element on. */
 void reduce(void *result, void *copy, const void *const *sources, int size, size_t count, enum dtype dtype, enum op op);
+
+/* Divide `count` elements in place: integers towards zero, float16 and bfloat16 in float32. */
+void divide(void *data, int by, size_t count, enum dtype dtype);

@@ -119,8 +119,26 @@ def fill_in(environ: MutableMapping[str, str]) -> None:
     for name, value in named.items():
         environ.setdefault(name, str(value))
     if "MASTER_ADDR" not in environ and (launch.master or launch.session_dir or launch.world_size == 1):
-        master = launch.master or Address("127.0.0.1", _agreed_port(launch))
+        master = meeting_place(launch)
         environ.update(MASTER_ADDR=master.host, MASTER_PORT=str(master.port))
+
+
+def meeting_place(launch: Launch) -> Address:
+    """Where the ranks meet: the master's address, else a port of this host on which they agree as `fill_in` tells.
+
+    Raises LaunchError when several ranks have neither an address nor a directory in common.
+    """
+    if launch.master is None and launch.session_dir is None and launch.world_size > 1:
+        raise nowhere_to_meet(launch)
+    return launch.master or Address("127.0.0.1", _agreed_port(launch))
+
+
+def nowhere_to_meet(launch: Launch) -> LaunchError:
+    """What is raised where several ranks have neither an address nor a directory in common."""
+    return LaunchError(
+        f"This process is rank {launch.rank} of {launch.world_size}, but nothing says where the ranks meet: "
+        "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there."
+    )
 
 
 def _agreed_port(launch: Launch) -> int:

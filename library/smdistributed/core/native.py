@@ -12,6 +12,8 @@ DTYPES = (
     *("float32", "float64", "float16", "bfloat16"),
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"),
 )
+ITEM_BYTES = dict(zip(DTYPES, (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1)))
+FLOATS = DTYPES[:4]
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
 BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
@@ -55,6 +57,8 @@ _FUNCTIONS = {
     "engine_reduce_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int, c_int),
     "engine_all_to_all": (c_int, _ENGINE, _POINTERS, _SIZES, _POINTERS, _SIZES, c_size_t),
     "reduces": (c_int, c_int, c_int),
+    "reduce": (None, c_void_p, c_void_p, _POINTERS, c_int, c_size_t, c_int, c_int),
+    "divide": (None, c_void_p, c_int, c_size_t, c_int),
 }
 
 

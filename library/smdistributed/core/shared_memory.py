@@ -24,14 +24,13 @@ from typing import Any
 
 from smdistributed.core import guards, native, segment
 from smdistributed.core.guards import CollectiveError, Store, UnexplainedError, main_stack, stall_seconds
+from smdistributed.core.reductions import DTYPES, OPS, pointers
 from smdistributed.core.segment import Process
 
 SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("engine.json").read_text())
 """Measured: slots of these sizes (bytes; the largest that fits), what counts as short (bytes), how often a rank looks
 before it sleeps, how long (seconds) until it looks whether the others live, and how long another may take to answer."""
 
-_DTYPES = {name: number for number, name in enumerate(native.DTYPES)}
-_OPS = {name: number for number, name in enumerate(native.OPS)}
 _LOST, _LATE = 1, 2
 _NOWHERE = "nowhere"
 
@@ -91,7 +90,7 @@ class SharedMemory:
 
     def all_reduce(self, address: int, count: int, dtype: str, op: str, root: int = -1) -> None:
         """Combine `count` elements over the ranks, in place: on all of them (-1), or on rank `root` alone."""
-        self._call(self._native.engine_all_reduce, address, count, _DTYPES[dtype], _OPS[op], root)
+        self._call(self._native.engine_all_reduce, address, count, DTYPES[dtype], OPS[op], root)
 
     def broadcast(self, address: int, size: int, root: int) -> None:
         """Copy rank `root`'s `size` bytes to that of every rank."""
@@ -99,16 +98,16 @@ class SharedMemory:
 
     def gather(self, address: int, outputs: Sequence[int], size: int, root: int = -1) -> None:
         """Copy every rank's `size` bytes to that of `outputs` which has its number: on all (-1), or on `root`."""
-        self._call(self._native.engine_gather, address, _pointers(outputs), size, root)
+        self._call(self._native.engine_gather, address, pointers(outputs), size, root)
 
     def scatter(self, inputs: Sequence[int], address: int, size: int, root: int) -> None:
         """Copy that of `root`'s `inputs` which has a rank's number, of `size` bytes, to that rank."""
-        self._call(self._native.engine_scatter, _pointers(inputs), address, size, root)
+        self._call(self._native.engine_scatter, pointers(inputs), address, size, root)
 
     def reduce_scatter(self, inputs: Sequence[int], address: int, count: int, dtype: str, op: str) -> None:
         """Combine over the ranks that of `inputs` which has this rank's number, of `count` elements."""
-        number = _DTYPES[dtype]
-        self._call(self._native.engine_reduce_scatter, _pointers(inputs), address, count, number, _OPS[op])
+        number = DTYPES[dtype]
+        self._call(self._native.engine_reduce_scatter, pointers(inputs), address, count, number, OPS[op])
 
     def all_to_all(
         self, inputs: Sequence[int], input_sizes: Sequence[int], outputs: Sequence[int], output_sizes: Sequence[int]
@@ -129,7 +128,7 @@ class SharedMemory:
         lengths = ctypes.c_size_t * self.size
         self._call(
             self._native.engine_all_to_all,
-            *(_pointers(inputs), lengths(*input_sizes), _pointers(outputs), lengths(*output_sizes), most),
+            *(pointers(inputs), lengths(*input_sizes), pointers(outputs), lengths(*output_sizes), most),
         )
 
     def _sizes_given(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -254,13 +253,6 @@ class SharedMemory:
         return self._number(self.rank)
 
 
-def reduces(dtype: str, op: str) -> bool:
-    """Whether the engine has this reduction; an installation without it has none."""
-    if dtype not in _DTYPES or op not in _OPS:
-        return False
-    return bool(native.load().reduces(_DTYPES[dtype], _OPS[op]))
-
-
 @dataclass(frozen=True)
 class Member:
     """A rank of a group."""
@@ -348,10 +340,6 @@ def _make(store: Store, size: int) -> tuple[mmap.mmap, int]:
         raise
     store.set("path", f"{slot_bytes}:{path}")
     return memory, slot_bytes
-
-
-def _pointers(addresses: Sequence[int]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _described(doing: native.Doing) -> str:

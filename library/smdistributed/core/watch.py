@@ -277,7 +277,7 @@ class Watch:
         """Rank 0 stays until all have heard why: the store may end with its process."""
         deadline = time.monotonic() + self._answer_seconds
         there = len(self._members) - len(self._silent)
-        while len(board.read("heard")) < there and time.monotonic() < deadline and not self._closed:
+        while len(board.read("heard")) < there and time.monotonic() < deadline:  # also when closed: who closes waits
             time.sleep(min(_BUSY_SECONDS, self._look))
             self._hear(board)
 

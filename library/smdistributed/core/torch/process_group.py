@@ -22,16 +22,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import timeline
+from smdistributed.core.engines import Engine, Watched
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
 from smdistributed.core.torch import buckets, observation
 from smdistributed.core.torch.devices import open_cuda, take_device
-from smdistributed.core.torch.engines import Engine, Watched
 from smdistributed.core.torch.opening import open_engine
 from smdistributed.core.torch.ordered import Ordered
 from smdistributed.core.torch.tensors import (
+    DTYPES,
     OPS,
-    Flat,
+    Flattened,
+    flat_of,
     premultiplied_by,
     read_only,
     require_alike,
@@ -108,14 +110,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         for tensor in tensors:
             op, factor = self._operation(tensor, operation)
             if factor is None and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_complex():
-                self._engine.all_reduce(tensor.detach(), op, root)  # a bucket, or a short message: nothing to prepare
+                self._engine.all_reduce(flat_of(tensor), op, root)  # a bucket, or a short message: nothing to prepare
                 continue
-            with Flat(tensor) as flat:
+            with Flattened(tensor) as flat:
                 if factor is None:
-                    self._engine.all_reduce(flat, op, root)
+                    self._engine.all_reduce(flat_of(flat), op, root)
                     continue
                 multiplied = flat * factor
-                self._engine.all_reduce(multiplied, op, root)
+                self._engine.all_reduce(flat_of(multiplied), op, root)
                 if root in (-1, self._rank):
                     flat.copy_(multiplied)
 
@@ -127,8 +129,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         def collective() -> None:
             for tensor in tensors:
-                with Flat(tensor) as flat:
-                    self._engine.broadcast(flat, options.rootRank)
+                with Flattened(tensor) as flat:
+                    self._engine.broadcast(flat_of(flat), options.rootRank)
 
         return self._run("broadcast", collective, tensors, opts)
 
@@ -148,18 +150,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
         with ExitStack() as given_back:
-            flats = [given_back.enter_context(Flat(output)) for output in outputs]
+            flats = [given_back.enter_context(Flattened(output)) for output in outputs]
             given = read_only(tensor)
             if root in (-1, self._rank):
                 require_alike("outputs of a gather", flats, given, self.size())
-            self._engine.gather(given, flats, root)
+            self._engine.gather(flat_of(given), list(map(flat_of, flats)), root)
 
     def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
         require_parts("outputs of an all_gather", outputs, tensor.dtype, self.size())
         outputs[self._rank].copy_(tensor)
         for rank, output in enumerate(outputs):
-            with Flat(output) as flat:
-                self._engine.broadcast(flat, rank)
+            with Flattened(output) as flat:
+                self._engine.broadcast(flat_of(flat), rank)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather_into_tensor."""
@@ -172,7 +174,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         def collective() -> None:
             for output, tensor in zip(outputs, inputs):
-                with Flat(output) as flat:
+                with Flattened(output) as flat:
                     given = read_only(tensor)
                     if flat.numel() != self.size() * given.numel():
                         raise SMDDPError(
@@ -181,7 +183,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                         )
                     parts = list(flat.view(self.size(), given.numel()))
                     require_parts("output of an all_gather", parts, given.dtype, self.size())
-                    self._engine.gather(given, parts)
+                    self._engine.gather(flat_of(given), list(map(flat_of, parts)))
 
         return self._run("all_gather_into_tensor", collective, outputs, opts)
 
@@ -205,11 +207,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         parts = list(inputs[0]) if inputs else []
 
         def collective() -> None:
-            with Flat(outputs[0]) as flat:
+            with Flattened(outputs[0]) as flat:
                 given = list(map(read_only, parts))
                 if options.rootRank == self._rank:
                     require_alike("inputs of a scatter", given, flat, self.size())
-                self._engine.scatter(given, flat, options.rootRank)
+                self._engine.scatter(list(map(flat_of, given)), flat_of(flat), options.rootRank)
 
         return self._run("scatter", collective, outputs, opts)
 
@@ -233,9 +235,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         given = list(map(read_only, parts))
         if factor is not None:
             given = [part * factor for part in given]
-        with Flat(output) as flat:
+        with Flattened(output) as flat:
             require_alike("inputs of a reduce_scatter", given, flat, self.size())
-            self._engine.reduce_scatter(given, flat, op)
+            self._engine.reduce_scatter(list(map(flat_of, given)), flat_of(flat), op)
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
         for rank, part in enumerate(parts):
@@ -260,11 +262,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         def collective() -> None:
             with ExitStack() as given_back:
-                flats = [given_back.enter_context(Flat(output)) for output in outputs]
+                flats = [given_back.enter_context(Flattened(output)) for output in outputs]
                 given = list(map(read_only, inputs))
                 require_parts("inputs of an all_to_all", given, flats[0].dtype if flats else None, self.size())
                 require_parts("outputs of an all_to_all", flats, given[0].dtype, self.size())
-                self._engine.all_to_all(given, flats)
+                self._engine.all_to_all(list(map(flat_of, given)), list(map(flat_of, flats)))
 
         return self._run("all_to_all", collective, outputs, opts)
 
@@ -282,13 +284,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return self._cuda().alltoall_base(output, tensor, list(output_sizes), list(input_sizes), options)
 
         def collective() -> None:
-            with Flat(output) as flat:
+            with Flattened(output) as flat:
                 into = _rows(flat, output, output_sizes or self._even(output))
                 given = read_only(tensor)
                 rows = _rows(given, tensor, input_sizes or self._even(tensor))
                 require_parts("input of an all_to_all", rows, flat.dtype, self.size())
                 require_parts("output of an all_to_all", into, flat.dtype, self.size())
-                self._engine.all_to_all(rows, into)
+                self._engine.all_to_all(list(map(flat_of, rows)), list(map(flat_of, into)))
 
         return self._run("all_to_all_single", collective, [output], opts)
 
@@ -344,7 +346,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         op = "sum" if kind == dist.ReduceOp.PREMUL_SUM else OPS.get(kind, str(kind))
         by_parts = op in ("sum", "avg") or not tensor.is_complex()  # as the real and the imaginary ones
         dtype = torch.view_as_real(tensor).dtype if tensor.is_complex() else tensor.dtype
-        if not by_parts or not self._engine.reduces(dtype, op):
+        if not by_parts or not self._engine.reduces(DTYPES.get(dtype, ""), op):
             raise SMDDPError(f"The backend smddp does not reduce {tensor.dtype} with {op}: convert the tensor first.")
         return op
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from smdistributed.core.launch import LaunchError
+from smdistributed.core.launch import nowhere_to_meet
 
 if TYPE_CHECKING:
     from smdistributed.core.launch import Address, Launch
@@ -28,10 +28,7 @@ def open_store(launch: Launch) -> Store:
         return _store_at(launch.master, launch)
     if launch.session_dir is not None:
         return FileStore(str(launch.session_dir / "smdistributed-store"), launch.world_size)
-    raise LaunchError(
-        f"This process is rank {launch.rank} of {launch.world_size}, but nothing says where the ranks meet: "
-        "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there."
-    )
+    raise nowhere_to_meet(launch)
 
 
 def _store_at(master: Address, launch: Launch) -> Store:

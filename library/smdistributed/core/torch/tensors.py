@@ -1,11 +1,12 @@
-"""Tensors as the engines take them: contiguous, one-dimensional, on the CPU; and reductions of such, with torch.
+"""Tensors as the engines take them (`core.flat`): contiguous, one-dimensional, on the CPU; and such as tensors.
 
 The names of dtypes and reductions are those of `smdistributed.core.native`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,24 +15,13 @@ from torch.distributed import ReduceOp
 
 from smdistributed.core import native
 from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.flat import Flat
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in native.DTYPES if hasattr(torch, name)}
 OPS: dict[ReduceOp.RedOpType, str] = {getattr(ReduceOp, name.upper()): name for name in native.OPS}
 
-_Reduce = Callable[[torch.Tensor, torch.Tensor], object]
-_IN_PLACE: dict[str, _Reduce] = {
-    "sum": torch.Tensor.add_,
-    "avg": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "min": lambda total, other: torch.minimum(total, other, out=total),
-    "max": lambda total, other: torch.maximum(total, other, out=total),
-    "band": torch.Tensor.bitwise_and_,
-    "bor": torch.Tensor.bitwise_or_,
-    "bxor": torch.Tensor.bitwise_xor_,
-}
 
-
-class Flat:
+class Flattened:
     """A tensor of any shape and strides as one contiguous dimension, complex numbers as two real ones.
 
     What is written into it is in the tensor after `give_back`, or when a `with` block ends well.
@@ -56,7 +46,24 @@ class Flat:
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, flat; a copy where they do not lie side by side."""
-    return Flat(tensor).flat
+    return Flattened(tensor).flat
+
+
+def flat_of(tensor: torch.Tensor) -> Flat:
+    """A tensor's memory, for an engine; the tensor is contiguous, and lives as long as this. Other dtypes are bytes."""
+    name = DTYPES.get(tensor.dtype)
+    if name is None:
+        return Flat(tensor.data_ptr(), size_of(tensor), "uint8", tensor)
+    return Flat(tensor.data_ptr(), tensor.numel(), name, tensor)
+
+
+def tensor_at(flat: Flat) -> torch.Tensor:
+    """The same memory as a tensor, which keeps its owner."""
+    if not flat.count:
+        return torch.empty(0, dtype=getattr(torch, flat.dtype))
+    memory = (ctypes.c_char * flat.bytes).from_address(flat.address)
+    memory.owner = flat.owner  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=getattr(torch, flat.dtype))
 
 
 def premultiplied_by(operation: Any) -> Any:
@@ -85,30 +92,3 @@ def require_alike(what: str, flats: Sequence[torch.Tensor], like: torch.Tensor, 
     for flat in flats:
         if flat.numel() != like.numel():
             raise SMDDPError(f"The {what} hold {flat.numel()} elements beside {like.numel()}: all must have as many.")
-
-
-def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes. A single element may have any stride, which torch would refuse."""
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def reduce(parts: Sequence[torch.Tensor], result: torch.Tensor, op: str) -> None:
-    """Combine the parts, in their order, into `result`; float16 and bfloat16 in float32, rounded once.
-
-    Any of the parts may be `result` itself. Raises what torch raises where a dtype has no such reduction.
-    """
-    wide = result.dtype in (torch.float16, torch.bfloat16)
-    total = parts[0].float() if wide else parts[0].clone()
-    for part in parts[1:]:
-        _IN_PLACE[op](total, part.to(total.dtype))
-    if op == "avg":
-        divide(total, len(parts))
-    result.copy_(total)
-
-
-def divide(total: torch.Tensor, by: int) -> None:
-    """Divide in place; integers towards zero, as NCCL does."""
-    if total.is_floating_point():
-        total.div_(by)
-    else:
-        total.div_(by, rounding_mode="trunc")

@@ -1,8 +1,8 @@
-"""The engines behind the backend: how the ranks of a group exchange flat tensors (see `tensors`).
+"""The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
-`OnHost` goes through shared memory, `AcrossHosts` through torch's own gloo or MPI, and `OnHosts` through both, so that
-each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`; `root` -1
-means all ranks.
+`OnHost` goes through shared memory, `AcrossHosts` through messages of a `Mover`, such as MPI, and `OnHosts` through
+both, so that each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`;
+`root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
 
 from __future__ import annotations
@@ -10,46 +10,66 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-
-from smdistributed.core import shared_memory
+from smdistributed.core import native, reductions
+from smdistributed.core.flat import Flat, temporary
 from smdistributed.core.guards import CollectiveError, UnexplainedError
+from smdistributed.core.reductions import Reductions
 from smdistributed.core.shared_memory import SharedMemory
-from smdistributed.core.torch.tensors import DTYPES, as_bytes, divide, reduce, size_of
 from smdistributed.core.watch import Watch
 
-_Tensor = torch.Tensor
-_Tensors = Sequence[torch.Tensor]
+_Flats = Sequence[Flat]
 SHORT_BYTES = 32 << 10  # below, a message more costs more than a byte more
 PIECE_BYTES = 4 << 20  # of all_reduce: the first and the last piece overlap with nothing
 MESSAGE_BYTES = 64 << 10  # at least, where the ranks are so many that their shards of a piece are short
 
 
+class Request(Protocol):
+    """A message on its way, or a barrier."""
+
+    def wait(self) -> object:
+        """Wait until its memory may be used. Raises RuntimeError when it takes too long or fails."""
+
+
+class Mover(Protocol):
+    """Moves messages between ranks, which it counts for itself. A message keeps the owner of its memory."""
+
+    def send(self, message: Flat, rank: int, tag: int) -> Request:
+        """Start to send a message; what waits for it has the same tag and size."""
+
+    def recv(self, message: Flat, rank: int, tag: int) -> Request:
+        """Start to receive a message."""
+
+    def barrier(self) -> Request:
+        """Start to wait until every rank is here."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a message may take."""
+
+
 class Engine(Protocol):
     """Collectives of flat tensors; every method is called by all ranks of the group, in the same order."""
 
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+    def reduces(self, dtype: str, op: str) -> bool:
         """Whether there is such a reduction of such elements."""
 
-    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
         """Combine `flat` over the ranks, in place; elsewhere than on the root it is left as it was."""
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
+    def broadcast(self, flat: Flat, root: int) -> None:
         """Copy the root's into that of every rank."""
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+    def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
         """Copy every rank's `flat` into that of `outputs` which has its number."""
 
-    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+    def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
         """Copy that of the root's `inputs` which has a rank's number into that rank's `flat`."""
 
-    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+    def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
         """Combine, over the ranks, that of `inputs` which has this rank's number into `flat`."""
 
-    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+    def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
         """Copy each of `inputs` to the rank of that number, and what that gives into `outputs`; sizes may differ."""
 
     def barrier(self) -> None:
@@ -71,28 +91,28 @@ class OnHost:
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
 
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        return shared_memory.reduces(DTYPES.get(dtype, ""), op)
+    def reduces(self, dtype: str, op: str) -> bool:
+        return reductions.reduces(dtype, op)
 
-    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
-        self._shared.all_reduce(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op, root)
+    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
+        self._shared.all_reduce(flat.address, flat.count, flat.dtype, op, root)
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
-        self._shared.broadcast(flat.data_ptr(), size_of(flat), root)
+    def broadcast(self, flat: Flat, root: int) -> None:
+        self._shared.broadcast(flat.address, flat.bytes, root)
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
-        self._shared.gather(flat.data_ptr(), _addresses(outputs), size_of(flat), root)
+    def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
+        self._shared.gather(flat.address, _addresses(outputs), flat.bytes, root)
 
-    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
-        self._shared.scatter(_addresses(inputs), flat.data_ptr(), size_of(flat), root)
+    def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
+        self._shared.scatter(_addresses(inputs), flat.address, flat.bytes, root)
 
-    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
-        self._shared.reduce_scatter(_addresses(inputs), flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], op)
+    def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
+        self._shared.reduce_scatter(_addresses(inputs), flat.address, flat.count, flat.dtype, op)
 
-    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+    def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
         self._shared.all_to_all(
-            *(_addresses(inputs), [size_of(flat) for flat in inputs]),
-            *(_addresses(outputs), [size_of(flat) for flat in outputs]),
+            *(_addresses(inputs), [flat.bytes for flat in inputs]),
+            *(_addresses(outputs), [flat.bytes for flat in outputs]),
         )
 
     def barrier(self) -> None:
@@ -109,73 +129,73 @@ class OnHost:
 
 
 class AcrossHosts:
-    """Ranks anywhere, through messages of gloo or MPI. What is reduced is reduced here, in the order of the ranks.
+    """Ranks anywhere, through messages. What is reduced is reduced here, in the order of the ranks.
 
     gloo reduces few dtypes, knows no average, and its order of summation follows its ring; and it ends the process
     where ranks that have come apart give its collectives different sizes. Messages of different tags just wait.
 
-    tag: of a message of so many bytes, and of the collective that runs.
+    tag: of a message of so many bytes, and of the collective that runs. reductions: how this rank reduces.
     """
 
-    def __init__(self, mover: Any, rank: int, size: int, tag: Callable[[int], int]) -> None:
+    def __init__(
+        self, mover: Mover, rank: int, size: int, tag: Callable[[int], int], reductions: Reductions = reductions
+    ) -> None:
         self._mover, self._rank, self._size, self._tag = mover, rank, size, tag
+        self._reduces, self._reduce = reductions.reduces, reductions.reduce
 
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        try:
-            reduce([torch.ones(1, dtype=dtype)] * 2, torch.ones(1, dtype=dtype), op)
-        except (KeyError, RuntimeError):  # no such reduction at all, or none of this dtype
-            return False
-        return True
+    def reduces(self, dtype: str, op: str) -> bool:
+        return self._reduces(dtype, op)
 
-    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
-        whole = flat.numel() // self._size * self._size if size_of(flat) > SHORT_BYTES else 0
+    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
+        whole = flat.count // self._size * self._size if flat.bytes > SHORT_BYTES else 0
         result = flat if root in (-1, self._rank) else flat.clone()
-        take_turns(self.all_reduce_stages(piece, op) for piece in pieces(result[:whole], self._size))
-        if whole < flat.numel():
-            rest = torch.empty(self._size, flat.numel() - whole, dtype=flat.dtype)
-            self.gather(flat[whole:], list(rest))
-            reduce(list(rest), result[whole:], op)
+        take_turns(self.all_reduce_stages(piece, op) for piece in pieces(result.cut(0, whole), self._size))
+        if whole < flat.count:
+            rest = flat.cut(whole, flat.count)
+            parts = temporary(self._size * rest.count, flat.dtype).chunk(self._size)
+            self.gather(rest, parts)
+            self._reduce(parts, result.cut(whole, flat.count), op)
 
-    def all_reduce_stages(self, flat: _Tensor, op: str) -> Iterator[None]:
+    def all_reduce_stages(self, flat: Flat, op: str) -> Iterator[None]:
         """Combine `flat` over the ranks, in place; yields when there is nothing to do until messages have come.
 
         The number of elements must be a multiple of that of the ranks.
         """
         shards = flat.chunk(self._size)
         mine = shards[self._rank]
-        parts = list(torch.empty(self._size, mine.numel(), dtype=mine.dtype))
+        parts = temporary(flat.count, flat.dtype).chunk(self._size)
         parts[self._rank] = mine
         messages = self._exchange(shards, parts)
         yield
         self._wait(*messages)
-        reduce(parts, mine, op)
+        self._reduce(parts, mine, op)
         messages = self._exchange([mine] * self._size, shards)
         yield
         self._wait(*messages)
 
-    def _exchange(self, inputs: _Tensors, outputs: _Tensors) -> list[Any]:
+    def _exchange(self, inputs: _Flats, outputs: _Flats) -> list[Request]:
         """Start to send to each other rank what has its number, and to receive from it, where that is not empty.
 
-        Straight from and into the tensors: gloo's own all_to_all wants them in one piece, which is two copies more.
+        Straight from and into their memory: gloo's own all_to_all wants them in one piece, which is two copies more.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
-        received, sent = ({rank: as_bytes(flats[rank]) for rank in others} for flats in (outputs, inputs))
+        received, sent = ({rank: flats[rank].as_bytes() for rank in others} for flats in (outputs, inputs))
         return [
-            *(self._recv(flat, rank) for rank, flat in received.items() if flat.numel()),
-            *(self._send(flat, rank) for rank, flat in sent.items() if flat.numel()),
+            *(self._recv(flat, rank) for rank, flat in received.items() if flat.count),
+            *(self._send(flat, rank) for rank, flat in sent.items() if flat.count),
         ]
 
-    def _send(self, message: _Tensor, rank: int) -> Any:
-        return self._mover.send([message], rank, self._tag(message.numel()))
+    def _send(self, message: Flat, rank: int) -> Request:
+        return self._mover.send(message, rank, self._tag(message.count))
 
-    def _recv(self, message: _Tensor, rank: int) -> Any:
-        return self._mover.recv([message], rank, self._tag(message.numel()))
+    def _recv(self, message: Flat, rank: int) -> Request:
+        return self._mover.recv(message, rank, self._tag(message.count))
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
+    def broadcast(self, flat: Flat, root: int) -> None:
         """A tree: who has it passes it on, and so twice as many have it after each round."""
-        if not flat.numel():
+        if not flat.count:
             return
-        message, place, having = as_bytes(flat), (self._rank - root) % self._size, 1
+        message, place, having = flat.as_bytes(), (self._rank - root) % self._size, 1
         while having < self._size:
             if place < having and place + having < self._size:
                 self._wait(self._send(message, (self._rank + having) % self._size))
@@ -183,41 +203,41 @@ class AcrossHosts:
                 self._wait(self._recv(message, (self._rank - having) % self._size))
             having *= 2
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+    def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
         if root in (-1, self._rank):
-            outputs[self._rank].copy_(flat)
+            outputs[self._rank].copy_from(flat)
         if root < 0:
             self._wait(*self._exchange([flat] * self._size, outputs))
-        elif flat.numel():
+        elif flat.count:
             others = [rank for rank in range(self._size) if rank != root]
             self._wait(
-                *([self._recv(as_bytes(outputs[rank]), rank) for rank in others] if root == self._rank else []),
-                *([] if root == self._rank else [self._send(as_bytes(flat), root)]),
+                *([self._recv(outputs[rank].as_bytes(), rank) for rank in others] if root == self._rank else []),
+                *([] if root == self._rank else [self._send(flat.as_bytes(), root)]),
             )
 
-    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+    def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
         if root != self._rank:
-            self._wait(*([self._recv(as_bytes(flat), root)] if flat.numel() else []))
+            self._wait(*([self._recv(flat.as_bytes(), root)] if flat.count else []))
             return
-        flat.copy_(inputs[root])
+        flat.copy_from(inputs[root])
         others = [rank for rank in range(self._size) if rank != root]
-        self._wait(*(self._send(as_bytes(inputs[rank]), rank) for rank in others if flat.numel()))
+        self._wait(*(self._send(inputs[rank].as_bytes(), rank) for rank in others if flat.count))
 
-    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
-        parts = torch.empty(self._size, flat.numel(), dtype=flat.dtype)
-        self.all_to_all(inputs, list(parts))
-        reduce(list(parts), flat, op)
+    def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
+        parts = temporary(self._size * flat.count, flat.dtype).chunk(self._size)
+        self.all_to_all(inputs, parts)
+        self._reduce(parts, flat, op)
 
-    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+    def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
         messages = self._exchange(inputs, outputs)
-        outputs[self._rank].copy_(inputs[self._rank])
+        outputs[self._rank].copy_from(inputs[self._rank])
         self._wait(*messages)
 
-    def _wait(self, *works: Any) -> None:
+    def _wait(self, *requests: Request) -> None:
         """Raises UnexplainedError with the words of gloo or MPI."""
         try:
-            for work in works:
-                work.wait()
+            for request in requests:
+                request.wait()
         except RuntimeError as error:
             raise UnexplainedError(f"What moves the messages says: {error}") from None
 
@@ -226,17 +246,17 @@ class AcrossHosts:
         self._wait(self._mover.barrier())
 
     def set_timeout(self, seconds: float) -> None:
-        self._mover.set_timeout(timedelta(seconds=seconds))
+        self._mover.set_timeout(seconds)
 
     def give_up(self, reason: str) -> None:
         """Who waits for this rank hears of it through the store (`Watched`)."""
 
     def close(self) -> None:
-        self._mover = None
+        self._mover = None  # type: ignore[assignment]  # its threads end with it
 
 
 class OnHosts:
-    """Ranks on several hosts, with as many on each: through shared memory on each, and gloo between them.
+    """Ranks on several hosts, with as many on each: through shared memory on each, messages between them.
 
     A rank's shard of what its host holds goes to the ranks of the same local rank on the other hosts: each byte leaves
     a host once, and the shards of a host travel side by side.
@@ -251,18 +271,18 @@ class OnHosts:
         self._host = next(host for host, ranks in enumerate(grid) if rank in ranks)
         self._local_rank = grid[self._host].index(rank)
 
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+    def reduces(self, dtype: str, op: str) -> bool:
         return self._local.reduces(dtype, op)
 
-    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
         result = flat if root in (-1, self._rank) else flat.clone()
         ranks = self._hosts * self._locals
-        whole = flat.numel() // ranks * ranks if size_of(flat) > SHORT_BYTES else 0
-        take_turns(self._all_reduce_stages(piece, op) for piece in pieces(result[:whole], ranks))
-        if whole < flat.numel():
-            self._all_reduce_short(result[whole:], op)
+        whole = flat.count // ranks * ranks if flat.bytes > SHORT_BYTES else 0
+        take_turns(self._all_reduce_stages(piece, op) for piece in pieces(result.cut(0, whole), ranks))
+        if whole < flat.count:
+            self._all_reduce_short(result.cut(whole, flat.count), op)
 
-    def _all_reduce_stages(self, flat: _Tensor, op: str) -> Iterator[None]:
+    def _all_reduce_stages(self, flat: Flat, op: str) -> Iterator[None]:
         shards = flat.chunk(self._locals)
         mine = shards[self._local_rank]
         self._local.reduce_scatter(shards, mine, _step(flat, op))
@@ -270,7 +290,7 @@ class OnHosts:
         self._finish(mine, op)
         self._local.gather(mine, shards)
 
-    def _all_reduce_short(self, flat: _Tensor, op: str) -> None:
+    def _all_reduce_short(self, flat: Flat, op: str) -> None:
         """One rank of each host speaks for it."""
         self._local.all_reduce(flat, _step(flat, op), root=0)
         if self._local_rank == 0:
@@ -278,37 +298,37 @@ class OnHosts:
             self._finish(flat, op)
         self._local.broadcast(flat, root=0)
 
-    def _finish(self, flat: _Tensor, op: str) -> None:
+    def _finish(self, flat: Flat, op: str) -> None:
         if op != _step(flat, op):
-            divide(flat, self._hosts * self._locals)
+            reductions.divide(flat, self._hosts * self._locals)
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
+    def broadcast(self, flat: Flat, root: int) -> None:
         host = next(host for host, ranks in enumerate(self._grid) if root in ranks)
         local_rank = self._grid[host].index(root)
         if self._local_rank == local_rank:
             self._across.broadcast(flat, host)
         self._local.broadcast(flat, local_rank)
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+    def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
         if root >= 0:
             self._everybody.gather(flat, outputs, root)
             return
-        column = torch.empty(self._hosts, flat.numel(), dtype=flat.dtype)
-        self._across.gather(flat, list(column))
+        column = temporary(self._hosts * flat.count, flat.dtype).chunk(self._hosts)
+        self._across.gather(flat, column)
         for host, ranks in enumerate(self._grid):
             self._local.gather(column[host], [outputs[rank] for rank in ranks])
 
-    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+    def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
         self._everybody.scatter(inputs, flat, root)
 
-    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
-        column = torch.empty(self._hosts, flat.numel(), dtype=flat.dtype)
+    def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
+        column = temporary(self._hosts * flat.count, flat.dtype).chunk(self._hosts)
         for host, ranks in enumerate(self._grid):
             self._local.reduce_scatter([inputs[rank] for rank in ranks], column[host], _step(flat, op))
-        self._across.reduce_scatter(list(column), flat, _step(flat, op))
+        self._across.reduce_scatter(column, flat, _step(flat, op))
         self._finish(flat, op)
 
-    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
+    def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
         self._everybody.all_to_all(inputs, outputs)
 
     def barrier(self) -> None:
@@ -332,31 +352,32 @@ class Watched:
     def __init__(self, engine: Engine, watch: Watch) -> None:
         self._engine, self.watch = engine, watch
 
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+    def reduces(self, dtype: str, op: str) -> bool:
         return self._engine.reduces(dtype, op)
 
-    def all_reduce(self, flat: _Tensor, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
         with self._watched("all_reduce" if root < 0 else "reduce", flat, op, root):
             self._engine.all_reduce(flat, op, root)
 
-    def broadcast(self, flat: _Tensor, root: int) -> None:
+    def broadcast(self, flat: Flat, root: int) -> None:
         with self._watched("broadcast", flat, root=root):
             self._engine.broadcast(flat, root)
 
-    def gather(self, flat: _Tensor, outputs: _Tensors, root: int = -1) -> None:
+    def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
         with self._watched("gather", flat, root=root):
             self._engine.gather(flat, outputs, root)
 
-    def scatter(self, inputs: _Tensors, flat: _Tensor, root: int) -> None:
+    def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
         with self._watched("scatter", flat, root=root):
             self._engine.scatter(inputs, flat, root)
 
-    def reduce_scatter(self, inputs: _Tensors, flat: _Tensor, op: str) -> None:
+    def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
         with self._watched("reduce_scatter", flat, op):
             self._engine.reduce_scatter(inputs, flat, op)
 
-    def all_to_all(self, inputs: _Tensors, outputs: _Tensors) -> None:
-        self.watch.begin("all_to_all", size=sum(map(size_of, inputs)), same=False)  # each rank may give other sizes
+    def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
+        size = sum(flat.bytes for flat in inputs)
+        self.watch.begin("all_to_all", size=size, same=False)  # each rank may give other sizes
         with _Watching(self):
             self._engine.all_to_all(inputs, outputs)
 
@@ -365,9 +386,8 @@ class Watched:
         with _Watching(self):
             self._engine.barrier()
 
-    def _watched(self, name: str, flat: _Tensor, op: str = "", root: int = -1) -> _Watching:
-        dtype = (DTYPES.get(flat.dtype) or str(flat.dtype).removeprefix("torch.")) if op else ""
-        self.watch.begin(name, dtype, op, root, size_of(flat))
+    def _watched(self, name: str, flat: Flat, op: str = "", root: int = -1) -> _Watching:
+        self.watch.begin(name, flat.dtype if op else "", op, root, flat.bytes)
         return _Watching(self)
 
     def set_timeout(self, seconds: float) -> None:
@@ -401,10 +421,10 @@ class _Watching(AbstractContextManager):  # type: ignore[type-arg]
             watch.end()
 
 
-def pieces(flat: _Tensor, shards: int) -> Sequence[_Tensor]:
+def pieces(flat: Flat, shards: int) -> Sequence[Flat]:
     """Cut a tensor, of a multiple of `shards` elements, into pieces of the same kind."""
-    length = max(PIECE_BYTES // shards, MESSAGE_BYTES) // flat.element_size()
-    return torch.split(flat, length * shards) if flat.numel() else ()
+    length = max(PIECE_BYTES // shards, MESSAGE_BYTES) // native.ITEM_BYTES[flat.dtype]
+    return flat.split(length * shards)
 
 
 def take_turns(collectives: Iterable[Iterator[None]]) -> None:
@@ -427,10 +447,10 @@ def _go_on(running: deque[Iterator[None]]) -> None:
             running.remove(collective)
 
 
-def _step(flat: _Tensor, op: str) -> str:
+def _step(flat: Flat, op: str) -> str:
     """The average of the hosts' averages does not overflow where their sums might; integers are divided once."""
-    return "sum" if op == "avg" and not flat.is_floating_point() else op
+    return "sum" if op == "avg" and flat.dtype not in native.FLOATS else op
 
 
-def _addresses(flats: _Tensors) -> list[int]:
-    return [flat.data_ptr() for flat in flats]
+def _addresses(flats: _Flats) -> list[int]:
+    return [flat.address for flat in flats]

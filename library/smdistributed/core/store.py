@@ -1,0 +1,317 @@
+"""A key-value store where the ranks of a job meet that has no torch: rank 0 serves it over TCP, the others connect.
+
+The server is a process of its own, which ends with rank 0: a thread there would not answer while some C code holds the
+interpreter, and MPI_Init holds it until all ranks are in it, who may wait for an answer.
+
+A request is a list of words, its answer one word: JSON, after its length in four bytes. A rank takes a connection for
+each call that is under way: a thread that waits for a word keeps no other from asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from smdistributed.core.board import CountingStore
+from smdistributed.core.launch import Address, Launch, LaunchError, meeting_place
+
+CONNECT_SECONDS = 30.0
+WAIT_SECONDS = 300.0
+_AGAIN_SECONDS = 0.05  # between two attempts to connect
+_GRACE_SECONDS = 15.0  # of a server that is busy; one that is stopped answers never
+_LENGTH = struct.Struct("!I")
+_MOST_BYTES = 64 << 20  # of a request: what is longer comes from no rank
+
+
+class StoreError(RuntimeError):
+    """The store cannot be reached, or nobody has set a word in time; the message says which, and where it is."""
+
+
+class Store(ABC):
+    """Words by their keys, which all ranks of a job see. Any thread may call it, and each waits for itself."""
+
+    @abstractmethod
+    def set(self, key: str, value: str) -> None:
+        """Leave a word."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """Return a word; wait until somebody has left it. Raises StoreError when nobody does in time."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first, and return the sum."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it; on rank 0 it ends for all."""
+
+    def prefixed(self, name: str) -> Prefixed:
+        """The same store for a part of the job: its keys are those of nobody else."""
+        return Prefixed(self, name)
+
+
+class Prefixed:
+    """A view of any store, torch's as well, in which all keys begin with a name."""
+
+    def __init__(self, store: CountingStore, name: str) -> None:
+        self._store, self._name = store, name
+
+    def set(self, key: str, value: str, /) -> None:
+        self._store.set(f"{self._name}/{key}", value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._store.get(f"{self._name}/{key}")
+
+    def add(self, key: str, amount: int, /) -> int:
+        return self._store.add(f"{self._name}/{key}", amount)
+
+    def prefixed(self, name: str) -> Prefixed:
+        """A part of this part."""
+        return Prefixed(self, name)
+
+
+class LocalStore(Store):
+    """In the memory of this process: for a job of one rank, and what rank 0 serves."""
+
+    def __init__(self, seconds: float = WAIT_SECONDS) -> None:
+        self._seconds = seconds
+        self._words: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._words[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        word = self.wait(key, self._seconds)
+        if word is None:
+            raise StoreError(f"Nobody has set {key!r} in the store within {self._seconds:.0f} s.")
+        return word.encode()
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        """Return a word, or None when nobody leaves it within so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._words, seconds)
+            return self._words.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._words.get(key, "0")) + amount
+            self._words[key] = str(total)
+            self._changed.notify_all()
+            return total
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Server:
+    """A process that serves a store at a port of all of this host's addresses, until it is closed or this one ends.
+
+    Raises LaunchError when the port is taken.
+    """
+
+    def __init__(self, port: int) -> None:
+        with _listen(port) as listener:
+            self.port: int = listener.getsockname()[1]
+            number = listener.fileno()
+            command = [sys.executable, "-m", __name__, str(number)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Service:
+    """What the process does: each connection in a thread."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._words, self._listener = LocalStore(), listener
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # a rank that has gone again
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Until the rank ends; what sends something else than requests is left alone."""
+        with connection, contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                _send(connection, self._answer(*_receive(connection)))
+
+    def _answer(self, command: str, key: str, value: Any) -> Any:
+        if command == "set":
+            return self._words.set(key, value)
+        if command == "get":
+            return self._words.wait(key, value)
+        if command == "add":
+            return self._words.add(key, value)
+        raise ValueError(command)
+
+
+class TcpStore(Store):
+    """The store that another rank, or this one, serves at an address; ranks may come before it does.
+
+    seconds: how long `get` waits. server: what this rank serves, which ends with this.
+
+    Raises StoreError when nobody listens there within CONNECT_SECONDS.
+    """
+
+    def __init__(self, address: Address, seconds: float = WAIT_SECONDS, server: Server | None = None) -> None:
+        self._address, self._seconds, self._server = address, seconds, server
+        self._idle: list[socket.socket] = []  # list.append and list.pop need no lock
+        with self._connection(CONNECT_SECONDS):  # whoever cannot reach it hears of it now
+            pass
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        word = self._ask("get", key, self._seconds)
+        if word is None:
+            raise StoreError(
+                f"Nobody has set {key!r} in the store at {self._where} within {self._seconds:.0f} s: "
+                "a rank has not come this far. Its own output says why, if it has ended."
+            )
+        return str(word).encode()
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._address.host}:{self._address.port}"
+
+    def _ask(self, *request: object) -> Any:
+        try:
+            with self._connection() as connection:
+                _send(connection, request)
+                return _receive(connection)
+        except (OSError, EOFError) as error:
+            raise StoreError(f"The store at {self._where} is gone, with rank 0, which serves it ({error}).") from None
+
+    @contextlib.contextmanager
+    def _connection(self, patience: float = 0.0) -> Iterator[socket.socket]:
+        """One that nobody else uses meanwhile. After an error, or an interrupt, an answer may be under way in it."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect(patience)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+
+    def _connect(self, patience: float) -> socket.socket:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                connection = _dial(self._address)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise StoreError(
+                        f"Nobody serves the store at {self._where} ({error}): rank 0 has not started or has ended, or "
+                        "a firewall is between. It must be the address of rank 0's host, MASTER_ADDR and MASTER_PORT."
+                    ) from None
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(self._seconds + _GRACE_SECONDS)
+            return connection
+
+
+def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
+    """The job's store, which rank 0 serves; in memory for one rank. To be called once by each process.
+
+    seconds: how long `get` waits for a word.
+
+    Raises LaunchError when nothing says where several ranks meet, or rank 0 finds the port taken; StoreError when
+    rank 0 does not come.
+    """
+    if launch.world_size == 1:
+        return LocalStore(seconds)
+    place = meeting_place(launch)
+    if launch.rank:
+        return TcpStore(place, seconds)
+    return TcpStore(Address("127.0.0.1", place.port), seconds, Server(place.port))
+
+
+def _dial(address: Address) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
+    if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself there
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    return connection
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise LaunchError(
+            f"Rank 0 cannot serve the ranks' store at port {port}: another process of this host has it. "
+            "Set MASTER_PORT to a port that is free there."
+        ) from None
+
+
+def _send(connection: socket.socket, words: object) -> None:
+    message = json.dumps(words).encode()
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(connection: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > _MOST_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    return json.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(min(size - len(found), 1 << 20))
+        if not part:
+            raise EOFError("the connection has ended")
+        found += part
+    return bytes(found)
+
+
+def _serve_until_the_end(number: int) -> None:
+    """The process: it serves at the socket of that number until its standard input ends, with the rank that has it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the ranks, who may still have something to say
+    _Service(socket.socket(fileno=number))
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    _serve_until_the_end(int(sys.argv[1]))

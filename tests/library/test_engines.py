@@ -1,0 +1,93 @@
+"""The engines without a framework, on real ranks; and reductions against torch's, where there is no compiled engine."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from smdistributed.core import native, reductions
+from smdistributed.core.flat import Flat, temporary
+from smdistributed.core.guards import CollectiveError
+from smdistributed.core.torch import reductions as torchs
+from smdistributed.core.torch.tensors import flat_of, tensor_at
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Mpirun
+
+WITHOUT_TORCH = Path(__file__).parent / "ranks" / "without_torch.py"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "name"),
+    [
+        (1, 1, "shm: 1 rank on one host"),
+        (2, 2, "shm: 2 ranks on one host"),
+        (2, 1, "mpi: one rank on each host"),
+        (4, 2, "shm+mpi: 2 hosts × 2 ranks"),
+    ],
+)
+def test_without_torch(mpirun: Mpirun, world_size: int, ranks_per_host: int, name: str) -> None:
+    assert mpirun(world_size, WITHOUT_TORCH, ranks_per_host).count(name) == world_size
+
+
+@pytest.mark.mpi
+def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
+    said = mpirun(2, WITHOUT_TORCH, 1, "late")
+    assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
+    assert "within 2 s, the group's timeout" in said
+    assert "in late" in said
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("op", native.OPS)
+def test_torchs_reductions_are_those_of_the_compiled_engine(dtype: str, op: str) -> None:
+    if not hasattr(torch, dtype) or not torchs.reduces(dtype, op):  # torch does not compute with all unsigned integers
+        assert dtype.startswith("uint") or not reductions.reduces(dtype, op)
+        return
+    assert reductions.reduces(dtype, op)
+    generator = torch.Generator().manual_seed(1)
+    parts = [(torch.randn(3001, generator=generator) * 50).abs().to(getattr(torch, dtype)) for _ in range(3)]
+    if dtype.startswith(("int", "float", "bfloat")):
+        parts = [-part if index else part for index, part in enumerate(parts)]
+    expected, found = torch.empty_like(parts[0]), parts[1]
+    torchs.reduce([flat_of(part) for part in parts], flat_of(expected), op)
+    reductions.reduce([flat_of(part) for part in parts], flat_of(found), op)  # into one of the parts
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in native.DTYPES if torchs.reduces(dtype, "avg")])
+def test_divide(dtype: str) -> None:
+    numbers = (
+        torch.tensor([-7.0, 7.0, 0.0, 1.0, 100.0] * 500).abs_() if dtype.startswith("u") else torch.arange(-99.0, 99)
+    )
+    tensor = numbers.to(getattr(torch, dtype))
+    expected = tensor.clone()
+    torchs.divide(flat_of(expected), 3)
+    reductions.divide(flat_of(tensor), 3)
+    assert torch.equal(tensor, expected)
+
+
+def test_parts_of_a_flat() -> None:
+    array = (ctypes.c_int16 * 10)(*range(10))
+    flat = Flat(ctypes.addressof(array), 10, "int16", array)
+    assert (flat.bytes, flat.as_bytes().count, flat.as_bytes().dtype) == (20, 20, "uint8")
+    assert [tensor_at(part).tolist() for part in flat.split(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [tensor_at(part).tolist() for part in flat.chunk(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert flat.cut(0, 0).split(4) == []
+    assert tensor_at(flat.cut(5, 5)).tolist() == []
+    with pytest.raises(CollectiveError, match="gives itself 4 bytes, where it expects 20"):
+        flat.copy_from(flat.cut(0, 2))
+
+
+def test_what_holds_memory_lives_as_long_as_what_looks_at_it() -> None:
+    tensor = tensor_at(temporary(1000, "float32").cut(0, 900))
+    tensor.fill_(3)
+    others = [temporary(1000, "float32") for _ in range(50)]
+    for other in others:
+        tensor_at(other).zero_()
+    assert tensor.sum().item() == 2700

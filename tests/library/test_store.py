@@ -1,0 +1,161 @@
+"""The store where ranks meet without torch: words over TCP, and what is said when somebody does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from smdistributed.core import store as stores
+from smdistributed.core.board import Board
+from smdistributed.core.launch import Address, Launch, LaunchError
+from smdistributed.core.store import LocalStore, Prefixed, Server, Store, StoreError, TcpStore, open_store
+
+
+def launch(rank: int, size: int, master: Address | None, session_dir: Path | None = None) -> Launch:
+    return Launch(True, rank, size, rank, size, master, session_dir)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    served = Server(0)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[TcpStore]:
+    opened = TcpStore(Address("127.0.0.1", server.port), seconds=10)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["local", "tcp"])
+def either(request: pytest.FixtureRequest) -> Store:
+    found: Store = LocalStore(10) if request.param == "local" else request.getfixturevalue("store")
+    return found
+
+
+def test_words_and_numbers(either: Store) -> None:
+    either.set("a", "1 — ä\n")
+    assert either.get("a") == "1 — ä\n".encode()
+    either.set("a", "")
+    assert either.get("a") == b""
+    assert [either.add("n", amount) for amount in (2, 0, -5)] == [2, 2, -3]
+    assert either.get("n") == b"-3"
+    either.set("large", "x" * 3_000_000)
+    assert len(either.get("large")) == 3_000_000
+
+
+def test_parts_have_keys_of_their_own(either: Store) -> None:
+    part = either.prefixed("part")
+    part.set("a", "1")
+    either.set("a", "2")
+    part.prefixed("of").set("a", "3")
+    assert (part.get("a"), either.get("part/a"), either.get("part/of/a")) == (b"1", b"1", b"3")
+    assert Prefixed(either, "other").add("n", 1) == 1
+
+
+def test_a_board_works_on_it(either: Store) -> None:
+    board = Board(either, "board")
+    assert [board.append("list", {"word": word}) for word in "ab"] == [1, 2]
+    assert board.read("list", after=1) == [{"word": "b"}]
+
+
+def test_a_thread_that_waits_keeps_no_other_from_asking(either: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(either.get, f"late-{number}") for number in range(8)]
+        time.sleep(0.05)
+        for number in range(8):
+            assert either.add("n", 1) == number + 1
+            either.set(f"late-{number}", str(number))
+        assert [each.result() for each in waiting] == [b"%d" % number for number in range(8)]
+
+
+def test_sums_of_many_threads(either: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(lambda _: either.add("n", 1), range(200))) == list(range(1, 201))
+
+
+def test_a_word_that_nobody_sets(server: Server) -> None:
+    store = TcpStore(Address("127.0.0.1", server.port), seconds=0.1)
+    with pytest.raises(
+        StoreError, match=rf"Nobody has set 'rank-1' in the store at 127.0.0.1:{server.port} within 0 s"
+    ):
+        store.get("rank-1")
+    store.set("rank-1", "here")  # the same connection goes on
+    assert store.get("rank-1") == b"here"
+    with pytest.raises(StoreError, match="Nobody has set 'rank-1'"):
+        LocalStore(0.01).get("rank-1")
+
+
+def test_ranks_that_come_before_rank_0(free_port: int) -> None:
+    place = Address("127.0.0.1", free_port)
+    with ThreadPoolExecutor(2) as pool:
+        early = [pool.submit(open_store, launch(rank, 3, place)) for rank in (1, 2)]
+        time.sleep(0.2)
+        first = open_store(launch(0, 3, place))
+        first.set("a", "1")
+        assert [each.result(10).get("a") for each in early] == [b"1"] * 2
+    first.close()
+    assert isinstance(first, TcpStore)
+
+
+def test_in_the_session_directory_when_there_is_no_address(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(open_store, launch(1, 2, None, tmp_path))
+        first = open_store(launch(0, 2, None, tmp_path))
+        assert first.add("n", 1) + second.result(10).add("n", 1) == 3
+    first.close()
+
+
+def test_who_cannot_meet_is_told(free_port: int, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    with pytest.raises(LaunchError, match="nothing says where the ranks meet: set MASTER_ADDR"):
+        open_store(launch(0, 2, None))
+    with pytest.raises(LaunchError, match=f"cannot serve the ranks' store at port {server.port}: another process"):
+        open_store(launch(0, 2, Address("127.0.0.1", server.port)))
+    monkeypatch.setattr(stores, "CONNECT_SECONDS", 0.1)
+    with pytest.raises(StoreError, match=f"Nobody serves the store at 127.0.0.1:{free_port}"):
+        open_store(launch(1, 2, Address("127.0.0.1", free_port)))
+
+
+def test_a_store_that_has_ended_is_said_to_be_gone(server: Server, store: TcpStore) -> None:
+    store.set("a", "1")
+    waiting = ThreadPoolExecutor(1).submit(store.get, "never")
+    time.sleep(0.05)
+    server.close()
+    with pytest.raises(StoreError, match="is gone, with rank 0"):
+        waiting.result()
+    with pytest.raises(StoreError, match=r"is gone, with rank 0|Nobody serves the store"):
+        store.get("a")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, struct.pack("!I", 2) + b"{}", struct.pack("!I", 6) + b'["no"]']
+)
+def test_what_is_no_request_ends_its_own_connection_only(server: Server, store: TcpStore, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
+        stranger.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert store.add("n", 1) == 1
+
+
+def test_one_rank_needs_no_address() -> None:
+    assert isinstance(open_store(launch(0, 1, None)), LocalStore)
+
+
+def test_other_hosts_reach_it(server: Server) -> None:
+    """It listens at all addresses of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing, and tells which address would
+        outside = probe.getsockname()[0]
+    store = TcpStore(Address(outside, server.port))
+    assert store.add("n", 1) == 1
+    store.close()

@@ -12,12 +12,13 @@ from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat, temporary
 from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
-from smdistributed.core.store import open_store
+from smdistributed.core.store import Store, open_store
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import Work
 
 DIRECT_BYTES = 256 << 10  # what is shorter is copied together: a collective more costs more than copying it
 PACK_BYTES = 4 << 20
+CHOICES = ("auto", "shm", "mpi")
 _SECONDS = "SMDDP_TIMEOUT_SECONDS"
 
 
@@ -27,8 +28,8 @@ class Group:
     name: of the engine, and why it is that one.
     """
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        self._engine, self.engine = engine, name
+    def __init__(self, engine: Engine, name: str, store: Store) -> None:
+        self._engine, self.engine, self._store = engine, name, store
         self._scratch = temporary(PACK_BYTES, "uint8")
         operations.load()
         threading.Thread(target=operations.serve, args=(self._do,), name="smddp-tensorflow", daemon=True).start()
@@ -65,6 +66,7 @@ class Group:
     def close(self) -> None:
         """Leave the group: no collective can run after that."""
         self._engine.close()
+        self._store.close()
 
 
 def open_group(launch: Launch) -> Group:
@@ -73,9 +75,7 @@ def open_group(launch: Launch) -> Group:
     Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
     above 0.
     """
-    wanted = opening.wanted_engine()
-    if wanted in ("gloo", "nccl"):
-        raise SMDDPError(f"SMDDP_ENGINE={wanted} is PyTorch's: in TensorFlow use auto, shm or mpi.")
+    wanted = opening.wanted_engine(CHOICES)
     store = open_store(launch)
     group = opening.Group(
         store=store.prefixed("tensorflow"),
@@ -85,7 +85,8 @@ def open_group(launch: Launch) -> Group:
         connect=lambda: store,
         number=launch.rank,
     )
-    return Group(*opening.open_engine(group, mpi_network(group), wanted))
+    engine, name = opening.open_engine(group, mpi_network(group), wanted)
+    return Group(engine, name, store)
 
 
 def _timeout_seconds() -> float:

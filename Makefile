@@ -63,7 +63,7 @@ test-fast: setup ## the tests that need no Docker
 
 # Not TensorFlow's image without CUDA: it takes minutes and repeats what the one with it shows; it is tested where it is built.
 test-integration: setup engine ## the tests with real containers
-	@$(SHOAL) build pytorch tensorflow pytorch-training:2.13.0-cpu-py311-debian12
+	@$(SHOAL) build
 	@$(BIN)/pytest tests/integration
 
 conformance: setup engine ## the same jobs through the stock toolkit and through ours, and what differs

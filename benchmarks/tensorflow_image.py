@@ -24,6 +24,9 @@ from statistics import median
 from dataparallel import measure as measure_torch
 from report import Figure, finish, print_machine
 
+from shoal import project
+from shoal.spec import load
+
 ROUNDS, STARTS = 20, 3
 HERE = Path(__file__).parent
 RANKS = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python", "/benchmarks/tensorflow_ranks.py"]
@@ -31,7 +34,8 @@ RANKS = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python",
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    image, rounds = arguments[0], int(arguments[1]) if len(arguments) > 1 else ROUNDS
+    image = load(project.find(Path.cwd()).buildspec).select(arguments[0]).tag
+    rounds = int(arguments[1]) if len(arguments) > 1 else ROUNDS
     print_machine()
     print(f"image: {image}, rounds: {rounds} (medians)", flush=True)
     times = cases(image, rounds)

@@ -33,7 +33,8 @@ def mirrored() -> Any:
 
 def reduced_by(strategy: Any) -> Callable[[Any], Any]:
     def reduce(tensor: Any) -> Any:
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+        here = tf.identity(tensor)  # copies nothing, and names the device, which the strategy wants to know
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here)
 
     return tf.function(lambda tensor: strategy.run(reduce, args=(tensor,)))  # type: ignore[no-any-return]
 

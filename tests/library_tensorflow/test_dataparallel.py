@@ -30,8 +30,9 @@ def test_every_function(mpirun: Mpirun, world_size: int, engine: str) -> None:
 
 
 @pytest.mark.mpi
-def test_every_function_between_hosts(mpirun: Mpirun, free_port: int) -> None:
-    said = mpirun(2, *as_hosts(1, "collectives.py"), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+def test_functions_between_hosts(mpirun: Mpirun, free_port: int) -> None:
+    cases = ("structures", "in_order", "tape", "version_1")  # of dtypes and reductions, tests/library/test_engines.py
+    said = mpirun(2, *as_hosts(1, "collectives.py"), *cases, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
     assert said.count("equal [mpi: one rank on each host]") == 2
 
 

@@ -232,6 +232,7 @@ typedef struct call {
     const void *const *inputs;
     void *const *outputs;
     const size_t *input_bytes, *output_bytes;
+    const char *input; /* of a reduction: this rank's elements */
     char *data;
     enum dtype dtype;
     enum op op;
@@ -281,33 +282,34 @@ static shard_t shard(engine_t *e, size_t bytes, int rank)
     return (shard_t){smaller(bytes, each * rank), smaller(bytes, each * (rank + 1))};
 }
 
-/* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. */
-static void reduce_shard(const call_t *call, char *data, char *results, shard_t part, uint32_t piece)
+/* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. offset: of the piece. */
+static void reduce_shard(const call_t *call, size_t offset, char *results, shard_t part, uint32_t piece)
 {
     engine_t *e = call->engine;
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++)
-        sources[rank] = (rank == e->rank ? data : slot(e, rank, piece)) + part.low;
+        sources[rank] = (rank == e->rank ? call->input + offset : slot(e, rank, piece)) + part.low;
     int wanted = wanted_here(e, call->root);
-    void *first = wanted ? data + part.low : results + part.low;
+    void *first = wanted ? call->data + offset + part.low : results + part.low;
     void *second = wanted && results ? results + part.low : NULL;
     reduce(first, second, sources, e->size, (part.high - part.low) / dtype_bytes(call->dtype), call->dtype, call->op);
 }
 
-static int fill_for_reduction(const call_t *call, char *data, size_t bytes, uint32_t piece)
+static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, uint32_t piece)
 {
     engine_t *e = call->engine;
     shard_t mine = bytes <= e->short_bytes ? (shard_t){0, 0} : shard(e, bytes, e->rank);
     int said = await_free(e, piece);
     if (said)
         return said;
-    memcpy(slot(e, e->rank, piece), data, mine.low);
-    memcpy(slot(e, e->rank, piece) + mine.high, data + mine.high, bytes - mine.high);
+    const char *input = call->input + offset;
+    memcpy(slot(e, e->rank, piece), input, mine.low);
+    memcpy(slot(e, e->rank, piece) + mine.high, input + mine.high, bytes - mine.high);
     give(e, piece);
     return 0;
 }
 
-static int reduce_mine(const call_t *call, char *data, size_t bytes, uint32_t piece, uint32_t reduced)
+static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t piece, uint32_t reduced)
 {
     engine_t *e = call->engine;
     int said = await_all(e, piece + 1);
@@ -315,7 +317,7 @@ static int reduce_mine(const call_t *call, char *data, size_t bytes, uint32_t pi
         said = await_reduced(e, reduced - 1);
     if (said)
         return said;
-    reduce_shard(call, data, result(e, reduced), shard(e, bytes, e->rank), piece);
+    reduce_shard(call, offset, result(e, reduced), shard(e, bytes, e->rank), piece);
     count_raise(&e->places[e->rank].reduced, reduced + 1);
     return 0;
 }
@@ -335,33 +337,33 @@ static int all_reduce_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
     size_t bytes = length(call, index) * dtype_bytes(call->dtype);
-    char *data = call->data + index * call->most * dtype_bytes(call->dtype);
+    size_t offset = index * call->most * dtype_bytes(call->dtype);
     uint32_t piece = e->given + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
     if (stage == 0)
-        return fill_for_reduction(call, data, bytes, piece);
+        return fill_for_reduction(call, offset, bytes, piece);
     if (stage == 1)
-        return reduce_mine(call, data, bytes, piece, reduced);
-    return wanted_here(e, call->root) ? copy_results(e, data, bytes, reduced) : 0;
+        return reduce_mine(call, offset, bytes, piece, reduced);
+    return wanted_here(e, call->root) ? copy_results(e, call->data + offset, bytes, reduced) : 0;
 }
 
 static int reduce_short(const call_t *call, size_t bytes)
 {
     engine_t *e = call->engine;
-    int said = fill_for_reduction(call, call->data, bytes, e->given);
+    int said = fill_for_reduction(call, 0, bytes, e->given);
     if (!said && wanted_here(e, call->root)) {
         said = await_all(e, e->given + 1);
         if (!said)
-            reduce_shard(call, call->data, NULL, (shard_t){0, bytes}, e->given);
+            reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->given);
     }
     e->given++;
     return said;
 }
 
-int engine_all_reduce(engine_t *e, void *data, size_t count, int dtype, int op, int root)
+int engine_all_reduce(engine_t *e, const void *input, void *data, size_t count, int dtype, int op, int root)
 {
     size_t bytes = count * dtype_bytes(dtype);
     call_t call = {.engine = e, .count = count, .most = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
-                   .stage = all_reduce_stage, .data = data, .dtype = dtype, .op = op, .root = root};
+                   .stage = all_reduce_stage, .input = input, .data = data, .dtype = dtype, .op = op, .root = root};
     begin(e, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, bytes);
     return bytes <= e->short_bytes ? reduce_short(&call, bytes) : run(&call);
 }

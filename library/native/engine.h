@@ -62,8 +62,8 @@ void engine_answer(engine_t *engine, uint32_t question, const char *text);
 const char *engine_answer_of(engine_t *engine, int rank, uint32_t question);
 
 int engine_barrier(engine_t *engine);
-/* root: the rank that gets the result, in place; -1: all do. */
-int engine_all_reduce(engine_t *engine, void *data, size_t count, int dtype, int op, int root);
+/* root: the rank that gets the result, in `data`; -1: all do. input: this rank's elements; it may be `data`. */
+int engine_all_reduce(engine_t *engine, const void *input, void *data, size_t count, int dtype, int op, int root);
 int engine_broadcast(engine_t *engine, void *data, size_t bytes, int root);
 /* outputs: of each rank, `bytes`; NULL where this rank wants none (root: who wants them; -1: all). */
 int engine_gather(engine_t *engine, const void *input, void *const *outputs, size_t bytes, int root);

@@ -63,7 +63,6 @@ typedef void shapes_t(TF_ShapeInferenceContext *, TF_Status *);
     X(int, NumDims, (const TF_Tensor *))                                                                               \
     X(int64_t, Dim, (const TF_Tensor *, int))                                                                          \
     X(int64_t, TensorElementCount, (const TF_Tensor *))                                                                \
-    X(size_t, TensorByteSize, (const TF_Tensor *))                                                                     \
     X(void *, TensorData, (const TF_Tensor *))
 
 #define DECLARE(result, name, arguments) result(*name) arguments;
@@ -85,10 +84,11 @@ typedef struct {
 typedef struct work {
     int32_t kind, dtype, root, count;
     char reduction[NAME_BYTES];
-    void **data;       /* of each tensor: read and written in place */
+    void **inputs;     /* of each tensor */
+    void **data;       /* where its result goes: to the same place, if nobody else reads it */
     int64_t *elements; /* of each */
     /* --- */
-    TF_Tensor **tensors;
+    TF_Tensor **given, **tensors;
     TF_OpKernelContext *context;
     struct work *next;
     bool is_done;
@@ -157,8 +157,11 @@ static void wait_for(work_t *work)
 
 static void forget(work_t *work)
 {
-    for (int i = 0; i < work->count; i++)
+    for (int i = 0; i < work->count; i++) {
         tf.DeleteTensor(work->tensors[i]);
+        if (work->given[i])
+            tf.DeleteTensor(work->given[i]);
+    }
     pthread_cond_destroy(&work->done);
     free(work);
 }
@@ -191,41 +194,46 @@ static void *create_broadcast(TF_OpKernelConstruction *construction)
 static work_t *new_work(const node_t *node, int count)
 {
     size_t pointers = (size_t)count * sizeof(void *);
-    char *memory = calloc(1, sizeof(work_t) + 2 * pointers + (size_t)count * sizeof(int64_t));
+    char *memory = calloc(1, sizeof(work_t) + 4 * pointers + (size_t)count * sizeof(int64_t));
     work_t *work = (work_t *)memory;
     work->kind = node->kind;
     work->root = node->root;
     memcpy(work->reduction, node->reduction, NAME_BYTES);
     pthread_cond_init(&work->done, NULL);
-    work->data = (void **)(memory + sizeof(work_t));
-    work->tensors = (TF_Tensor **)(memory + sizeof(work_t) + pointers);
-    work->elements = (int64_t *)(memory + sizeof(work_t) + 2 * pointers);
+    work->inputs = (void **)(memory + sizeof(work_t));
+    work->data = work->inputs + count;
+    work->given = (TF_Tensor **)(work->data + count);
+    work->tensors = work->given + count;
+    work->elements = (int64_t *)(work->tensors + count);
     return work;
 }
 
-/* The output of that number: the input's own memory where nobody else reads it, else a copy. NULL: status says why. */
-static TF_Tensor *output_of(TF_OpKernelContext *context, int index, TF_Status *status)
+/* Take the input of that number, and its output: the same memory where nobody else reads it. */
+static void take(work_t *work, int index, TF_Status *status)
 {
-    int input_index = index + FIRST_TENSOR, forwarded = -1;
+    int number = index + FIRST_TENSOR, forwarded = -1;
     TF_Tensor *input = NULL;
-    tf.GetInput(context, input_index, &input, status);
+    tf.GetInput(work->context, number, &input, status);
     if (tf.GetCode(status))
-        return NULL;
+        return;
     int dims = tf.NumDims(input);
     int64_t shape[dims + 1];
     for (int i = 0; i < dims; i++)
         shape[i] = tf.Dim(input, i);
     tf.DeleteTensor(input); /* one reader less: it can be handed on only where there is none */
     TF_Tensor *output =
-        tf.ForwardInputOrAllocateOutput(context, &input_index, 1, index, shape, dims, &forwarded, status);
-    if (tf.GetCode(status) || forwarded >= 0)
-        return output;
-    tf.GetInput(context, input_index, &input, status);
-    if (!tf.GetCode(status)) {
-        memcpy(tf.TensorData(output), tf.TensorData(input), tf.TensorByteSize(input));
-        tf.DeleteTensor(input);
-    }
-    return output;
+        tf.ForwardInputOrAllocateOutput(work->context, &number, 1, index, shape, dims, &forwarded, status);
+    if (tf.GetCode(status))
+        return;
+    work->tensors[work->count++] = output;
+    work->inputs[index] = work->data[index] = tf.TensorData(output);
+    work->elements[index] = tf.TensorElementCount(output);
+    work->dtype = tf.TensorType(output);
+    if (forwarded >= 0)
+        return;
+    tf.GetInput(work->context, number, &work->given[index], status);
+    if (!tf.GetCode(status))
+        work->inputs[index] = tf.TensorData(work->given[index]);
 }
 
 static void compute(void *node, TF_OpKernelContext *context)
@@ -234,15 +242,8 @@ static void compute(void *node, TF_OpKernelContext *context)
     work_t *work = new_work(node, count);
     TF_Status *status = tf.NewStatus();
     work->context = context;
-    for (int i = 0; i < count && !tf.GetCode(status); i++) {
-        TF_Tensor *tensor = output_of(context, i, status);
-        if (tf.GetCode(status))
-            break;
-        work->tensors[work->count++] = tensor;
-        work->data[i] = tf.TensorData(tensor);
-        work->elements[i] = tf.TensorElementCount(tensor);
-        work->dtype = tf.TensorType(tensor);
-    }
+    for (int i = 0; i < count && !tf.GetCode(status); i++)
+        take(work, i, status);
     if (tf.GetCode(status)) {
         fail(context, status);
     } else {

@@ -54,8 +54,11 @@ class Engine(Protocol):
     def reduces(self, dtype: str, op: str) -> bool:
         """Whether there is such a reduction of such elements."""
 
-    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
-        """Combine `flat` over the ranks, in place; elsewhere than on the root it is left as it was."""
+    def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        """Combine `flat` over the ranks, in place; elsewhere than on the root it is left as it was.
+
+        source: where this rank's elements are, if not in `flat`; then what is in `flat` elsewhere is left to chance.
+        """
 
     def broadcast(self, flat: Flat, root: int) -> None:
         """Copy the root's into that of every rank."""
@@ -94,8 +97,8 @@ class OnHost:
     def reduces(self, dtype: str, op: str) -> bool:
         return reductions.reduces(dtype, op)
 
-    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
-        self._shared.all_reduce(flat.address, flat.count, flat.dtype, op, root)
+    def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        self._shared.all_reduce(flat.address, flat.count, flat.dtype, op, root, source.address if source else 0)
 
     def broadcast(self, flat: Flat, root: int) -> None:
         self._shared.broadcast(flat.address, flat.bytes, root)
@@ -146,7 +149,9 @@ class AcrossHosts:
     def reduces(self, dtype: str, op: str) -> bool:
         return self._reduces(dtype, op)
 
-    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        if source:
+            flat.copy_from(source)
         whole = flat.count // self._size * self._size if flat.bytes > SHORT_BYTES else 0
         result = flat if root in (-1, self._rank) else flat.clone()
         take_turns(self.all_reduce_stages(piece, op) for piece in pieces(result.cut(0, whole), self._size))
@@ -274,7 +279,9 @@ class OnHosts:
     def reduces(self, dtype: str, op: str) -> bool:
         return self._local.reduces(dtype, op)
 
-    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        if source:
+            flat.copy_from(source)
         result = flat if root in (-1, self._rank) else flat.clone()
         ranks = self._hosts * self._locals
         whole = flat.count // ranks * ranks if flat.bytes > SHORT_BYTES else 0
@@ -355,9 +362,9 @@ class Watched:
     def reduces(self, dtype: str, op: str) -> bool:
         return self._engine.reduces(dtype, op)
 
-    def all_reduce(self, flat: Flat, op: str, root: int = -1) -> None:
+    def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
         with self._watched("all_reduce" if root < 0 else "reduce", flat, op, root):
-            self._engine.all_reduce(flat, op, root)
+            self._engine.all_reduce(flat, op, root, source)
 
     def broadcast(self, flat: Flat, root: int) -> None:
         with self._watched("broadcast", flat, root=root):

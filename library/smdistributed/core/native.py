@@ -50,7 +50,7 @@ _FUNCTIONS = {
     "engine_answer": (None, _ENGINE, c_uint32, ctypes.c_char_p),
     "engine_answer_of": (ctypes.c_char_p, _ENGINE, c_int, c_uint32),
     "engine_barrier": (c_int, _ENGINE),
-    "engine_all_reduce": (c_int, _ENGINE, c_void_p, c_size_t, c_int, c_int, c_int),
+    "engine_all_reduce": (c_int, _ENGINE, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int),
     "engine_broadcast": (c_int, _ENGINE, c_void_p, c_size_t, c_int),
     "engine_gather": (c_int, _ENGINE, c_void_p, _POINTERS, c_size_t, c_int),
     "engine_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int),

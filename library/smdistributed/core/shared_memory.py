@@ -88,9 +88,13 @@ class SharedMemory:
         """Wait until every rank is here."""
         self._call(self._native.engine_barrier)
 
-    def all_reduce(self, address: int, count: int, dtype: str, op: str, root: int = -1) -> None:
-        """Combine `count` elements over the ranks, in place: on all of them (-1), or on rank `root` alone."""
-        self._call(self._native.engine_all_reduce, address, count, DTYPES[dtype], OPS[op], root)
+    def all_reduce(self, address: int, count: int, dtype: str, op: str, root: int = -1, source: int = 0) -> None:
+        """Combine `count` elements over the ranks: on all of them (-1), or on rank `root` alone.
+
+        source: where this rank's elements are; 0: at `address`, where the result comes.
+        """
+        number = DTYPES[dtype]
+        self._call(self._native.engine_all_reduce, source or address, address, count, number, OPS[op], root)
 
     def broadcast(self, address: int, size: int, root: int) -> None:
         """Copy rank `root`'s `size` bytes to that of every rank."""

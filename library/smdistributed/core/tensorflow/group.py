@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from smdistributed.core import opening, timeline
 from smdistributed.core.engines import Engine
@@ -22,46 +23,62 @@ CHOICES = ("auto", "shm", "mpi")
 _SECONDS = "SMDDP_TIMEOUT_SECONDS"
 
 
+class Pair(NamedTuple):
+    """A tensor and where its result goes, which may be the same place."""
+
+    given: Flat
+    result: Flat
+
+
 class Group:
     """Runs the operations of this process on `engine`, in the order in which they come. One for each process.
 
     name: of the engine, and why it is that one.
     """
 
-    def __init__(self, engine: Engine, name: str, store: Store) -> None:
-        self._engine, self.engine, self._store = engine, name, store
+    def __init__(self, engine: Engine, name: str, store: Store, rank: int) -> None:
+        self._engine, self.engine, self._store, self._rank = engine, name, store, rank
         self._scratch = temporary(PACK_BYTES, "uint8")
         operations.load()
         threading.Thread(target=operations.serve, args=(self._do,), name="smddp-tensorflow", daemon=True).start()
 
     def _do(self, work: Work) -> None:
         kind, dtype = operations.KINDS[work.kind], work.dtype_name
-        flats = [Flat(address, elements, dtype) for address, elements in work.tensors() if elements]
-        with timeline.span("communication", kind, {"bytes": sum(flat.bytes for flat in flats), "tensors": work.count}):
-            for together in batches(flats):
+        pairs = [
+            Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))
+            for given, result, elements in work.tensors()
+            if elements
+        ]
+        about = {"bytes": sum(pair.result.bytes for pair in pairs), "tensors": work.count}
+        with timeline.span("communication", kind, about):
+            for together in batches(pairs):
                 self._run(kind, work, together)
 
-    def _run(self, kind: str, work: Work, together: list[Flat]) -> None:
-        flat = together[0] if len(together) == 1 else self._pack(together)
-        if kind == "broadcast":
-            self._engine.broadcast(flat, work.root)
+    def _run(self, kind: str, work: Work, together: list[Pair]) -> None:
+        given, result = together[0] if len(together) == 1 else self._pack(together)
+        if kind == "all_reduce":
+            source = given if given.address != result.address else None
+            self._engine.all_reduce(result, work.reduction.decode(), source=source)
         else:
-            self._engine.all_reduce(flat, work.reduction.decode())
+            if self._rank == work.root and given.address != result.address:
+                result.copy_from(given)
+            self._engine.broadcast(result, work.root)
         if len(together) > 1:
             self._unpack(together)
 
-    def _pack(self, flats: Iterable[Flat]) -> Flat:
+    def _pack(self, pairs: Iterable[Pair]) -> Pair:
         at = count = 0
-        for flat in flats:
-            self._scratch.cut(at, at + flat.bytes).copy_from(flat)
-            at, count, dtype = at + flat.bytes, count + flat.count, flat.dtype
-        return Flat(self._scratch.address, count, dtype)
+        for given, _ in pairs:
+            self._scratch.cut(at, at + given.bytes).copy_from(given)
+            at, count, dtype = at + given.bytes, count + given.count, given.dtype
+        packed = Flat(self._scratch.address, count, dtype)
+        return Pair(packed, packed)
 
-    def _unpack(self, flats: Iterable[Flat]) -> None:
+    def _unpack(self, pairs: Iterable[Pair]) -> None:
         at = 0
-        for flat in flats:
-            flat.copy_from(self._scratch.cut(at, at + flat.bytes))
-            at += flat.bytes
+        for _, result in pairs:
+            result.copy_from(self._scratch.cut(at, at + result.bytes))
+            at += result.bytes
 
     def close(self) -> None:
         """Leave the group: no collective can run after that."""
@@ -86,7 +103,7 @@ def open_group(launch: Launch) -> Group:
         number=launch.rank,
     )
     engine, name = opening.open_engine(group, mpi_network(group), wanted)
-    return Group(engine, name, store)
+    return Group(engine, name, store, launch.rank)
 
 
 def _timeout_seconds() -> float:
@@ -101,16 +118,17 @@ def _timeout_seconds() -> float:
     return seconds
 
 
-def batches(flats: Iterable[Flat]) -> Iterator[list[Flat]]:
+def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     """What is reduced at a time: a long tensor alone, where it lies, or short ones together, up to PACK_BYTES."""
-    together: list[Flat] = []
-    for flat in flats:
-        if flat.bytes >= DIRECT_BYTES:
-            yield [flat]
+    together: list[Pair] = []
+    for pair in pairs:
+        size = pair.given.bytes
+        if size >= DIRECT_BYTES:
+            yield [pair]
             continue
-        if sum(other.bytes for other in together) + flat.bytes > PACK_BYTES:
+        if sum(other.given.bytes for other in together) + size > PACK_BYTES:
             yield together
             together = []
-        together.append(flat)
+        together.append(pair)
     if together:
         yield together

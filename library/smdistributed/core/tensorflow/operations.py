@@ -30,7 +30,7 @@ DTYPES = {
 
 
 class Work(ctypes.Structure):
-    """An operation that has its inputs: what it is, and where its tensors lie. The results go to the same places."""
+    """An operation that has its inputs: what it is, where its tensors lie, and where the results go."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -38,6 +38,7 @@ class Work(ctypes.Structure):
         ("root", ctypes.c_int32),
         ("count", ctypes.c_int32),
         ("reduction", ctypes.c_char * 16),
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
         ("data", ctypes.POINTER(ctypes.c_void_p)),
         ("elements", ctypes.POINTER(ctypes.c_int64)),
     )
@@ -47,9 +48,9 @@ class Work(ctypes.Structure):
         """As in `core.native`."""
         return DTYPES[tf.as_dtype(self.dtype)]
 
-    def tensors(self) -> list[tuple[int, int]]:
-        """The address of each tensor, and its number of elements."""
-        return [(self.data[i] or 0, self.elements[i]) for i in range(self.count)]
+    def tensors(self) -> list[tuple[int, int, int]]:
+        """The address of each tensor, that of its result, which may be the same, and its number of elements."""
+        return [(self.inputs[i] or 0, self.data[i] or 0, self.elements[i]) for i in range(self.count)]
 
 
 def all_reduce(tensors: Sequence[Any], reduction: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Rehearsal: with SHOAL_REHEARSE=1 an unmodified CUDA script runs on a machine without GPUs, before it costs money.
+"""Rehearsal: with SHOAL_REHEARSE=1 an unmodified script for GPUs runs on a machine without GPUs, before it costs money.
 
 This package reads the environment and waits for the framework, which it does not import: what stands in for GPUs is in
 the folder of the framework's name. Activated by the first import of `smdistributed`, which `shoal-rehearsal.pth`
@@ -16,20 +16,27 @@ __all__ = ["RehearsalError", "activate"]
 
 
 def activate() -> None:
-    """Have PyTorch rehearse from its import on; at once where it is imported already.
+    """Have PyTorch and TensorFlow rehearse from their import on; at once where one is imported already.
 
-    What is wrong with the variables is raised by the import of PyTorch (RehearsalError), not here: Python goes on after
-    an error at its start, and the script would run as if nothing had been asked for.
+    What is wrong with the variables is raised by the import of the framework (RehearsalError), not here: Python goes on
+    after an error at its start, and the script would run as if nothing had been asked for.
     """
-    if "torch" in sys.modules:
-        _rehearse()
-    else:
-        call_after_import("torch", _rehearse)
+    for framework, rehearse in (("torch", _with_torch), ("tensorflow", _with_tensorflow)):
+        if framework in sys.modules:
+            rehearse()
+        else:
+            call_after_import(framework, rehearse)
 
 
-def _rehearse() -> None:
+def _with_torch() -> None:
     if is_asked_for():
-        settings = read_settings()
         from smdistributed.rehearsal.torch import rehearse
 
-        rehearse(settings)
+        rehearse(read_settings())
+
+
+def _with_tensorflow() -> None:
+    if is_asked_for():
+        from smdistributed.rehearsal.tensorflow import rehearse
+
+        rehearse(read_settings())

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from smdistributed.rehearsal import notice
 from smdistributed.rehearsal.torch import (
     amp,
     checkpoints,
@@ -16,7 +19,6 @@ from smdistributed.rehearsal.torch import (
     edges,
     mode,
     modules,
-    notice,
     streams,
 )
 
@@ -26,6 +28,6 @@ if TYPE_CHECKING:
 
 def rehearse(settings: Settings) -> None:
     """Stand in for CUDA from here on, in this process and the threads it starts."""
-    notice.prepare(settings)
+    notice.prepare(settings, real=torch.cuda.device_count())  # it is about to be replaced
     for part in (cuda, streams, amp, checkpoints, modules, distributed, edges, mode):
         part.stand_in(settings.gpus)

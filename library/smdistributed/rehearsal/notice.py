@@ -6,8 +6,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import torch
-
 from smdistributed.rehearsal.settings import TOLD
 
 if TYPE_CHECKING:
@@ -17,16 +15,15 @@ _untold: list[str] = []
 _launched = False
 
 
-def prepare(settings: Settings) -> None:
-    """Compose what is said; it needs the real torch.cuda, which is about to be replaced."""
+def prepare(settings: Settings, real: int) -> None:
+    """Compose what is said. real: the GPUs that this host has."""
     global _launched
     _launched = settings.launched
     if not settings.tells:
         return
-    real = torch.cuda.device_count()
     passed_over = f" The {real} real GPUs of this host are not used." if real else ""
     _untold.append(
-        "SHOAL REHEARSAL: this is not a training run. CUDA is pretended and all results come from the CPU; nothing is "
+        "SHOAL REHEARSAL: this is not a training run. GPUs are pretended and all results come from the CPU; nothing is "
         f"told about speed or GPU memory. GPUs pretended per host: {settings.gpus} (SHOAL_REHEARSE_GPUS).{passed_over}"
     )
 

@@ -1,0 +1,136 @@
+"""What stands in for GPUs in TensorFlow: the answers about them. Operations that are placed on one run on the CPU.
+
+TensorFlow itself places what it can elsewhere ("soft placement"), so that nothing is translated: a tensor's `device`
+says the truth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from smdistributed.rehearsal import notice
+
+if TYPE_CHECKING:
+    from smdistributed.rehearsal.settings import Settings
+
+_GPU = "GPU"
+_MEMORY = {"current": 0, "peak": 0}
+
+
+class Gpus:
+    """The GPUs that this host pretends to have, and what has been set for them."""
+
+    def __init__(self, count: int) -> None:
+        self.physical = [tf.config.PhysicalDevice(f"/physical_device:{_GPU}:{i}", _GPU) for i in range(count)]
+        self.visible = list(self.physical)
+        self.growing: dict[str, bool] = {}
+
+    def logical(self) -> list[Any]:
+        return [tf.config.LogicalDevice(f"/device:{_GPU}:{i}", _GPU) for i in range(len(self.visible))]
+
+    def has(self, device: Any) -> bool:
+        return device in self.physical
+
+
+def rehearse(settings: Settings) -> None:
+    """Answer for GPUs from here on, in this process."""
+    real = tf.config.list_physical_devices(_GPU)
+    notice.prepare(settings, len(real))
+    if real:
+        tf.config.set_visible_devices([], _GPU)
+    tf.config.set_soft_device_placement(True)
+    gpus = Gpus(settings.gpus)
+    for module in (tf.config, tf.config.experimental):
+        for name, stand_in in _lists(gpus).items():
+            _replace(module, name, stand_in)
+        for name, stand_in in _about_one(gpus).items():
+            _replace(module, name, stand_in)
+    _replace(tf.test, "is_gpu_available", lambda real: lambda *_, **__: True)
+    _replace(tf.test, "gpu_device_name", lambda real: lambda: f"/device:{_GPU}:0")
+    _replace(tf.test, "is_built_with_cuda", lambda real: lambda: True)
+
+
+def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
+    """stand_in: makes the new function of the real one, where there is one."""
+    if hasattr(module, name):
+        setattr(module, name, stand_in(getattr(module, name)))
+
+
+def _lists(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
+    """Functions of a device type; without one, of all."""
+
+    def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
+        def stand_in(real: Any) -> Any:
+            def answer(device_type: str | None = None) -> list[Any]:
+                notice.tell()
+                others = [] if device_type == _GPU else list(real(device_type))
+                return others + (found() if device_type in (_GPU, None) else [])
+
+            return answer
+
+        return stand_in
+
+    def set_visible(real: Any) -> Any:
+        def stand_in(devices: Any, device_type: str | None = None) -> None:
+            is_one = isinstance(devices, tf.config.PhysicalDevice)  # which is a tuple, too
+            asked = [devices] if is_one else list(devices)
+            mine = [device for device in asked if gpus.has(device)]
+            if device_type == _GPU:
+                _require_all(gpus, asked)
+                gpus.visible = mine
+                return
+            if device_type is None:
+                gpus.visible = mine
+            real([device for device in asked if not gpus.has(device)], device_type)
+
+        return stand_in
+
+    return {
+        "list_physical_devices": listing(lambda: list(gpus.physical)),
+        "get_visible_devices": listing(lambda: list(gpus.visible)),
+        "list_logical_devices": listing(gpus.logical),
+        "set_visible_devices": set_visible,
+    }
+
+
+def _about_one(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
+    """Functions of a device: those of a pretended one answer here."""
+
+    def of_gpu(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+        def stand_in(real: Any) -> Any:
+            def either(device: Any, *words: Any, **options: Any) -> Any:
+                return answer(device, *words, **options) if _is_gpu(gpus, device) else real(device, *words, **options)
+
+            return either
+
+        return stand_in
+
+    def grow(device: Any, enable: bool) -> None:
+        gpus.growing[device.name] = enable
+
+    return {
+        "set_memory_growth": of_gpu(grow),
+        "get_memory_growth": of_gpu(lambda device: gpus.growing.get(device.name, False)),
+        "get_device_details": of_gpu(lambda device: {"device_name": "pretended", "compute_capability": (8, 0)}),
+        "get_memory_info": of_gpu(lambda device: dict(_MEMORY)),
+        "reset_memory_stats": of_gpu(lambda device: None),
+        "get_memory_usage": of_gpu(lambda device: 0),
+        "set_logical_device_configuration": of_gpu(lambda device, configurations: None),
+        "set_virtual_device_configuration": of_gpu(lambda device, configurations: None),
+        "get_logical_device_configuration": of_gpu(lambda device: None),
+    }
+
+
+def _is_gpu(gpus: Gpus, device: Any) -> bool:
+    return gpus.has(device) or (isinstance(device, str) and re.search(r"\bGPU\b", device, re.IGNORECASE) is not None)
+
+
+def _require_all(gpus: Gpus, devices: list[Any]) -> None:
+    """Raise TensorFlow's own error for what is none of these GPUs."""
+    for device in devices:
+        if not gpus.has(device):
+            raise ValueError(f"Unrecognized device: {getattr(device, 'name', device)!r}: there are {gpus.physical}.")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -326,7 +327,20 @@ def limited() -> Iterator[Path]:
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(96 << 20))
     yield group
-    group.rmdir()
+    remove(group, time.monotonic() + 20)
+
+
+def remove(group: Path, deadline: float) -> None:
+    """Remove a memory group; the kernel is busy with it until the last process that it has killed is gone."""
+    while True:
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 @pytest.mark.skipif(not CAN_LIMIT, reason="needs root, and version 1 of memory control groups")

@@ -14,7 +14,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ABORTED = 10, NAME_BYTES = 16, FIRST_TENSOR = 1 }; /* TF_ABORTED; input 0 is what keeps the order */
+/* TF_INTERNAL: sessions that watch themselves take up anew after TF_ABORTED, and would for ever. Input 0 is what keeps
+   the order. */
+enum { INTERNAL = 13, NAME_BYTES = 16, FIRST_TENSOR = 1 };
 
 typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
@@ -138,7 +140,7 @@ void operations_finish(work_t *work, const char *reason)
 {
     if (reason) {
         TF_Status *status = tf.NewStatus();
-        tf.SetStatus(status, ABORTED, reason);
+        tf.SetStatus(status, INTERNAL, reason);
         fail(work->context, status);
     }
     pthread_mutex_lock(&queue.lock);

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import signal
+import os
+import select
 import socket
 import struct
 import subprocess
@@ -21,14 +22,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from smdistributed.core.board import CountingStore
 from smdistributed.core.launch import Address, Launch, LaunchError, meeting_place
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 300.0  # rank 0 may have something to do first, such as to fetch its data
 WAIT_SECONDS = 300.0
 _AGAIN_SECONDS = 0.05  # between two attempts to connect
+_LOOK_SECONDS = 1.0
+_ROOT = str(Path(__file__).resolve().parents[2])
 _GRACE_SECONDS = 15.0  # of a server that is busy; one that is stopped answers never
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20  # of a request: what is longer comes from no rank
@@ -128,8 +132,10 @@ class Server:
         with _listen(port) as listener:
             self.port: int = listener.getsockname()[1]
             number = listener.fileno()
-            command = [sys.executable, "-m", __name__, str(number)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
+            # Not by `-m`: the script's directory, which comes first then, may hold a json.py.
+            code = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve"
+            command = [sys.executable, "-I", "-c", f"{code}({number}, {os.getpid()})"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -306,12 +312,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _serve_until_the_end(number: int) -> None:
-    """The process: it serves at the socket of that number until its standard input ends, with the rank that has it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the ranks, who may still have something to say
+def serve(number: int, rank_process: int) -> None:
+    """The process: it serves at the socket of that number until the rank that has started it ends.
+
+    Then its standard input does; not where the rank has forked: that process holds the other end as well.
+    """
     _Service(socket.socket(fileno=number))
-    sys.stdin.buffer.read()
-
-
-if __name__ == "__main__":
-    _serve_until_the_end(int(sys.argv[1]))
+    while os.getppid() == rank_process and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+        pass

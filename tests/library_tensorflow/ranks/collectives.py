@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,30 @@ def version_1() -> None:
     assert abs(after - (SIZE - 1 - np.mean([1.0 + rank for rank in range(SIZE)]))) < 1e-6, after
 
 
+def graphs_of_version_1() -> None:
+    """Branches in two graphs; a hook that runs nothing but itself; eager code goes on after them."""
+    for _ in range(2):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            fed = tf.compat.v1.placeholder(tf.float32, [])
+            branch = tf.cond(fed > 0, partial(sdp.oob_allreduce, fed, op=ReduceOp.SUM), partial(tf.identity, fed))
+            assert session.run(branch, {fed: 2.0}) == 2.0 * SIZE
+            summed = sdp.oob_allreduce(fed, op=ReduceOp.SUM)
+    with tf.Graph().as_default():
+        fed = tf.compat.v1.placeholder(tf.float32, [])
+        weight = tf.compat.v1.get_variable("weight", initializer=tf.constant(float(RANK)))
+        summed = sdp.oob_allreduce(fed * weight, op=ReduceOp.SUM)
+        with tf.compat.v1.train.MonitoredTrainingSession(hooks=[sdp.BroadcastGlobalVariablesHook(SIZE - 1)]) as session:
+            assert session.run(summed, {fed: 3.0}) == 3.0 * (SIZE - 1) * SIZE
+    assert float(sdp.oob_allreduce(tf.constant(1.0), op=ReduceOp.SUM)) == SIZE
+
+
 def refusals() -> None:
     nothing: Any = None
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("called before", sdp.init),
         ("no rank", lambda: sdp.broadcast(tf.constant(1), SIZE)),
+        ("cast them", lambda: sdp.oob_allreduce(tf.constant([True, False]))),
+        ("wrap it once", lambda: sdp.DistributedOptimizer(sdp.DistributedOptimizer(tf.keras.optimizers.SGD()))),
         ("no reduction", lambda: sdp.oob_allreduce(tf.constant(1), op=nothing)),
         ("not supported", lambda: sdp.DistributedGradientTape(tf.GradientTape(), device_dense="/gpu:0")),
         ("sparse_as_dense", lambda: sdp.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=False)),
@@ -180,7 +200,10 @@ def refusals() -> None:
 
 
 if __name__ == "__main__":
-    cases = (every_dtype, structures, compression, broadcasts, in_order, tape, higher_order, version_1, refusals)
+    cases = (
+        *(every_dtype, structures, compression, broadcasts, in_order, tape, higher_order, version_1),
+        *(graphs_of_version_1, refusals),
+    )
     for case in cases:
         if case.__name__ in (sys.argv[1:] or [case.__name__]):
             case()

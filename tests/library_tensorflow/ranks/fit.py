@@ -57,4 +57,13 @@ loaded = tf.keras.models.load_model(saved)
 assert type(loaded.optimizer) is tf.keras.optimizers.Adam  # nothing of ours is in the file
 for value, again in zip(model.get_weights(), loaded.get_weights()):
     np.testing.assert_array_equal(value, again)
+model.compile(
+    sdk.DistributedOptimizer(tf.keras.optimizers.SGD(tf.keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.9)))
+)
+try:
+    model.fit(images[:2], labels[:2], callbacks=[sdk.callbacks.LearningRateWarmupCallback(1.0)], verbose=0)
+except ValueError as error:
+    assert "ExponentialDecay" in str(error)
+else:
+    raise AssertionError("a schedule cannot be warmed up")
 tell("equal")

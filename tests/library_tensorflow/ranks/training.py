@@ -93,9 +93,32 @@ def bits_of_every_rank() -> None:
     np.testing.assert_array_equal(sdp.broadcast(first, SIZE - 1).numpy(), first.numpy())
 
 
+def mixed_precision(optimizers: Any) -> None:
+    """However the optimizer that scales the loss is nested; `compile` wraps one that is not. First steps overflow."""
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    wraps: tuple[Callable[[Any], Any], ...] = (
+        sdp.DistributedOptimizer,
+        lambda optimizer: scaled(sdp.DistributedOptimizer(optimizer)),
+        lambda optimizer: sdp.DistributedOptimizer(scaled(optimizer)),
+    )
+    for wrap in wraps:
+        tf.keras.utils.set_random_seed(0)
+        fitted = tf.keras.Sequential([tf.keras.layers.Dense(2, input_shape=(3,))])
+        fitted.compile(wrap(optimizers.SGD(0.1)), "mse")
+        before = fitted.get_weights()[0]
+        fitted.fit(np.full([8, 3], 1.0 + RANK), np.ones([8, 2]), batch_size=4, epochs=10, verbose=0)
+        after = fitted.get_weights()[0]
+        assert np.any(before != after)
+        np.testing.assert_array_equal(sdp.broadcast(tf.constant(after), 0).numpy(), after)
+    tf.keras.mixed_precision.set_global_policy("float32")
+
+
 if __name__ == "__main__":
     legacy = tf.keras.optimizers.legacy
     bits_of_every_rank()
+    mixed_precision(tf.keras.optimizers)
+    mixed_precision(legacy)
     against_one_process(by_tape, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
     against_one_process(by_tape, lambda: tf.keras.optimizers.SGD(0.1), graph=False)
     against_one_process(by_optimizer, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)

@@ -92,13 +92,13 @@ def open_group(launch: Launch) -> Group:
     Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
     above 0.
     """
-    wanted = opening.wanted_engine(CHOICES)
+    wanted, seconds = opening.wanted_engine(CHOICES), _timeout_seconds()
     store = open_store(launch)
     group = opening.Group(
         store=store.prefixed("tensorflow"),
         rank=launch.rank,
         size=launch.world_size,
-        seconds=_timeout_seconds(),
+        seconds=seconds,
         connect=lambda: store,
         number=launch.rank,
     )
@@ -121,14 +121,16 @@ def _timeout_seconds() -> float:
 def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     """What is reduced at a time: a long tensor alone, where it lies, or short ones together, up to PACK_BYTES."""
     together: list[Pair] = []
+    filled = 0
     for pair in pairs:
         size = pair.given.bytes
         if size >= DIRECT_BYTES:
             yield [pair]
             continue
-        if sum(other.given.bytes for other in together) + size > PACK_BYTES:
+        if filled + size > PACK_BYTES:
             yield together
-            together = []
+            together, filled = [], 0
         together.append(pair)
+        filled += size
     if together:
         yield together

@@ -20,7 +20,7 @@ from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
 
 _PATH = Path(__file__).with_name("_operations.so")
-_LAST = "smddp_last_collective"
+_ORDER = "smddp_order"
 _NAMED = f"{SMDDPError.__name__}: "  # launchers look for it in what a rank has said
 KINDS = ("all_reduce", "broadcast")
 DTYPES = {
@@ -77,7 +77,7 @@ def serve(do: Callable[[Work], None]) -> None:
             functions.operations_finish(address, None)
 
 
-def reason_of(error: tf.errors.AbortedError) -> str:
+def reason_of(error: tf.errors.InternalError) -> str:
     """Why an operation has failed, without the names of nodes that TensorFlow puts around it."""
     message: str = error.message
     return message.partition(_NAMED)[2].rpartition(" [Op:")[0] or message
@@ -86,32 +86,40 @@ def reason_of(error: tf.errors.AbortedError) -> str:
 def _call(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
     if not tensors:
         return []
-    with tf.device("/CPU:0"), _after_the_last():
-        results = operation(order=_order(), tensors=list(tensors), **attributes)
+    chain = f"smddp_last_{next(iter(attributes))}"  # variables are broadcast without what is reduced later
+    with tf.device("/CPU:0"), _after_the_last(chain):
+        results: list[Any] = operation(order=_order(), tensors=list(tensors), **attributes)
     if not tf.executing_eagerly():
-        setattr(tf.compat.v1.get_default_graph(), _LAST, results[0].op)
+        setattr(tf.compat.v1.get_default_graph(), chain, results[0].op)
     return results
 
 
-def _after_the_last() -> AbstractContextManager[Any]:
-    """In graphs of version 1: after the collective that was added last."""
+def _after_the_last(chain: str) -> AbstractContextManager[Any]:
+    """In graphs of version 1: after the collective of its kind that was added last."""
     if tf.executing_eagerly() or tf.inside_function():
         return nullcontext()
-    last = getattr(tf.compat.v1.get_default_graph(), _LAST, None)
+    last = getattr(tf.compat.v1.get_default_graph(), chain, None)
     return nullcontext() if last is None else tf.control_dependencies([last])
 
 
 def _order() -> Any:
-    """The resource; a graph of version 1 has its own, as it cannot capture one."""
-    if tf.executing_eagerly() or tf.inside_function():
-        return _resource()
-    return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="smddp_order")
+    """The resource: one for eager code and all functions, one for each graph of version 1, which captures none."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        if tf.executing_eagerly():
+            return _eager_resource()
+        graph = tf.compat.v1.get_default_graph()
+        if not hasattr(graph, _ORDER):
+            setattr(graph, _ORDER, _new_resource())
+        return getattr(graph, _ORDER)
 
 
 @cache
-def _resource() -> Any:
-    with tf.init_scope(), tf.device("/CPU:0"):
-        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="smddp_order")
+def _eager_resource() -> Any:
+    return _new_resource()
+
+
+def _new_resource() -> Any:
+    return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=_ORDER)
 
 
 class Library(NamedTuple):

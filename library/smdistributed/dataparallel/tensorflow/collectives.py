@@ -31,7 +31,7 @@ def allreduce(
     param_index, num_params: AWS's library buckets by them; here a tensor that comes alone is reduced alone.
 
     Raises SMDDPError before `init`, and when the ranks come apart; inside a `tf.function` the latter is
-    tf.errors.AbortedError with the same text.
+    tf.errors.InternalError with the same text.
     """
     given = tensor if tensor is not None else grad
     return None if given is None else reduce_tensors([given], compression, op)[0]
@@ -84,6 +84,9 @@ def reduce_tensors(
     if op not in _OPS:
         raise SMDDPError(f"op={op!r} is no reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX.")
     require()
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == tf.bool:
+            raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")
     results: list[Any] = [None] * len(tensors)
     compressed = {
         index: compression.compress(tf.convert_to_tensor(tensors[index]))
@@ -127,6 +130,6 @@ def _told(collective: Any, tensors: list[Any], argument: Any) -> list[Any]:
     """What the collective gives. Raises SMDDPError with its reason."""
     try:
         found: list[Any] = collective(tensors, argument)
-    except tf.errors.AbortedError as error:
+    except tf.errors.InternalError as error:
         raise SMDDPError(operations.reason_of(error)) from None
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import tensorflow as tf
 
 from smdistributed.core.launch import Launch, read_launch
@@ -84,7 +86,8 @@ def _take_gpu(index: int) -> None:
     mine = gpus[index % len(gpus)]
     try:
         tf.config.set_visible_devices(mine, "GPU")
-        tf.config.experimental.set_memory_growth(mine, True)
+        with suppress(ValueError):  # the script has set a limit of its own
+            tf.config.experimental.set_memory_growth(mine, True)
     except RuntimeError as error:
         if tf.config.get_visible_devices("GPU") != [mine]:
             raise SMDDPError(

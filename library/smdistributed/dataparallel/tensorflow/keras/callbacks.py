@@ -30,11 +30,11 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
     """Averages an epoch's metrics over the ranks. Put it before callbacks that read them, as early stopping does."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        names = sorted(logs or {})
-        if not names or logs is None:
+        if not logs:
             return
-        means = oob_allreduce(tf.constant([float(logs[name]) for name in names], tf.float64))
-        logs.update(zip(names, means.numpy().tolist()))
+        names = sorted(logs)
+        means = oob_allreduce([tf.cast(logs[name], tf.float64) for name in names])
+        logs.update({name: mean.numpy() if mean.shape.rank else float(mean) for name, mean in zip(names, means)})
 
 
 class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -52,6 +52,16 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         super().__init__()
         self._target, self._epochs, self._steps, self._verbose = initial_lr, warmup_epochs, steps_per_epoch, verbose
         self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        rate = getattr(optimizer, "_learning_rate", None)
+        rate = optimizer.learning_rate if rate is None else rate  # legacy optimizers keep it elsewhere
+        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f"LearningRateWarmupCallback: the optimizer has a schedule ({type(rate).__name__}), which sets the "
+                "rate at each step: give the optimizer a number, or warm up in the schedule."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch

@@ -27,17 +27,19 @@ class Store(Protocol):
 
 
 def stall_seconds() -> float:
-    """After how many seconds a rank that waits says so: SMDDP_STALL_SECONDS, else 60.
+    """After how many seconds a rank that waits says so: SMDDP_STALL_SECONDS, else 60. Raises as `seconds_of` does."""
+    return seconds_of("SMDDP_STALL_SECONDS", 60)
 
-    Raises CollectiveError when that is no number above 0.
-    """
-    text = os.environ.get("SMDDP_STALL_SECONDS") or "60"
+
+def seconds_of(name: str, default: float) -> float:
+    """What that variable of the environment says. Raises CollectiveError when it is no number above 0."""
+    text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise CollectiveError(f"SMDDP_STALL_SECONDS={text!r} is not a number of seconds above 0.")
+        raise CollectiveError(f"{name}={text!r} is not a number of seconds above 0.")
     return seconds
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from smdistributed.core import opening, timeline
 from smdistributed.core.engines import Engine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat, temporary
+from smdistributed.core.guards import CollectiveError, seconds_of
 from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
 from smdistributed.core.store import Store, open_store
@@ -20,7 +20,7 @@ from smdistributed.core.tensorflow.operations import Work
 DIRECT_BYTES = 256 << 10  # what is shorter is copied together: a collective more costs more than copying it
 PACK_BYTES = 4 << 20
 CHOICES = ("auto", "shm", "mpi")
-_SECONDS = "SMDDP_TIMEOUT_SECONDS"
+_TIMEOUT_SECONDS = 1800  # as in torch.distributed
 
 
 class Pair(NamedTuple):
@@ -92,7 +92,11 @@ def open_group(launch: Launch) -> Group:
     Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
     above 0.
     """
-    wanted, seconds = opening.wanted_engine(CHOICES), _timeout_seconds()
+    wanted = opening.wanted_engine(CHOICES)
+    try:
+        seconds = seconds_of("SMDDP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS)
+    except CollectiveError as error:
+        raise SMDDPError(str(error)) from None
     store = open_store(launch)
     group = opening.Group(
         store=store.prefixed("tensorflow"),
@@ -104,18 +108,6 @@ def open_group(launch: Launch) -> Group:
     )
     engine, name = opening.open_engine(group, mpi_network(group), wanted)
     return Group(engine, name, store, launch.rank)
-
-
-def _timeout_seconds() -> float:
-    """How long ranks wait for each other: 30 minutes, as torch.distributed does, or what the environment says."""
-    text = os.environ.get(_SECONDS) or "1800"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise SMDDPError(f"{_SECONDS}={text!r} is not a number of seconds above 0.")
-    return seconds
 
 
 def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:

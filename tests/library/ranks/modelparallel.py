@@ -344,7 +344,7 @@ def delayed() -> None:
         losses.append(float(step(model, torch.ones(4, 100)).reduce_mean()))
         optimizer.step()
     assert losses[0] > losses[1] > losses[2], losses
-    print(f"delayed {losses[0]:.7f}")
+    print(f"delayed {losses[0]:.7f}\n", end="")
 
 
 def checkpoints(path: str) -> None:
@@ -392,7 +392,8 @@ def resume(directory: Path, partial: bool) -> list[float]:
 
 def resharded(path: str) -> None:
     """A partial checkpoint of another number of stages: prints the losses after it."""
-    print("resharded", " ".join(f"{loss:.5f}" for loss in resume(Path(path, "partial"), True)))
+    losses = " ".join(f"{loss:.5f}" for loss in resume(Path(path, "partial"), True))
+    print(f"resharded {losses}\n", end="")  # in one write: mpirun mixes those of several ranks
 
 
 def shards(path: str) -> None:

@@ -61,9 +61,7 @@ check: setup ## ruff, mypy strict, rendered Dockerfiles and docs/api fresh
 test-fast: setup ## the tests that need no Docker
 	@$(BIN)/pytest tests/test_walls.py tests/images tests/toolkit tests/library -n $(WORKERS)
 
-# Not TensorFlow's image without CUDA: it takes minutes and repeats what the one with it shows; it is tested where it is built.
-test-integration: setup engine ## the tests with real containers
-	@$(SHOAL) build
+test-integration: images ## the tests with real containers
 	@$(BIN)/pytest tests/integration
 
 conformance: setup engine ## the same jobs through the stock toolkit and through ours, and what differs

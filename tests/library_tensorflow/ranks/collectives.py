@@ -60,6 +60,7 @@ def structures() -> None:
     assert float(found["b"][0]) == ranks and float(found["b"][1]) == 2.0 * SIZE and int(found["a"][0]) == ranks
     assert float(sdp.allreduce(tf.constant(1.0 + RANK), param_index=0, num_params=1)) == 1 + ranks / SIZE
     assert float(sdp.allreduce(grad=tf.constant(1.0), param_index=0, num_params=1, op=ReduceOp.SUM)) == SIZE
+    assert float(sdp.allreduce(1.5, 0, 1)) == 1.5 and sdp.oob_allreduce([np.ones(2)])[0].shape == 2
     assert sdp.allreduce(None, 0, 1) is None and sdp.oob_allreduce([]) == []
     layer = object()
     assert sdp.overlap(layer) is layer

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
+from smdistributed.core.launch import read_launch
 
 _PATH = Path(__file__).with_name("_operations.so")
 _ORDER = "smddp_order"
@@ -145,7 +146,7 @@ def load() -> Library:
     problem = functions.operations_registered()
     if problem:
         what = "has no libtensorflow_framework.so.2" if problem == 1 else "refuses the operations"
-        raise SMDDPError(f"TensorFlow {tf.__version__} {what}: TensorFlow 2.4 to 2.15 are known to work.")
+        raise SMDDPError(f"TensorFlow {tf.__version__} {what}: 2.14 is known to work.")
     return Library(module, functions)
 
 
@@ -161,8 +162,6 @@ def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _gradient_of_broadcast(operation: Any, *gradients: Any) -> list[Any]:
     """Only the root's input counts, for every rank's loss."""
-    from smdistributed.core.launch import read_launch
-
     mine = read_launch().rank == operation.get_attr("root")
     summed = all_reduce(gradients, "sum")
     return [None, *(gradient if mine else tf.zeros_like(gradient) for gradient in summed)]

@@ -84,12 +84,9 @@ def reduce_tensors(
     if op not in _OPS:
         raise SMDDPError(f"op={op!r} is no reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX.")
     require()
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype == tf.bool:
-            raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")
     results: list[Any] = [None] * len(tensors)
     compressed = {
-        index: compression.compress(tf.convert_to_tensor(tensors[index]))
+        index: compression.compress(_summable(tensors[index]))
         for index in reversed(range(len(tensors)))
         if tensors[index] is not None
     }
@@ -98,6 +95,14 @@ def reduce_tensors(
         for index, tensor in zip(bucket, reduced):
             results[index] = compression.decompress(tensor, compressed[index][1])
     return results
+
+
+def _summable(tensor: Any) -> Any:
+    """As a dense tensor. Raises SMDDPError for truth values."""
+    dense = tf.convert_to_tensor(tensor)
+    if dense.dtype == tf.bool:
+        raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")
+    return dense
 
 
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:

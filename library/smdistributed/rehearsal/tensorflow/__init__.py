@@ -45,9 +45,7 @@ def rehearse(settings: Settings) -> None:
     tf.config.set_soft_device_placement(True)
     gpus = Gpus(settings.gpus)
     for module in (tf.config, tf.config.experimental):
-        for name, stand_in in _lists(gpus).items():
-            _replace(module, name, stand_in)
-        for name, stand_in in _about_one(gpus).items():
+        for name, stand_in in {**_lists(gpus), **_about_one(gpus)}.items():
             _replace(module, name, stand_in)
     _replace(tf.test, "is_gpu_available", lambda real: lambda *_, **__: True)
     _replace(tf.test, "gpu_device_name", lambda real: lambda: f"/device:{_GPU}:0")

@@ -15,7 +15,8 @@ from tree_partition import tree_partition
 
 from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch.auto_partition import items, partition, shares
+from smdistributed.modelparallel.backend.partition import shares
+from smdistributed.modelparallel.torch.auto_partition import items, partition
 from smdistributed.modelparallel.torch.trace import trace
 
 STAGES = (2, 4, 8)

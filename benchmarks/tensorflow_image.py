@@ -9,7 +9,9 @@ slowest rank, after a barrier. Each rank computes with one thread. The rival's c
   on this machine's own environment, in the same run;
 - `tf-mlp`: a step of an MLP of 50 million parameters with the tape;
 - `tf-cnn`: gradients of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction;
-- `tf-start`: from the start of the process to the end of the first all_reduce, the import of TensorFlow included.
+- `tf-start`: from the start of the process to the end of the first all_reduce, the import of TensorFlow included;
+- `tf-smp-loss-P-M`: the largest difference of 20 losses between a Keras model on P stages, with M microbatches, and the
+  same in one piece; `tf-smp-step-2-8`: a step on two stages with 8 microbatches, against one stage with as many.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from shoal.spec import load
 
 ROUNDS, STARTS = 20, 3
 HERE = Path(__file__).parent
-RANKS = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", "python", "/benchmarks/tensorflow_ranks.py"]
+STAGES = ((2, 1), (2, 4), (4, 1), (4, 4))
 
 
 def main(arguments: list[str]) -> int:
@@ -61,6 +63,7 @@ def main(arguments: list[str]) -> int:
             Figure("tf-mlp", *in_ms(mlp["smddp"]), rival=1e3 * mlp["mwms"], rival_name="mwms", ceiling=1 / 1.5),
             Figure("tf-cnn", *in_ms(cnn["smddp"]), rival=1e3 * cnn["alone"], rival_name="alone", ceiling=1 / 0.95),
             Figure("tf-start", begun["smddp"], "s", rival=begun["mwms"], rival_name="mwms", ceiling=1.0),
+            *stages(image),
         ]
     )
 
@@ -91,12 +94,36 @@ def starts(image: str) -> dict[str, float]:
     return {way: median(seconds) for way, seconds in found.items()}
 
 
-def contained(image: str, *words: object, options: list[str] | None = None) -> str:
+def stages(image: str) -> list[Figure]:
+    """A model on stages against the same in one piece."""
+
+    def measured(count: int, microbatches: int, what: str) -> dict[str, float]:
+        parameters = json.dumps({"partitions": count, "microbatches": microbatches})
+        said = contained(image, parameters, what, script="tensorflow_stages.py", ranks=count)
+        found: dict[str, float] = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+        return found
+
+    figures = []
+    for count, microbatches in STAGES:
+        difference = measured(count, microbatches, "loss")["difference"]
+        figures.append(Figure(f"tf-smp-loss-{count}-{microbatches}", difference, "loss", goal=1e-6))
+    two, one = (measured(count, 8, "step")["seconds"] for count in (2, 1))
+    return [*figures, Figure("tf-smp-step-2-8", *in_ms(two), rival=1e3 * one, rival_name="one-stage")]
+
+
+def contained(
+    image: str,
+    *words: object,
+    options: list[str] | None = None,
+    script: str = "tensorflow_ranks.py",
+    ranks: int = 2,
+) -> str:
     """What the ranks print, in a container of their own."""
     mounts = ["-v", f"{HERE}:/benchmarks:ro", *(options or [])]
     quiet = ["-e", "TF_CPP_MIN_LOG_LEVEL=3", "-e", "OMP_NUM_THREADS=1"]
     command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *quiet, *mounts, image]
-    ended = subprocess.run([*command, *RANKS, *map(str, words)], capture_output=True, text=True, check=False)
+    launch = f"mpirun --oversubscribe --bind-to none -np {ranks} python /benchmarks/{script}".split()
+    ended = subprocess.run([*command, *launch, *map(str, words)], capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(f"tensorflow_image.py: {words} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout

@@ -7,13 +7,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 LIMIT_S = 250  # mpirun keeps it itself: killed from outside it would leave its ranks behind
 LAUNCH_PREFIXES = ("OMPI_", "PMIX_", "SM_", "SMDATAPARALLEL_", "TORCHELASTIC_")
@@ -61,6 +62,28 @@ def mpirun(tmp_path: Path) -> Mpirun:
         return run([program, *options, world_size, sys.executable, *arguments], environ, tmp_path)
 
     return ranks
+
+
+@contextmanager
+def two_ranks(port: int, *arguments: object, **environ: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks of one host that run Python with these arguments, without mpirun, which would end one when the other
+    fails. They are killed at the end."""
+    common = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **environ}
+    with ExitStack() as undo:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            undo.enter_context(process)
+            undo.callback(process.kill)
+        yield ranks
 
 
 @pytest.fixture

@@ -47,6 +47,10 @@ def offences(room: str, forbidden: tuple[str, ...]) -> list[str]:
         ),
         ("library/smdistributed/dataparallel", ("smdistributed.modelparallel", "smdistributed.rehearsal")),
         ("library/smdistributed/modelparallel", ("smdistributed.dataparallel", "smdistributed.rehearsal")),
+        (
+            "library/smdistributed/modelparallel/backend",
+            ("smdistributed.modelparallel.torch", "smdistributed.modelparallel.tensorflow"),
+        ),
         ("library/smdistributed/rehearsal", ("smdistributed.dataparallel", "smdistributed.modelparallel")),
     ],
 )

@@ -49,10 +49,12 @@ def test_the_librarys_suite_on_the_oldest_torch(
     assert ended.code == 0, ended.output
 
 
-def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
-    """All that tests TensorFlow's front: it is installed nowhere but in its images."""
+@pytest.mark.parametrize("suite", ["test_dataparallel.py", "test_modelparallel.py"])
+def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path, suite: str) -> None:
+    """All that tests TensorFlow's fronts: it is installed nowhere but in its images."""
     folder = "tests/library_tensorflow"
-    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, f"--confcutdir={folder}", folder)
+    options = f"--confcutdir={folder}", f"{folder}/{suite}"
+    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, *options)
     assert ended.code == 0, ended.output
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.launching import Mpirun, clean_environment
+from tests.launching import Mpirun, two_ranks
 
 RANKS = Path(__file__).parent / "ranks"
 
@@ -69,29 +66,8 @@ def test_a_script_for_gpus_is_rehearsed(mpirun: Mpirun) -> None:
     ],
 )
 def test_a_fellow_that_does_something_else(free_port: int, what: str, words: str, seconds: float, way: str) -> None:
-    """Without mpirun, which would end the rank that is to tell."""
-    environ = {
-        **clean_environment(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port),
-        "WORLD_SIZE": "2",
-        "SMDDP_STALL_SECONDS": "3",
-        "SMDDP_TIMEOUT_SECONDS": "6",
-    }
-    with ExitStack() as undo:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(RANKS / "guards.py"), what, way],
-                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        for process in ranks:
-            undo.enter_context(process)
-            undo.callback(process.kill)
+    waits = {"SMDDP_STALL_SECONDS": "3", "SMDDP_TIMEOUT_SECONDS": "6"}
+    with two_ranks(free_port, RANKS / "guards.py", what, way, **waits) as ranks:
         said = ranks[0].communicate(timeout=120)[0]
     told = said[said.index(" after ") :]
     assert words in told, said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from smdistributed.rehearsal.after_import import call_after_import
+from smdistributed.rehearsal.horovod import Finder
 from smdistributed.rehearsal.settings import RehearsalError, is_asked_for, read_settings
 
 __all__ = ["RehearsalError", "activate"]
@@ -21,6 +22,8 @@ def activate() -> None:
     What is wrong with the variables is raised by the import of the framework (RehearsalError), not here: Python goes on
     after an error at its start, and the script would run as if nothing had been asked for.
     """
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())
     for framework, rehearse in (("torch", _with_torch), ("tensorflow", _with_tensorflow)):
         if framework in sys.modules:
             rehearse()

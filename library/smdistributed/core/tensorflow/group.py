@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from smdistributed.core import opening, timeline
@@ -58,11 +58,11 @@ class Group:
         given, result = together[0] if len(together) == 1 else self._pack(together)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
-            self._engine.all_reduce(result, work.reduction.decode(), source=source)
+            self._engine.all_reduce(result, work.name.decode(), source=source)
         else:
-            if self._rank == work.root and given.address != result.address:
+            if self._rank == work.rank and given.address != result.address:
                 result.copy_from(given)
-            self._engine.broadcast(result, work.root)
+            self._engine.broadcast(result, work.rank)
         if len(together) > 1:
             self._unpack(together)
 
@@ -86,8 +86,10 @@ class Group:
         self._store.close()
 
 
-def open_group(launch: Launch) -> Group:
-    """Open the engine of all ranks. To be called by all of them, once.
+def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] | None = None) -> Group:
+    """Open the engine of these ranks of the job, by default of all. To be called by all of them, once.
+
+    store: the job's, if it is open already.
 
     Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
     above 0.
@@ -97,17 +99,19 @@ def open_group(launch: Launch) -> Group:
         seconds = seconds_of("SMDDP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS)
     except CollectiveError as error:
         raise SMDDPError(str(error)) from None
-    store = open_store(launch)
+    the_store = store or open_store(launch)
+    members = list(ranks or range(launch.world_size))
     group = opening.Group(
-        store=store.prefixed("tensorflow"),
-        rank=launch.rank,
-        size=launch.world_size,
+        store=the_store.prefixed(f"tensorflow-{members[0]}"),
+        rank=members.index(launch.rank),
+        size=len(members),
         seconds=seconds,
-        connect=lambda: store,
+        connect=lambda: the_store,
         number=launch.rank,
+        is_first=members[0] == 0,
     )
     engine, name = opening.open_engine(group, mpi_network(group), wanted)
-    return Group(engine, name, store, launch.rank)
+    return Group(engine, name, the_store, group.rank)
 
 
 def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -1,8 +1,9 @@
-"""Collectives as operations of TensorFlow, in eager code and in graphs (library/native/tensorflow.c).
+"""Collectives and messages as operations of TensorFlow, in eager code and in graphs (library/native/tensorflow.c).
 
-All take a resource that nothing reads: TensorFlow runs operations on one resource in the order of the program, also
-through branches and loops of a `tf.function`, so that every rank calls the same collectives in the same order. Graphs
-of version 1, which have no such rule, get control dependencies.
+All collectives take a resource that nothing reads: TensorFlow runs operations on one resource in the order of the
+program, also through branches and loops of a `tf.function`, so that every rank calls the same collectives in the same
+order. Graphs of version 1, which have no such rule, get control dependencies. Messages have the order that their caller
+gives them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from smdistributed.core.launch import read_launch
 _PATH = Path(__file__).with_name("_operations.so")
 _ORDER = "smddp_order"
 _NAMED = f"{SMDDPError.__name__}: "  # launchers look for it in what a rank has said
-KINDS = ("all_reduce", "broadcast")
+KINDS = ("all_reduce", "broadcast", "send", "receive")
 DTYPES = {
     getattr(tf, name): name
     for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32")
@@ -31,14 +32,19 @@ DTYPES = {
 
 
 class Work(ctypes.Structure):
-    """An operation that has its inputs: what it is, where its tensors lie, and where the results go."""
+    """An operation that has its inputs: what it is, where its tensors lie, and where the results go.
+
+    rank: the root of a broadcast, or whom a message is to or from. name: the reduction, or the label of a message.
+    """
 
     _fields_ = (
         ("kind", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
-        ("root", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
         ("count", ctypes.c_int32),
-        ("reduction", ctypes.c_char * 16),
+        ("dims", ctypes.c_int32),
+        ("name", ctypes.c_char * 32),
+        ("shape", ctypes.c_int64 * 8),
         ("inputs", ctypes.POINTER(ctypes.c_void_p)),
         ("data", ctypes.POINTER(ctypes.c_void_p)),
         ("elements", ctypes.POINTER(ctypes.c_int64)),
@@ -64,11 +70,34 @@ def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
     return _call(load().module.smddp_broadcast, tensors, root=root)
 
 
-def serve(do: Callable[[Work], None]) -> None:
-    """Do the work of this process's operations as it comes, for ever; an error of `do` is that of the operation."""
+def send(tensor: Any, rank: int, label: str) -> Any:
+    """Send a tensor to that rank. Gives a scalar, the token of its being on the way; `label` has at most 31 bytes."""
+    with tf.device("/CPU:0"):
+        return load().module.smp_send(tensor=tensor, rank=rank, label=label)
+
+
+def receive(anchors: Sequence[Any], dtype: Any, rank: int, label: str) -> Any:
+    """The tensor that that rank sends with this label. anchors: any tensors, for what is derived from this."""
+    with tf.device("/CPU:0"):
+        return load().module.smp_receive(anchors=list(anchors), T=dtype, rank=rank, label=label)
+
+
+def memory_for(work: Work, shape: Sequence[int]) -> int:
+    """The address of memory for what was received. Raises MemoryError where there is none."""
+    work.dims = len(shape)
+    work.shape[: len(shape)] = list(shape)
+    address: int | None = load().functions.operations_allocate(ctypes.byref(work))
+    if address is None:
+        raise MemoryError(f"TensorFlow has no memory for a tensor of shape {tuple(shape)}.")
+    return address
+
+
+def serve(do: Callable[[Work], None], messages: bool = False) -> None:
+    """Do the work of this process's collectives, or of its messages, as it comes, for ever; an error of `do` is that
+    of the operation."""
     functions = load().functions
     while True:
-        address = functions.operations_next()
+        address = functions.operations_next(messages)
         try:
             do(Work.from_address(address))
         except BaseException as error:  # the operation's caller hears of it
@@ -140,7 +169,8 @@ def load() -> Library:
         )
     module = tf.load_op_library(str(_PATH))  # before ctypes does: TensorFlow sees what is registered meanwhile
     functions = ctypes.CDLL(str(_PATH))
-    functions.operations_next.restype, functions.operations_next.argtypes = ctypes.c_void_p, ()
+    functions.operations_next.restype, functions.operations_next.argtypes = ctypes.c_void_p, (ctypes.c_int,)
+    functions.operations_allocate.restype, functions.operations_allocate.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
     functions.operations_finish.restype = None
     functions.operations_finish.argtypes = ctypes.c_void_p, ctypes.c_char_p
     problem = functions.operations_registered()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-import tensorflow as tf
-
 from smdistributed.core.launch import Launch, read_launch
+from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
 from smdistributed.dataparallel.exceptions import SMDDPError
 
@@ -25,7 +22,7 @@ def init() -> None:
     if _joined is not None:
         raise SMDDPError("smdistributed.dataparallel.tensorflow.init() was called before: call it once.")
     launch = read_launch()
-    _take_gpu(launch.local_rank)
+    take_gpu(launch.local_rank)
     _joined = launch, open_group(launch)
 
 
@@ -77,20 +74,3 @@ def _group() -> Group:
     _launch()
     assert _joined is not None
     return _joined[1]
-
-
-def _take_gpu(index: int) -> None:
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return
-    mine = gpus[index % len(gpus)]
-    try:
-        tf.config.set_visible_devices(mine, "GPU")
-        with suppress(ValueError):  # the script has set a limit of its own
-            tf.config.experimental.set_memory_growth(mine, True)
-    except RuntimeError as error:
-        if tf.config.get_visible_devices("GPU") != [mine]:
-            raise SMDDPError(
-                f"TensorFlow has begun to use its GPUs before init() could choose that of local rank {index}: call "
-                f"init() right after the imports. ({error})"
-            ) from None

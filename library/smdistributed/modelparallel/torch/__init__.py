@@ -13,9 +13,7 @@ def train_step(model, data, target):
 
 from __future__ import annotations
 
-from smdistributed.modelparallel.torch import amp, exceptions, model, nn
-from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
-from smdistributed.modelparallel.torch.api import (
+from smdistributed.modelparallel.backend.api import (
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -31,19 +29,11 @@ from smdistributed.modelparallel.torch.api import (
     dp_rank,
     dp_size,
     get_dp_group,
-    get_dp_process_group,
     get_mp_group,
-    get_mp_process_group,
     get_pp_group,
-    get_pp_process_group,
     get_rdp_group,
-    get_rdp_process_group,
     get_tp_group,
-    get_tp_process_group,
-    get_world_process_group,
-    init,
     is_initialized,
-    is_tracing,
     local_rank,
     local_size,
     mp_barrier,
@@ -62,6 +52,18 @@ from smdistributed.modelparallel.torch.api import (
     tp_barrier,
     tp_rank,
     tp_size,
+)
+from smdistributed.modelparallel.torch import amp, exceptions, model, nn
+from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
+from smdistributed.modelparallel.torch.api import (
+    get_dp_process_group,
+    get_mp_process_group,
+    get_pp_process_group,
+    get_rdp_process_group,
+    get_tp_process_group,
+    get_world_process_group,
+    init,
+    is_tracing,
 )
 from smdistributed.modelparallel.torch.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.construction import (

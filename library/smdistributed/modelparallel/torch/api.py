@@ -1,38 +1,11 @@
-"""Initialisation, ranks, groups and messages: the functions of `smp` that concern the job rather than the model."""
+"""Initialisation, and what is torch's of the functions of `smp` that concern the job: see `backend.api`."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import Any
 
 from smdistributed.modelparallel.torch.state_mod import state
-
-
-class CommGroup(enum.Enum):
-    """Groups of ranks (AWS API)."""
-
-    WORLD = "WORLD"
-    MP_GROUP = "MP_GROUP"
-    DP_GROUP = "DP_GROUP"
-    PP_GROUP = "PP_GROUP"
-    TP_GROUP = "TP_GROUP"
-    RDP_GROUP = "RDP_GROUP"
-
-
-class RankType(enum.Enum):
-    """What a rank's number counts: its place in the job, or in this rank's group of that name (AWS API)."""
-
-    WORLD_RANK = "WORLD"
-    MP_RANK = "MP_GROUP"
-    DP_RANK = "DP_GROUP"
-    PP_RANK = "PP_GROUP"
-    TP_RANK = "TP_GROUP"
-    RDP_RANK = "RDP_GROUP"
-
-
-WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
-PP_GROUP, TP_GROUP, RDP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGroup.RDP_GROUP
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -46,119 +19,9 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     state.init(config)
 
 
-def is_initialized() -> bool:
-    """Whether `init` has been called."""
-    return state.initialized
-
-
 def is_tracing() -> bool:
     """Whether the model is being traced, on the meta device, to decide how it is cut."""
     return state.is_tracing
-
-
-def _rank(name: str) -> int:
-    return state.group(name).index(state.rank)
-
-
-def _size(name: str) -> int:
-    return len(state.group(name))
-
-
-def rank() -> int:
-    """This process's number in the job, from 0."""
-    return _rank("WORLD")
-
-
-def size() -> int:
-    """The number of processes of the job."""
-    return _size("WORLD")
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    state.require()
-    return state.local_rank
-
-
-def local_size() -> int:
-    """The number of processes on this host."""
-    state.require()
-    return state.local_size
-
-
-def mp_rank() -> int:
-    """This rank's number in its replica of the model."""
-    return _rank("MP_GROUP")
-
-
-def mp_size() -> int:
-    """The number of ranks that hold one replica of the model."""
-    return _size("MP_GROUP")
-
-
-def pp_rank() -> int:
-    """This rank's stage."""
-    return _rank("PP_GROUP")
-
-
-def pp_size() -> int:
-    """The number of stages."""
-    return _size("PP_GROUP")
-
-
-def dp_rank() -> int:
-    """This rank's replica."""
-    return _rank("DP_GROUP")
-
-
-def dp_size() -> int:
-    """The number of replicas."""
-    return _size("DP_GROUP")
-
-
-def tp_rank() -> int:
-    """This rank's number among those that share tensors; 0."""
-    return _rank("TP_GROUP")
-
-
-def tp_size() -> int:
-    """The number of ranks that share tensors; 1."""
-    return _size("TP_GROUP")
-
-
-def rdp_rank() -> int:
-    """This rank's number among those that hold the same parameters."""
-    return _rank("RDP_GROUP")
-
-
-def rdp_size() -> int:
-    """The number of ranks that hold the same parameters."""
-    return _size("RDP_GROUP")
-
-
-def get_mp_group() -> list[int]:
-    """The ranks that hold this rank's replica of the model."""
-    return list(state.group("MP_GROUP"))
-
-
-def get_pp_group() -> list[int]:
-    """The ranks that hold the stages of this rank's pipeline, in order."""
-    return list(state.group("PP_GROUP"))
-
-
-def get_dp_group() -> list[int]:
-    """The ranks that hold the same stage in all replicas."""
-    return list(state.group("DP_GROUP"))
-
-
-def get_tp_group() -> list[int]:
-    """The ranks that share tensors with this one."""
-    return list(state.group("TP_GROUP"))
-
-
-def get_rdp_group() -> list[int]:
-    """The ranks that hold the same parameters as this one."""
-    return list(state.group("RDP_GROUP"))
 
 
 def get_world_process_group() -> Any:
@@ -189,62 +52,3 @@ def get_tp_process_group() -> Any:
 def get_rdp_process_group() -> Any:
     """torch.distributed's group of `get_rdp_group()`."""
     return state.process_group("RDP_GROUP")
-
-
-def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
-    """Send any object that can be pickled to that rank, which calls `recv_from`."""
-    state.post.send(obj, _world_rank(dest_rank, rank_type))
-
-
-def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """The next object that that rank sends here. Raises SMPRuntimeError when the rank is gone."""
-    return state.post.receive(_world_rank(src_rank, rank_type))
-
-
-def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-    """Send an object to all others of the group, which call `recv_from` with this rank."""
-    for other in state.group(group.value):
-        if other != state.rank:
-            state.post.send(obj, other)
-
-
-def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Every rank's object, in the order of the group's ranks; all of them call it."""
-    return state.post.gather(obj, state.group(group.value))
-
-
-def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until all ranks of the group are here."""
-    allgather(None, group)
-
-
-def mp_barrier() -> None:
-    """Wait for the ranks of this rank's replica of the model."""
-    barrier(CommGroup.MP_GROUP)
-
-
-def pp_barrier() -> None:
-    """Wait for the stages of this rank's pipeline."""
-    barrier(CommGroup.PP_GROUP)
-
-
-def dp_barrier() -> None:
-    """Wait for the ranks that hold this rank's stage."""
-    barrier(CommGroup.DP_GROUP)
-
-
-def tp_barrier() -> None:
-    """Wait for the ranks that share tensors with this one."""
-    barrier(CommGroup.TP_GROUP)
-
-
-def rdp_barrier() -> None:
-    """Wait for the ranks that hold the same parameters."""
-    barrier(CommGroup.RDP_GROUP)
-
-
-def _world_rank(number: int, rank_type: RankType) -> int:
-    ranks = state.group(rank_type.value)
-    if not 0 <= number < len(ranks):
-        raise ValueError(f"{rank_type.name} {number} is not there: they count from 0 to {len(ranks) - 1}.")
-    return ranks[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.backend.partition import Partition, shares
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 _log = logging.getLogger("smdistributed.modelparallel")
@@ -25,24 +26,6 @@ class Items:
     names: list[str]
     costs: list[float]
     together: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """stages: of every module, by name. shares: of every stage in the cost. gap: the largest over the best possible."""
-
-    stages: dict[str, int]
-    shares: tuple[float, ...]
-    gap: float
-
-    def __str__(self) -> str:
-        count = len(self.shares)
-        stages = "1 stage" if count == 1 else f"{count} stages"
-        lines = [f"The model is on {stages}, the largest {self.gap:.3f} times that of the best cut."]
-        for stage, share in enumerate(self.shares):
-            roots = ", ".join(_roots(self.stages, stage)) or "what the model itself computes"
-            lines.append(f"  stage {stage}: {share:6.1%}  {roots}")
-        return "\n".join(lines)
 
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
@@ -81,12 +64,6 @@ def items(root: nn.Module, config: Config, found: Trace) -> Items:
     names = [name for name in ordered if costs[name] or name in tied or not any(_children(modules, name))]
     place = {name: index for index, name in enumerate(names)}
     return Items(names, [costs[name] for name in names], [sorted(place[name] for name in group) for group in groups])
-
-
-def shares(costs: Sequence[float], stages: Sequence[int], count: int) -> tuple[float, ...]:
-    """Each stage's share of the whole cost."""
-    total = sum(costs) or 1
-    return tuple(sum(cost for cost, at in zip(costs, stages) if at == stage) / total for stage in range(count))
 
 
 def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
@@ -150,14 +127,3 @@ def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[
         if name not in stages:
             stages[name] = min(stages[child] for child in _children(modules, name))
     return {name: stages[name] for name in modules}
-
-
-def _roots(stages: Mapping[str, int], stage: int) -> Iterator[str]:
-    """The largest modules that are wholly on a stage."""
-    whole = {name for name in stages if all(s == stage for other, s in stages.items() if _is_in(other, name))}
-    roots = (name for name in stages if name in whole and (not name or name.rpartition(".")[0] not in whole))
-    return (name or "the model" for name in roots)
-
-
-def _is_in(name: str, container: str) -> bool:
-    return not container or name == container or name.startswith(f"{container}.")

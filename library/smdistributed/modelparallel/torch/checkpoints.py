@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.torch.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import state

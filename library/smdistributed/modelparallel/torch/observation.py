@@ -1,12 +1,10 @@
 """What a stage does and waits for: recorded for the timeline, and said when it lasts too long.
 
-`SMP_TIMELINE` names a directory, or a file that ends in `.json`: every rank writes there what `shoal report timeline`
-merges into one page. `SMDDP_STALL_SECONDS` (60 where it is not set) is how long a stage waits before it says for what.
+`SMDDP_STALL_SECONDS` (60 where it is not set) is how long a stage waits before it says for what.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -17,17 +15,8 @@ from smdistributed.core import timeline
 from smdistributed.core.guards import stall_seconds
 from smdistributed.modelparallel.torch.work import Work
 
-VARIABLE = "SMP_TIMELINE"
-_FILE = "smp_timeline.json"
 _STACK_CALLS = 8
 _LOOKS = 4
-
-
-def start_timeline(rank: int, world_size: int) -> None:
-    """Begin to record, if the environment asks for it. Raises TimelineError when the file cannot be written."""
-    path = os.environ.get(VARIABLE)
-    if path:
-        timeline.start(path, rank, world_size, default_name=_FILE)
 
 
 class Observer:

@@ -20,7 +20,8 @@ from torch import nn
 
 from smdistributed.modelparallel.backend.config import Config, check
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPError
-from smdistributed.modelparallel.torch.auto_partition import Partition, partition
+from smdistributed.modelparallel.backend.partition import Partition
+from smdistributed.modelparallel.torch.auto_partition import partition
 from smdistributed.modelparallel.torch.optimizer import share
 from smdistributed.modelparallel.torch.trace import Trace, trace
 

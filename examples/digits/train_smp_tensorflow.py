@@ -1,0 +1,107 @@
+"""Train the digits with a Keras model on two stages, and two replicas of that.
+
+`mpirun -np 4 python train_smp_tensorflow.py`, with the interface `smdistributed.modelparallel.tensorflow`. Each replica
+gets half of the images; a batch goes through the stages in four microbatches that follow each other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+from digits import arguments_parser, read_digits, save_metrics
+from digits_tensorflow import share, share_size
+
+import smdistributed.modelparallel.tensorflow as smp
+
+PARAMETERS = {"partitions": 2, "microbatches": 4, "horovod": True}
+"""Those of the job, the hyperparameter `mp_parameters`, win over these. `horovod` means replicas; none is needed."""
+
+loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Net(smp.DistributedModel):
+    """Images (n, 8, 8), float32 from 0 to 1, to scores (n, 10). Written as any Keras model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshape = tf.keras.layers.Reshape((8, 8, 1))
+        self.conv1 = tf.keras.layers.Conv2D(16, 3, padding="same", activation="relu")
+        self.conv2 = tf.keras.layers.Conv2D(32, 3, padding="same", activation="relu")
+        self.pool, self.flatten = tf.keras.layers.MaxPooling2D(), tf.keras.layers.Flatten()
+        self.dropout = tf.keras.layers.Dropout(0.25)
+        self.hidden = tf.keras.layers.Dense(64, activation="relu")
+        self.scores = tf.keras.layers.Dense(10)
+
+    def call(self, images: Any, training: Any = None) -> Any:
+        x = self.flatten(self.pool(self.conv2(self.conv1(self.reshape(images)))))
+        return self.scores(self.hidden(self.dropout(x, training=training)))
+
+
+def main() -> None:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--mp_parameters", help="smp.init reads these itself, from SM_HP_MP_PARAMETERS")
+    arguments = parser.parse_args()
+    smp.init(PARAMETERS)
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # the network is small: the cores are for the ranks
+    tf.keras.utils.set_random_seed(arguments.seed)
+
+    training, test = read_digits(arguments.data_dir)
+    # All stages of a replica read the same batches, of one size.
+    batches = share(training, smp.dp_rank(), smp.dp_size(), arguments).filter(
+        lambda images, _: tf.shape(images)[0] == arguments.batch_size
+    )
+    model = Net()  # cut and placed at the first step
+    optimizer = tf.keras.optimizers.Adam(arguments.lr)
+    train_step, predict = make_steps(model, optimizer)
+
+    training_seconds = 0.0
+    for epoch in range(1, arguments.epochs + 1):
+        start = time.perf_counter()
+        losses = [float(train_step(images, labels)) for images, labels in batches]
+        training_seconds += time.perf_counter() - start
+        loss = sum(smp.allgather(sum(losses) / len(losses), smp.DP_GROUP)) / smp.dp_size()
+        if smp.rank() == 0:
+            print(f"epoch {epoch}/{arguments.epochs} iterations {len(losses)} loss {loss:.4f}", flush=True)
+
+    count = len(test.labels) - len(test.labels) % smp.state.cfg.microbatches
+    scores = predict(test.images[:count]).merge()
+    model.save_model(str(arguments.model_dir / "1"))  # all ranks call it
+    if smp.rank() == 0:
+        images = share_size(training, smp.dp_size()) * smp.dp_size()
+        metrics = {
+            "test_accuracy": float((scores.numpy().argmax(1) == test.labels[:count]).mean()),
+            "images_per_second": images * arguments.epochs / training_seconds,
+            "training_seconds": training_seconds,
+            "epochs": arguments.epochs,
+            "world_size": smp.size(),
+        }
+        save_metrics(metrics, arguments)
+
+
+def make_steps(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Functions of a batch: one that trains and gives the loss, one that gives scores."""
+
+    @smp.step
+    def get_grads(images: Any, labels: Any) -> Any:
+        """Of one microbatch."""
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(images, training=True))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    def train_step(images: Any, labels: Any) -> Any:
+        gradients, loss = get_grads(images, labels)
+        means = [gradient.accumulate() for gradient in gradients]  # over the microbatches
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))  # of the mean over the replicas
+        return loss.reduce_mean()
+
+    @smp.step
+    def predict(images: Any) -> Any:
+        return model(images, training=False)
+
+    return tf.function(train_step), predict
+
+
+if __name__ == "__main__":
+    main()

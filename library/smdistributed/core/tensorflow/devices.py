@@ -1,0 +1,30 @@
+"""The GPU of a rank."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import tensorflow as tf
+
+from smdistributed.core.exceptions import SMDDPError
+
+
+def take_gpu(local_rank: int) -> None:
+    """Make that GPU the only one that TensorFlow sees, and let its memory grow; nothing where there is none.
+
+    Raises SMDDPError when TensorFlow has already begun to use other GPUs.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    mine = gpus[local_rank % len(gpus)]
+    try:
+        tf.config.set_visible_devices(mine, "GPU")
+        with suppress(ValueError):  # the script has set a limit of its own
+            tf.config.experimental.set_memory_growth(mine, True)
+    except RuntimeError as error:
+        if tf.config.get_visible_devices("GPU") != [mine]:
+            raise SMDDPError(
+                f"TensorFlow has begun to use its GPUs before init() could choose that of local rank {local_rank}: "
+                f"call init() right after the imports. ({error})"
+            ) from None

@@ -1,0 +1,41 @@
+"""What a partition is, and how it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Partition:
+    """stages: of every module, by name. shares: of every stage in the cost. gap: the largest over the best possible."""
+
+    stages: dict[str, int]
+    shares: tuple[float, ...]
+    gap: float
+
+    def __str__(self) -> str:
+        count = len(self.shares)
+        stages = "1 stage" if count == 1 else f"{count} stages"
+        lines = [f"The model is on {stages}, the largest {self.gap:.3f} times that of the best cut."]
+        for stage, share in enumerate(self.shares):
+            roots = ", ".join(_roots(self.stages, stage)) or "what the model itself computes"
+            lines.append(f"  stage {stage}: {share:6.1%}  {roots}")
+        return "\n".join(lines)
+
+
+def shares(costs: Sequence[float], stages: Sequence[int], count: int) -> tuple[float, ...]:
+    """Each stage's share of the whole cost."""
+    total = sum(costs) or 1
+    return tuple(sum(cost for cost, at in zip(costs, stages) if at == stage) / total for stage in range(count))
+
+
+def _roots(stages: Mapping[str, int], stage: int) -> Iterator[str]:
+    """The largest modules that are wholly on a stage."""
+    whole = {name for name in stages if all(s == stage for other, s in stages.items() if _is_in(other, name))}
+    roots = (name for name in stages if name in whole and (not name or name.rpartition(".")[0] not in whole))
+    return (name or "the model" for name in roots)
+
+
+def _is_in(name: str, container: str) -> bool:
+    return not container or name == container or name.startswith(f"{container}.")

@@ -1,0 +1,128 @@
+"""The order of what the stages of a static graph send and receive, for the microbatches of one step.
+
+A stage that runs whatever is ready decides as it goes (`schedule`); a graph is given its order beforehand. Here a step
+is gone through on paper, by the same rule, with every forward as long as every other and backwards twice as long.
+Sending waits for nobody, so that any order that is gone through in this way can be kept without a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+
+_SECONDS = {Kind.FORWARD: 1.0, Kind.GO_ON: 0.1, Kind.BACKWARD: 2.0}
+_LATENCY = 0.01
+
+
+class Event(NamedTuple):
+    """kind: "begin", of a forward or a backward that waits for no message; "send" or "receive".
+    label: the same on both ends of a message."""
+
+    microbatch: int
+    is_backward: bool
+    kind: str
+    label: str
+
+
+class _Work(NamedTuple):
+    """Events of one microbatch between two that wait; they are done together."""
+
+    turn: Turn
+    events: list[tuple[int, Event]]
+
+    @property
+    def waits_for(self) -> str | None:
+        """The message without which it cannot begin."""
+        return next((event.label for _, event in self.events if event.kind == "receive"), None)
+
+
+def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> list[list[int]]:
+    """The order in which each stage does its events, by their places in its program.
+
+    programs: of each stage, its events; those of a microbatch are done in their order there. active: how many
+    microbatches may be in flight at the first stage, one less at each later one. simple: all forwards come first.
+
+    Raises SMPRuntimeError where a stage waits for a message that nobody sends.
+    """
+    stages = [_Stage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
+    arrivals: dict[str, float] = {}
+    now = 0.0
+    while any(stage.is_busy for stage in stages):
+        for stage in stages:
+            stage.advance(now, arrivals)
+        later = [stage.free_at for stage in stages if stage.free_at > now] + [t for t in arrivals.values() if t > now]
+        if not later and any(stage.is_busy for stage in stages):
+            waits = "; ".join(f"stage {number}: {stage.state}" for number, stage in enumerate(stages) if stage.is_busy)
+            raise SMPRuntimeError(f"Stages would wait for each other for ever ({waits}).")
+        now = min(later, default=now)
+    return [stage.done for stage in stages]
+
+
+class _Stage:
+    def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
+        microbatches = sorted({event.microbatch for event in program})
+        self._rest = {m: list(_work(program, m)) for m in microbatches}
+        forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not Kind.BACKWARD]
+        has_backwards = sum(map(len, self._rest.values())) > len(forwards)
+        self._forwards = len(forwards)
+        self._simple = simple and has_backwards
+        self._schedule = Schedule(len(microbatches) if self._simple or not has_backwards else window)
+        self.free_at = 0.0
+        self.done: list[int] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return any(self._rest.values())
+
+    @property
+    def state(self) -> str:
+        """What comes next of each microbatch."""
+        return ", ".join(f"{rest[0].turn}: {rest[0].waits_for}" for rest in self._rest.values() if rest)
+
+    def advance(self, now: float, arrivals: dict[str, float]) -> None:
+        """Do what comes next, if the stage is free and something can be done."""
+        if self.free_at > now:
+            return
+        ready = [rest[0] for rest in self._rest.values() if rest and self._is_ready(rest[0], now, arrivals)]
+        choice = self._schedule.choose([work.turn for work in ready])
+        if choice is None:
+            return
+        work = ready[choice]
+        self._rest[work.turn.microbatch].pop(0)
+        self._forwards -= work.turn.kind is not Kind.BACKWARD
+        self.free_at = now + _SECONDS[work.turn.kind]
+        for place, event in work.events:
+            self.done.append(place)
+            if event.kind == "send":
+                arrivals[event.label] = self.free_at + _LATENCY
+        if not self._rest[work.turn.microbatch]:
+            self._schedule.finish(work.turn.microbatch)
+
+    def _is_ready(self, work: _Work, now: float, arrivals: dict[str, float]) -> bool:
+        if self._simple and work.turn.kind is Kind.BACKWARD and self._forwards:
+            return False
+        return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now
+
+
+def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
+    events: list[tuple[int, Event]] = []
+    has_begun = False
+
+    def work() -> _Work:
+        backward = events[0][1].is_backward
+        kind = Kind.BACKWARD if backward else Kind.GO_ON if has_begun else Kind.FORWARD
+        return _Work(Turn(kind, microbatch), events)
+
+    for place, event in enumerate(program):
+        if event.microbatch != microbatch:
+            continue
+        alone = len(events) == 1 and events[0][1].kind == "begin" and events[0][1].is_backward == event.is_backward
+        if events and (event.kind == "begin" or (event.kind == "receive" and not alone)):
+            yield work()
+            has_begun, events = True, []
+        events.append((place, event))
+    if events:
+        yield work()

@@ -1,0 +1,140 @@
+"""How a step's arguments become those of its microbatches, and what they return one object, whatever a tensor is."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from smdistributed.modelparallel.backend.exceptions import MicrobatchError
+
+
+class Splitter(ABC):
+    """Splits the arguments of one function into microbatches. The front says what a tensor is, and cuts it.
+
+    whole: names of arguments that every microbatch gets as they are. axes: along which axis an argument is split, by
+    its name; else 0. uneven: whether parts may differ in size, by one at most.
+    """
+
+    may_be_uneven = True
+    """Whether `uneven_microbatches` helps where an axis does not divide."""
+
+    def __init__(
+        self, function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], uneven: bool = False
+    ) -> None:
+        self._signature = inspect.signature(function)
+        unknown = [name for name in (*whole, *axes) if name not in self._signature.parameters]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        if unknown and not takes_any:
+            raise MicrobatchError(
+                f"smp.step of {function.__qualname__} names {', '.join(map(repr, unknown))}, which it does not take: "
+                f"its arguments are {', '.join(self._signature.parameters)}."
+            )
+        self._whole, self._axes, self.uneven = frozenset(whole), dict(axes), uneven
+
+    @abstractmethod
+    def is_tensor(self, value: Any) -> bool:
+        """Whether this is a tensor of the front's."""
+
+    @abstractmethod
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        """The sizes of its axes; none of a scalar, which every microbatch gets whole."""
+
+    @abstractmethod
+    def cut(self, tensor: Any, count: int, axis: int) -> list[Any]:
+        """So many parts of it, of equal sizes, or where `count` does not divide the axis the first ones one longer."""
+
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each of `count` microbatches.
+
+        Raises MicrobatchError when an axis does not divide by `count`.
+        """
+        names = self._names(len(args))
+        positional = [self._parts(name, value, count) for name, value in zip(names, args)]
+        named = {name: self._parts(name, value, count) for name, value in kwargs.items()}
+        return [
+            (tuple(parts[i] for parts in positional), {name: parts[i] for name, parts in named.items()})
+            for i in range(count)
+        ]
+
+    def weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[float]:
+        """The share of each microbatch in the batch, by the length of the first tensor that was split."""
+        for place, value in enumerate(parts[0][0]):
+            if self.is_tensor(value) and self.shape(value):
+                sizes = [self.shape(args[place])[0] for args, _ in parts]
+                return [size / sum(sizes) for size in sizes]
+        return [1 / len(parts)] * len(parts)
+
+    def _names(self, count: int) -> list[str]:
+        names: list[str] = []
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                return names + [parameter.name] * (count - len(names))
+            names.append(parameter.name)
+        return names
+
+    def _parts(self, name: str, value: Any, count: int) -> list[Any]:
+        if name in self._whole:
+            return [value] * count
+        return self._split(name, value, count, self._axes.get(name, 0))
+
+    def _split(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
+        if self.is_tensor(value):
+            return self._split_tensor(name, value, count, axis)
+        if hasattr(value, "smp_slice"):
+            return [value.smp_slice(count, i, axis) for i in range(count)]
+        if isinstance(value, Mapping):
+            parts = {key: self._split(f"{name}[{key!r}]", item, count, axis) for key, item in value.items()}
+            return [like(value, {key: part[i] for key, part in parts.items()}) for i in range(count)]
+        if isinstance(value, (list, tuple, set)):
+            each = [self._split(f"{name}[{place}]", item, count, axis) for place, item in enumerate(value)]
+            return [like(value, [part[i] for part in each]) for i in range(count)]
+        return [value] * count
+
+    def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
+        shape = self.shape(value)
+        if not shape:
+            return [value] * count
+        if not -len(shape) <= axis < len(shape):
+            raise MicrobatchError(f"{name} has {len(shape)} axes: it cannot be split along axis {axis}.")
+        size = shape[axis]
+        if size < count or (size % count and not self.uneven):
+            raise MicrobatchError(
+                f"{name}, of shape {shape}, has {size} along axis {axis}: that must be a multiple of "
+                f"'microbatches', {count}. Choose another batch size, drop the last batch (drop_last=True), name the "
+                "argument in non_split_inputs if it is no batch"
+                + (
+                    "."
+                    if self.uneven or not self.may_be_uneven
+                    else ", or set 'uneven_microbatches' to true in mp_parameters."
+                )
+            )
+        return self.cut(value, count, axis)
+
+
+def like(value: Any, items: Any) -> Any:
+    """A container of the kind of `value`, with these items."""
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    try:
+        return type(value)(items)
+    except TypeError:  # a mapping with a constructor of its own
+        return dict(items) if isinstance(value, Mapping) else list(items)
+
+
+def merge(results: Sequence[Any], is_tensor: Callable[[Any], bool], output: Callable[[Sequence[Any]], Any]) -> Any:
+    """What the microbatches returned as one: an `output` of tensors in their place, lists in place of anything else.
+
+    output: the front's StepOutput.
+    """
+    first = results[0]
+    if is_tensor(first):
+        return output(results)
+    if isinstance(first, Mapping) and all(isinstance(r, Mapping) and r.keys() == first.keys() for r in results):
+        return like(first, {key: merge([r[key] for r in results], is_tensor, output) for key in first})
+    if isinstance(first, (tuple, list)) and all(isinstance(r, (tuple, list)) and len(r) == len(first) for r in results):
+        return like(first, [merge(items, is_tensor, output) for items in zip(*results)])
+    return list(results)

@@ -1,0 +1,162 @@
+"""Tensors and objects between the ranks of a job: what a step's graph sends and receives, and what scripts do."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from smdistributed.core import timeline
+from smdistributed.core.guards import stall_seconds
+from smdistributed.core.mail import Mail, Waiter
+from smdistributed.core.native import ITEM_BYTES
+from smdistributed.core.tensorflow import operations
+from smdistributed.core.tensorflow.operations import Work
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.post import Post
+
+NEW_RUN = "new run"
+"""The label of a message that a rank sends to itself when a step begins."""
+_LOOKS = 4
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    memory: bytearray
+    run: int
+
+
+class Messages:
+    """Of this rank. `post` is for objects; tensors go by labels, by the operations of `core.tensorflow.operations`.
+
+    names: what is awaited with a label, as people call it.
+    """
+
+    def __init__(self, rank: int, secret: bytes) -> None:
+        self._rank = rank
+        self.names: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, str], deque[_Tensor]] = defaultdict(deque)
+        self._gone: set[int] = set()
+        self._run = 0  # every rank counts the steps that it runs, and tells its number with what it sends
+        self._ahead: dict[int, int] = defaultdict(int)
+        self._awaited: tuple[int, str, Waiter, float] | None = None
+        self._limit = stall_seconds()
+        self.post = Post(rank, self._send_object, pickle.loads)
+        self.mail = Mail(rank, secret, self._deliver, self._lost)
+        operations.load()
+        for what in (self._serve, self._watch):
+            threading.Thread(target=what, name=f"smp{what.__name__}", daemon=True).start()
+
+    def _serve(self) -> None:
+        operations.serve(self._do, messages=True)
+
+    def _do(self, work: Work) -> None:
+        kind, label = operations.KINDS[work.kind], work.name.decode()
+        if label == NEW_RUN:
+            self._begin_run()
+            return
+        with timeline.span("communication", kind, {"label": label, "rank": work.rank}):
+            if kind == "send":
+                self._send(work, label)
+            else:
+                self._receive(work, label)
+
+    def _send(self, work: Work, label: str) -> None:
+        ((address, _, elements),) = work.tensors()
+        size = elements * ITEM_BYTES[work.dtype_name]
+        memory = [memoryview((ctypes.c_char * size).from_address(address)).cast("B")] if size else [b""]
+        head = pickle.dumps(("tensor", label, work.dtype_name, tuple(work.shape[: work.dims]), self._run))
+        self.mail.send(work.rank, head, memory)
+
+    def _receive(self, work: Work, label: str) -> None:
+        came = self._take(work.rank, label)
+        if came.dtype != work.dtype_name:
+            raise SMPRuntimeError(
+                f"Rank {work.rank} sends {came.dtype} where rank {self._rank} expects {work.dtype_name} "
+                f"({self._named(label)}): their models differ."
+            )
+        address = operations.memory_for(work, came.shape)
+        size = len(came.memory)
+        if size:
+            ctypes.memmove(address, (ctypes.c_char * size).from_buffer(came.memory), size)
+
+    def _take(self, source: int, label: str) -> _Tensor:
+        with self._lock:
+            box = self._boxes[source, label]
+            waiter = None
+            if not self._is_there(box) and source not in self._gone and self._ahead[source] <= self._run:
+                waiter = Waiter()
+                self._awaited = source, label, waiter, time.monotonic()
+        if waiter is not None:
+            self.mail.wait(waiter)
+        with self._lock:
+            self._awaited = None
+            if not self._is_there(box):
+                what = "is gone" if source in self._gone else "has left this step"
+                raise SMPRuntimeError(
+                    f"Rank {source} {what}, and rank {self._rank} waits for its {self._named(label)}: its own error "
+                    "says why."
+                )
+            came = box.popleft()
+            if not box:
+                del self._boxes[source, label]
+            return came
+
+    def _is_there(self, box: deque[_Tensor]) -> bool:
+        return bool(box) and box[0].run == self._run
+
+    def _named(self, label: str) -> str:
+        return self.names.get(label, f"message {label}")
+
+    def _send_object(self, to: int, box: str, obj: object) -> None:
+        self.mail.send(to, pickle.dumps(("object", box, "", (), 0)), [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)])
+
+    def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        kind, name, dtype, shape, run = pickle.loads(head)
+        if kind == "object":
+            self.post.deliver(source, name, bodies[0])
+            return
+        with self._lock:
+            self._ahead[source] = max(run, self._ahead[source])
+            if run >= self._run:
+                self._boxes[source, name].append(_Tensor(dtype, shape, bodies[0], run))
+            if self._awaited:
+                self._wake(source, name if run == self._run else self._awaited[1])
+
+    def _begin_run(self) -> None:
+        """A step begins: forget what was sent to one that has failed."""
+        with self._lock:
+            self._run += 1
+            for key, box in list(self._boxes.items()):
+                self._boxes[key] = deque(tensor for tensor in box if tensor.run >= self._run)
+                if not self._boxes[key]:
+                    del self._boxes[key]
+
+    def _lost(self, source: int) -> None:
+        with self._lock:
+            self._gone.add(source)
+            if self._awaited:
+                self._wake(source, self._awaited[1])
+        self.post.lost(source)
+
+    def _wake(self, source: int, label: str) -> None:
+        if self._awaited and self._awaited[:2] == (source, label):
+            self.mail.wake(self._awaited[2])
+
+    def _watch(self) -> None:
+        """Say what has been awaited for longer than SMDDP_STALL_SECONDS, once."""
+        told: object = None
+        while True:
+            time.sleep(self._limit / _LOOKS)
+            awaited = self._awaited
+            if awaited and awaited is not told and time.monotonic() - awaited[3] > self._limit:
+                told = awaited
+                what = f"rank {self._rank} has waited {self._limit:g} s for rank {awaited[0]}: its"
+                print(f"smp: {what} {self._named(awaited[1])}", file=sys.stderr, flush=True)

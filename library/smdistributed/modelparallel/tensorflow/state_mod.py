@@ -1,0 +1,96 @@
+"""What `smp.init` sets up, for the rest of the package and for scripts that look (`smp.state.cfg`)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from smdistributed.core.launch import read_launch
+from smdistributed.core.mail import Mail
+from smdistributed.core.store import open_store
+from smdistributed.core.tensorflow.devices import take_gpu
+from smdistributed.core.tensorflow.group import Group, open_group
+from smdistributed.modelparallel.backend.config import Config, read_config
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
+from smdistributed.modelparallel.backend.meeting import meet
+from smdistributed.modelparallel.backend.ranks import Grid
+from smdistributed.modelparallel.backend.recording import start_timeline
+from smdistributed.modelparallel.tensorflow.messages import Messages
+from smdistributed.modelparallel.tensorflow.variables import own_variable
+
+_ABSENT = ("uneven_microbatches", "shard_optimizer_state", "fp16", "bf16", "xla")
+
+
+class State(Job):
+    """Set by `init`; before, only `initialized` may be asked."""
+
+    messages: Messages
+    replicas: Group | None = None
+    """The ranks that have this rank's stage, where there are several."""
+    steps = 0
+    """How many functions under smp.step have been traced."""
+    seed: int
+    """A number that all stages have drawn together."""
+    sums = 0
+    """How many sums over the stages have been traced."""
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.group("PP_GROUP").index(self.rank)
+
+    def init(self, argument: Mapping[str, Any] | None) -> None:
+        """Read the configuration and meet the other ranks. Calling it again does nothing."""
+        if self.initialized:
+            return
+        refuse_dataparallel()
+        self.cfg = read_config(argument, os.environ)
+        _refuse_absent(self.cfg)
+        launch = read_launch()
+        self.rank, self.local_rank = launch.rank, launch.local_rank
+        self.local_size = launch.local_world_size or launch.world_size
+        self.grid = Grid.of(self.cfg, launch.world_size)
+        take_gpu(launch.local_rank)
+        store = open_store(launch)
+        master = launch.master.host if launch.master else "127.0.0.1"
+        meet(store.prefixed("smp"), self.rank, launch.world_size, master, self._open_mail)
+        # Whoever is connected hears who ends.
+        self.seed = self.post.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
+        peers = self.grid.group("DP_GROUP", self.rank)
+        if len(peers) > 1:
+            self.replicas = open_group(launch, store, peers)
+        start_timeline(self.rank, launch.world_size)
+        self.begin()
+
+    # Made when they are needed: with its first variable TensorFlow begins, and scripts set it up after smp.init.
+
+    @cached_property
+    def anchor(self) -> Any:
+        """A variable that is never changed: see `optimizers`."""
+        return own_variable(0.0, "smp_anchor")
+
+    @cached_property
+    def _turn(self) -> Any:
+        return own_variable(0, "smp_turn", trainable=False)
+
+    def take_turn(self) -> Any:
+        """An operation that runs after the former one that this has given, also where functions call each other."""
+        return self._turn.assign_add(1, read_value=False)
+
+    def _open_mail(self, secret: bytes) -> Mail:
+        self.messages = Messages(self.rank, secret)
+        self.post = self.messages.post
+        return self.messages.mail
+
+
+def _refuse_absent(config: Config) -> None:
+    for name in _ABSENT:
+        if getattr(config, name):
+            raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow: leave it out, or set it to false.")
+
+
+state = State()

@@ -1,0 +1,34 @@
+"""Files of checkpoints, where hosts share no directory (published AWS scripts call these)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.tensorflow.state_mod import state
+
+_BOX = "files"
+
+
+def send_checkpoint_files(directory: str, dest_rank: int) -> None:
+    """Send what is in this rank's `mp_rank_N` under a directory to a rank, which calls `receive_checkpoint_files`.
+
+    Raises SMPRuntimeError when there is no such directory.
+    """
+    name = f"mp_rank_{state.group('MP_GROUP').index(state.rank)}"
+    root = Path(directory, name)
+    if not root.is_dir():
+        raise SMPRuntimeError(f"There are no checkpoint files to send: {root} is no directory.")
+    paths = sorted(path.relative_to(directory) for path in root.rglob("*") if path.is_file())
+    state.post.send([str(path) for path in paths], dest_rank, _BOX)
+    for path in paths:
+        state.post.send(Path(directory, path).read_bytes(), dest_rank, _BOX)
+
+
+def receive_checkpoint_files(directory: str, src_rank: int) -> None:
+    """Write the files that a rank sends to the same places under a directory, which is made."""
+    root = Path(directory).resolve()
+    for name in state.post.receive(src_rank, _BOX):
+        path = Path(root, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(state.post.receive(src_rank, _BOX))

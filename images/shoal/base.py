@@ -64,6 +64,15 @@ class BaseImage:
     image_id: str
     origin: str
 
+    @property
+    def identity(self) -> str:
+        return f"{self.reference}@{self.image_id.removeprefix('sha256:')}"
+
+
+def find(client: docker.DockerClient) -> BaseImage | None:
+    """Return the base image that the engine has: Debian's, else one bootstrapped before."""
+    return _upstream(client) or _bootstrapped(client)
+
 
 def ensure(client: docker.DockerClient, machine: Callable[[], Machine], cache: Path, say: Say) -> BaseImage:
     """Return the base image, making it when the engine has none. Raises `BaseImageError`.
@@ -71,7 +80,7 @@ def ensure(client: docker.DockerClient, machine: Callable[[], Machine], cache: P
     Order: Debian's image on the engine, one bootstrapped before, a pull, a bootstrap. `machine` is called only for the
     last.
     """
-    if base := _upstream(client) or _bootstrapped(client):
+    if base := find(client):
         return base
     try:
         say(f"base: pulling {UPSTREAM}")
@@ -111,16 +120,16 @@ def _bootstrapped(client: docker.DockerClient) -> BaseImage | None:
 
 
 def _bootstrap(client: docker.DockerClient, machine: Machine, cache: Path, say: Say) -> BaseImage:
-    archive = cache / f"base-{SUITE}-{RECIPE}.tar"
-    if not archive.is_file():
-        _run_mmdebstrap(machine, archive, say)
-    with archive.open("rb") as layer, TemporaryFile() as image:
+    kept = kept_archive(cache)
+    if not kept.is_file():
+        _run_mmdebstrap(machine, kept, say)
+    with kept.open("rb") as layer, TemporaryFile() as image:
         _write_image(layer, image)
         image.seek(0)
         client.images.load(image)
     base = _bootstrapped(client)
     if base is None:
-        raise BaseImageError(f"the engine took {archive}, but does not list the image")
+        raise BaseImageError(f"the engine took {kept}, but does not list the image")
     return base
 
 
@@ -143,19 +152,28 @@ def _run_mmdebstrap(machine: Machine, archive: Path, say: Say) -> None:
         (scratch / "base.tar").replace(archive)
 
 
-def _need_mmdebstrap(say: Say) -> None:
-    root = os.geteuid() == 0
+def kept_archive(cache: Path) -> Path:
+    """Return where the base image that was bootstrapped last is kept, if one was."""
+    return cache / f"base-{SUITE}-{RECIPE}.tar"
+
+
+def obstacle() -> str:
+    """Return why no base image can be bootstrapped on this machine; empty where one can."""
     if platform.machine() != "x86_64":
-        raise BaseImageError(
-            f"the images are for x86_64 and this machine is {platform.machine()}: no base is made here"
-        )
-    if root and shutil.which("mmdebstrap"):
-        return
-    if not root or not shutil.which("apt-get"):
-        raise BaseImageError(
+        return f"the images are for x86_64 and this machine is {platform.machine()}: no base is made here"
+    if os.geteuid() != 0 or not (shutil.which("mmdebstrap") or shutil.which("apt-get")):
+        return (
             f"{UPSTREAM} cannot be pulled and mmdebstrap is not here to make a base. What to do: give the engine a"
             f" {UPSTREAM} (docker load), or run this as root on Debian or Ubuntu"
         )
+    return ""
+
+
+def _need_mmdebstrap(say: Say) -> None:
+    if reason := obstacle():
+        raise BaseImageError(reason)
+    if shutil.which("mmdebstrap"):
+        return
     say("base: installing mmdebstrap with apt-get")
     for command in (
         ["update", "-qq"],

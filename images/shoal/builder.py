@@ -1,27 +1,32 @@
-"""Builds one image: sources → context → engine → image, skipping what is up to date."""
+"""Builds images: sources → context → engine → image, parents first, skipping what is up to date."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import docker
 import docker.errors
 import docker.models.images
 import requests
+from docker.types import CancellableStream
 from rich.console import Console
+from rich.progress import Progress
 
-from shoal import base, buildkit, classic, context, engine, machine
+from shoal import base, buildkit, bundle, changes, classic, context, engine, graph, machine
+from shoal.context import Sources
 from shoal.errors import BuildError, DiskError
-from shoal.progress import BuildProgress, one_line
+from shoal.machine import Machine
+from shoal.progress import BuildProgress, one_line, screen
 from shoal.project import Project
 from shoal.spec import BuildSpec, ImageSpec
-
-FINGERPRINT_LABEL = "shoal.fingerprint"
 
 
 @dataclass(frozen=True)
@@ -34,51 +39,195 @@ class Built:
     seconds: float
 
 
-def build(project: Project, spec: BuildSpec, image: ImageSpec, console: Console) -> Built:
-    """Bring the image on the engine up to date.
+@dataclass(frozen=True)
+class Ending:
+    """How the build of an image ended, for programs; `seconds` and `image_id` are those of an image that is there."""
 
-    Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`, `SpecError`,
-    `BaseImageError`. An interrupt closes the connection, which makes the engine stop the build and drop what it held.
+    tag: str
+    state: Literal["built", "up to date", "failed", "not tried"]
+    seconds: float | None = None
+    image_id: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the builds of a command share; `sources` are by tag."""
+
+    project: Project
+    spec: BuildSpec
+    base: base.BaseImage
+    has_buildkit: bool
+    sources: Mapping[str, Sources]
+    live: Progress
+    streams: Streams
+    host: Callable[[], Machine]
+    network: str
+
+
+class Streams:
+    """The engine's answers that are being read. Closing a build's makes the engine stop it and drop what it held."""
+
+    def __init__(self) -> None:
+        self._open: set[CancellableStream[bytes]] = set()
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def reading(self, response: requests.Response) -> Iterator[None]:
+        """Read the response, unless all are stopped already."""
+        stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
+        self._open.add(stream)
+        try:
+            if self._stopped:
+                raise BuildError("stopped")
+            yield
+        finally:
+            self._open.discard(stream)
+
+    def stop(self) -> None:
+        self._stopped = True
+        for stream in tuple(self._open):
+            # It ended meanwhile, or is an SSH channel, which closes with this process.
+            with contextlib.suppress(OSError, docker.errors.DockerException):
+                stream.close()
+
+
+def build_all(
+    project: Project,
+    spec: BuildSpec,
+    images: Iterable[ImageSpec],
+    console: Console,
+    jobs: int,
+    bundled: Path | None = None,
+) -> dict[str, Built | Exception]:
+    """Bring the images and those that they extend up to date, up to `jobs` at once. Returns results or errors by tag.
+
+    `bundled` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
+
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`. An interrupt
+    stops the builds.
     """
-    started = time.monotonic()
+    wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()
     has_buildkit = engine.has_buildkit(client)
-    sources = context.gather(project, spec, image, buildkit=has_buildkit)
+    sources = _gather(project, spec, wanted.values(), has_buildkit)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    base_image = base.ensure(client, machine.read, project.cache, say)
-    fingerprint = sources.fingerprint(base_image.image_id)
+    if bundled:
+        bundle.load_base(client, bundled)
+    found = base.ensure(client, machine.read, project.cache, say)
+    with screen(console, wanted) as live:
+        # The machine is asked only where something is built: it takes a while.
+        host = functools.partial(bundle.read, bundled) if bundled else machine.read
+        network = "none" if bundled else "default"
+        site = Site(project, spec, found, has_buildkit, sources, live, Streams(), host, network)
+        below = {tag: image.extends for tag, image in wanted.items()}
+        return graph.run(below, lambda tag: build(site, wanted[tag]), site.streams.stop, jobs)
+
+
+def build(site: Site, image: ImageSpec) -> Built:
+    """Bring one image up to date on the engine; what it extends is there.
+
+    Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`.
+    """
+    started = time.monotonic()
+    client = engine.connect()  # one a thread
+    beneath = _parent(client, image.extends) if image.extends else site.base
+    sources = site.sources[image.tag]
+    record = sources.record(beneath.identity)
     present = find(client, image.tag)
-    if present is not None and present.labels.get(FINGERPRINT_LABEL) == fingerprint:
+    if present is not None and record.made(present.labels):
         return Built(image.tag, str(present.id), True, time.monotonic() - started)
     if present is None:
         engine.check_disk(client, image.disk_gib)
-    host = machine.read()
+    host = site.host()
+    labels = {**record.labels(), "org.opencontainers.image.base.name": beneath.origin}
     options = {
         "t": image.tag,
-        "version": "2" if has_buildkit else "1",
+        "version": "2" if site.has_buildkit else "1",
         "rm": "1",
         "forcerm": "1",
-        "buildargs": json.dumps({"BASE": base_image.reference, **dict(host.proxies)}),
-        "labels": json.dumps({FINGERPRINT_LABEL: fingerprint, "org.opencontainers.image.base.name": base_image.origin}),
+        "buildargs": json.dumps({"BASE": beneath.reference, **dict(host.proxies)}),
+        "networkmode": site.network,
+        "labels": json.dumps(labels),
     }
-    log = project.cache / "logs" / f"{image.directory}.log"
-    with TemporaryFile() as archive, BuildProgress(image.tag, log, console) as progress:
+    log = site.project.cache / "logs" / f"{image.directory}.log"
+    with TemporaryFile() as archive, BuildProgress(image.tag, log, site.live) as progress:
         for words in host.left_out:
             progress.note(f"not used in builds: {words}")
-        context.write_tar(context.files(sources, spec, image, host), archive)
+        context.write_tar(context.files(sources, site.spec, image, host), archive)
         archive.seek(0)
-        _run(client, archive, options, progress)
+        _run(client, archive, options, progress, site.streams)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
-    result = client.images.get(image.tag)
-    if result.labels.get(FINGERPRINT_LABEL) != fingerprint:
+    result = find(client, image.tag)
+    if result is None or not record.made(result.labels):
         raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
     if present is not None and present.id != result.id:
         _remove_replaced(client, str(present.id))
     return Built(image.tag, str(result.id), False, time.monotonic() - started)
+
+
+def told(tag: str, result: Built | Exception) -> str:
+    """Return in one line how the build of an image ended."""
+    if isinstance(result, Built):
+        verb = "up to date" if result.up_to_date else "built"
+        return f"✓ {tag} {verb} in {result.seconds:.1f} s ({result.image_id[7:19]})"
+    if isinstance(result, graph.NotTriedError):
+        return f"- {tag} not built: {result}"
+    first, *_ = str(result).removeprefix(f"{tag}: ").splitlines() or [type(result).__name__]
+    return f"✗ {tag} failed: {first[:160]}"
+
+
+def ending(tag: str, result: Built | Exception) -> Ending:
+    """Return how the build of an image ended."""
+    if isinstance(result, Built):
+        return Ending(tag, "up to date" if result.up_to_date else "built", round(result.seconds, 3), result.image_id)
+    if isinstance(result, graph.NotTriedError):
+        return not_tried(tag, result)
+    return Ending(tag, "failed", error=str(result) or type(result).__name__)
+
+
+def not_tried(tag: str, reason: Exception) -> Ending:
+    """Return the end of a build that was not begun."""
+    return Ending(tag, "not tried", error=str(reason))
+
+
+def _gather(
+    project: Project, spec: BuildSpec, images: Iterable[ImageSpec], has_buildkit: bool
+) -> dict[str, context.Sources]:
+    own = context.own_wheels(project)
+    return {image.tag: context.gather(project, spec, image, own, buildkit=has_buildkit) for image in images}
+
+
+def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
+    image = find(client, tag)
+    if image is None:
+        raise BuildError(f"{tag}: not on the engine any more, and an image extends it. Build again")
+    return base.BaseImage(tag, str(image.id), f"{tag} {image.id}")
+
+
+def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[changes.Plan]:
+    """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
+    wanted = spec.with_parents(images)
+    client = engine.connect()
+    found = base.find(client)
+    root = found.identity if found else f"{base.UPSTREAM} (not on the engine yet)@"
+    plans: dict[str, changes.Plan] = {}
+    sources = _gather(project, spec, wanted, engine.has_buildkit(client))
+    for image in wanted:
+        if image.extends is None:
+            beneath = root
+        elif plans[image.extends].state == "up to date":
+            beneath = _parent(client, image.extends).identity
+        else:
+            beneath = f"{image.extends} (rebuilt)@"
+        present = find(client, image.tag)
+        record = sources[image.tag].record(beneath)
+        plans[image.tag] = changes.plan(image.tag, present.labels if present else None, record)
+    return list(plans.values())
 
 
 def find(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
@@ -101,7 +250,13 @@ def _remove_replaced(client: docker.DockerClient, image_id: str) -> None:
             raise
 
 
-def _run(client: docker.DockerClient, archive: IO[bytes], options: Mapping[str, str], progress: BuildProgress) -> None:
+def _run(
+    client: docker.DockerClient,
+    archive: IO[bytes],
+    options: Mapping[str, str],
+    progress: BuildProgress,
+    streams: Streams,
+) -> None:
     """Send the context and show the answer. The SDK's own `build` has no way to ask for BuildKit or to hang up."""
     api = client.api
     url = f"{api.base_url}/v{api.api_version}/build"
@@ -110,8 +265,9 @@ def _run(client: docker.DockerClient, archive: IO[bytes], options: Mapping[str, 
     with api.post(url, params=options, data=archive, headers=headers, stream=True) as response:
         if response.status_code != requests.codes.ok:
             raise BuildError(f"{options['t']}: the engine refused the build: {response.text.strip()}")
-        for event in translate(_json_lines(response)):
-            progress.show(event)
+        with streams.reading(response):
+            for event in translate(_json_lines(response)):
+                progress.show(event)
 
 
 def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:

@@ -1,8 +1,7 @@
-"""What goes into a build: the Dockerfile and its files, as a deterministic USTAR archive with a fingerprint."""
+"""What goes into a build: the Dockerfile and its files, as a deterministic USTAR archive with a record."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import tarfile
 from collections.abc import Mapping
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shoal import wheels
+from shoal import steps, wheels
 from shoal.lock import Pin, read_image
 from shoal.machine import Machine
-from shoal.project import LAYERS, Project
-from shoal.render import render
+from shoal.project import Project
+from shoal.render import render, templates
 from shoal.spec import BuildSpec, ImageSpec
 
 Content = bytes | Path
@@ -22,33 +21,46 @@ Content = bytes | Path
 
 @dataclass(frozen=True)
 class Sources:
-    """What of the project goes into an image: its fingerprint says whether an image on the engine is up to date."""
+    """What of the project goes into an image; the machine's configuration is not part of it.
+
+    `own` are our wheels, by layer; `templates` are what the Dockerfile was rendered from.
+    """
 
     dockerfile: bytes
+    templates: Mapping[str, bytes]
     locks: Mapping[str, tuple[Pin, ...]]
     engine: Mapping[str, bytes]
-    library: wheels.Wheel
-    toolkit: wheels.Wheel
+    own: Mapping[str, wheels.Wheel]
 
-    def fingerprint(self, base_id: str) -> str:
-        """Return the SHA-256 (hexadecimal) over everything that goes in; the machine's configuration does not."""
-        digest = hashlib.sha256(self.dockerfile + base_id.encode())
-        for layer in LAYERS:
-            digest.update("\n".join([layer, *map(str, self.locks[layer])]).encode())
-        own = {self.library.name: self.library.content, self.toolkit.name: self.toolkit.content}
-        for name, content in [*sorted(self.engine.items()), *own.items()]:
-            digest.update(name.encode() + hashlib.sha256(content).digest())
-        return digest.hexdigest()
+    def record(self, base: str) -> steps.Record:
+        """Return what the image made of this on `base` (`reference@ID`) remembers of it."""
+        contents: dict[str, Mapping[str, str]] = {
+            layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
+        }
+        contents["engine"] = _digests(self.engine)
+        contents |= {layer: wheel.files for layer, wheel in self.own.items()}
+        return steps.record(self.dockerfile.decode(), contents, base, _digests(self.templates))
 
 
-def gather(project: Project, spec: BuildSpec, image: ImageSpec, *, buildkit: bool) -> Sources:
-    """Read the locks and the engine's sources, render the Dockerfile and build our two wheels."""
+def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: steps.digest(content) for name, content in files.items()}
+
+
+def own_wheels(project: Project) -> dict[str, wheels.Wheel]:
+    """Build our two wheels, by the layer that they make."""
+    return {layer: wheels.build(project.root / layer) for layer in ("library", "toolkit")}
+
+
+def gather(
+    project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, wheels.Wheel], *, buildkit: bool
+) -> Sources:
+    """Read the locks and the engine's sources, and render the Dockerfile."""
     return Sources(
         dockerfile=render(project, image, buildkit=buildkit).encode(),
+        templates=templates(project, image),
         locks=read_image(project, spec, image),
         engine=_engine(project.root / "library" / "native"),
-        library=wheels.build(project.root / "library"),
-        toolkit=wheels.build(project.root / "toolkit"),
+        own=own,
     )
 
 
@@ -63,8 +75,9 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
         context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
         context |= {f"{layer}/{path.name}": path for path in local}
     context |= {f"engine/{name}": content for name, content in sources.engine.items()}
-    for layer, wheel in (("library", sources.library), ("toolkit", sources.toolkit)):
+    for layer, wheel in sources.own.items():
         context[f"{layer}/{wheel.name}"] = wheel.content
+    context |= {f"machine/debs/{path.name}": path for path in machine.debs}
     return context | {f"machine/{name}": content for name, content in machine.files().items()}
 
 

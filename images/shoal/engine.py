@@ -14,6 +14,8 @@ from packaging.version import Version
 from shoal.errors import DiskError, EngineError
 
 GIB = 1024**3
+LEAST_API = "1.40"
+"""The oldest API that `shoal run` can make a container with: the first that knows of GPUs (Docker 19.03)."""
 
 
 def connect(timeout: int | None = 600) -> docker.DockerClient:
@@ -53,9 +55,14 @@ def has_gpus(client: docker.DockerClient) -> bool:
 
 def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
     """Raise `DiskError` when the engine's disk has less than `needed_gib` GiB free; a remote engine is not checked."""
-    root = Path(client.info()["DockerRootDir"])
-    if root.is_dir() and client.api.base_url.startswith("http+docker"):
+    if root := data_root(client):
         check_free(root, needed_gib)
+
+
+def data_root(client: docker.DockerClient) -> Path | None:
+    """Return the directory where the engine keeps its data; None for an engine on another machine."""
+    root = Path(client.info()["DockerRootDir"])
+    return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
 
 
 def check_free(directory: Path, needed_gib: int) -> None:
@@ -64,6 +71,6 @@ def check_free(directory: Path, needed_gib: int) -> None:
     if free < needed_gib * GIB:
         raise DiskError(
             f"{directory}: {free / GIB:.1f} GiB free, and this build needs {needed_gib} GiB"
-            " (disk_gib in buildspec.yml)."
+            " (disk_gib in dockerfiles/versions.yml)."
             " What to do: docker system df shows what Docker holds; docker image prune, docker builder prune free it."
         )

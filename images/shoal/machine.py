@@ -34,7 +34,8 @@ class Machine:
     """The host's configuration, as far as builds use it.
 
     `find_links` are directories with wheels; `apt_sources` are one-line sources of Debian's suite; `left_out` says in
-    words what of the configuration a container cannot use.
+    words what of the configuration a container cannot use. `ca_origin` is the setting that names the bundle, and
+    `ca_missing` are settings that name a file which is not there.
     """
 
     pip: tuple[tuple[str, str], ...]
@@ -44,6 +45,10 @@ class Machine:
     ca_bundle: bytes | None
     proxies: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
+    debs: tuple[Path, ...] = ()
+    """A repository of Debian packages that goes into builds as it is, with its index; of a bundle."""
+    ca_origin: str = ""
+    ca_missing: tuple[str, ...] = ()
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the context's `machine/` directory, by name."""
@@ -74,14 +79,18 @@ def read() -> Machine:
     pip = _pip_config()
     kept, left_out = _usable_pip(pip)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
+    bundles = dict(_ca_files(pip))
+    origin, path = next(((name, path) for name, path in bundles.items() if path.is_file()), ("", None))
     return Machine(
         pip=tuple(sorted(kept.items())),
         find_links=find_links,
         apt_sources=tuple(debian_sources()),
         apt_proxies=tuple(_apt_proxies()),
-        ca_bundle=_ca_bundle(pip),
+        ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
         left_out=tuple(left_out),
+        ca_origin=f"{origin} {path}" if path else "",
+        ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
     )
 
 
@@ -112,14 +121,14 @@ def _usable_pip(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     return kept, left_out
 
 
-def _ca_bundle(pip: dict[str, str]) -> bytes | None:
-    """Return the bundle that pip or the environment names, else the system's where certificates were added to it."""
-    named = [pip.get("cert"), *(os.environ.get(name) for name in _CA_VARIABLES)]
-    for name in filter(None, named):
-        if Path(name).is_file():
-            return Path(name).read_bytes()
-    added = _ADDED_CA.is_dir() and any(_ADDED_CA.rglob("*.crt"))
-    return _SYSTEM_CA.read_bytes() if added and _SYSTEM_CA.is_file() else None
+def _ca_files(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yield the bundles that pip and the environment name, then the system's where certificates were added to it."""
+    named = {"pip's cert": pip.get("cert"), **{name: os.environ.get(name) for name in _CA_VARIABLES}}
+    for setting, name in named.items():
+        if name:
+            yield setting, Path(name)
+    if _ADDED_CA.is_dir() and any(_ADDED_CA.rglob("*.crt")) and _SYSTEM_CA.is_file():
+        yield "the system's", _SYSTEM_CA
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:

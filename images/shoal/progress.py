@@ -1,9 +1,10 @@
-"""How a build looks while it runs: one live line on a terminal, plain lines elsewhere; the whole log in a file."""
+"""How builds look while they run: a live line each on a terminal, plain lines elsewhere; the whole log in a file."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -16,43 +17,46 @@ from shoal.events import Event, Failed, Output, Step
 TAIL_LINES = 20
 
 
+def screen(console: Console, tags: Iterable[str]) -> Progress:
+    """Return what shows a live line for each build that is under way, while it is used as a context manager."""
+    width = max(map(len, tags), default=0)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.fields[tag]}", table_column=Column(no_wrap=True, min_width=width)),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=10)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn("{task.fields[command]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+        console=console,
+        expand=True,
+        disable=not console.is_terminal or console.is_dumb_terminal,
+        transient=True,
+    )
+
+
 class BuildProgress:
-    """Shows the events of one image's build, and keeps its log and what a failure must tell.
+    """Shows the events of one image's build on `live`, and keeps its log and what a failure must tell.
 
     Use as a context manager. `failed_step` and `tail` (the last lines it printed) describe the failing step.
     """
 
-    def __init__(self, tag: str, log: Path, console: Console) -> None:
+    def __init__(self, tag: str, log: Path, live: Progress) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.failed_step: Step | None = None
         self.failure: str = ""
-        self._tag, self._console = tag, console
-        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._tag, self._live = tag, live
         self._log = log.open("w", encoding="utf-8")
         self._tails: dict[str, deque[str]] = {}
         self._started = time.monotonic()
-        self._live = Progress(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.fields[tag]}", table_column=Column(no_wrap=True, min_width=len(tag))),
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=10)),
-            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
-            TextColumn("{task.fields[command]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-            console=console,
-            expand=True,
-            disable=not self._is_live,
-            transient=True,
-        )
-        self._task = self._live.add_task("", total=1, tag=tag, command="sending the context")
+        self._task = live.add_task("", total=1, tag=tag, command="sending the context")
         self._command = ""
 
     def __enter__(self) -> BuildProgress:
-        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        self._live.remove_task(self._task)
         self._log.close()
 
     @property
@@ -86,8 +90,8 @@ class BuildProgress:
             return
         self._command = one_line(step.command, 30)
         self._live.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
-        if not self._is_live:
-            self._console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
+        if self._live.disable:
+            self._live.console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, line: str) -> None:
         self._log.write(f"{time.monotonic() - self._started:8.1f} {line}\n")

@@ -10,6 +10,8 @@ from shoal.spec import ImageSpec
 
 LAYERS = ("cuda", "framework", "mpi", "aws")
 """The pip layers of an image, from the one that changes least; each has a lock file."""
+CHILD_LAYERS = ("framework",)
+"""Those of an image that extends another of the matrix: what the other has is not installed again."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Project:
     @property
     def cache(self) -> Path:
         return self.root / ".cache" / "shoal"
+
+    def schema(self, name: str) -> Path:
+        return self.templates / "schema" / f"{name}.json"
 
     def lock_directory(self, spec: ImageSpec) -> Path:
         return self.templates / "requirements" / spec.directory

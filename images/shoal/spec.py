@@ -1,47 +1,69 @@
-"""buildspec.yml → frozen `ImageSpec`s. Every error names the file, the line and the key."""
+"""buildspec.yml and dockerfiles/versions.yml → frozen `ImageSpec`s, the matrix of what is built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from shoal.errors import SpecError, UsageError, did_you_mean
+from shoal import selectors, yamlfile
+from shoal.errors import SpecError, did_you_mean
+from shoal.yamlfile import Location, Model
 
-
-class _Model(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
+VERSIONS = Path("dockerfiles", "versions.yml")
 
 Word = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9._+-]*$")]
+Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
+Device = Literal["cpu", "gpu"]
+Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
+Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
 
 
-class ImageSpec(_Model):
-    """One image of the matrix.
-
-    `requirements` are pip requirements, resolved to hashes by `shoal lock`; `disk_gib` is the free space (GiB) that a
-    cold build needs; `index` names an entry of the buildspec's `indexes`.
-    """
+class _Needs(Model):
+    """What a version of something needs, whatever it stands on."""
 
     framework: Word
-    version: Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
-    device: Literal["cpu", "gpu"]
-    python: Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
-    os: Literal["debian12"]
-    requirements: tuple[str, ...]
-    disk_gib: Annotated[int, pydantic.Field(gt=0)]
-    cuda: Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")] | None = None
+    version: Version
+    requirements: Annotated[tuple[str, ...], pydantic.Field(min_length=1)]
+    """pip requirements, resolved to exact files with hashes by `shoal lock`."""
     index: str | None = None
+    """An entry of buildspec.yml's `indexes`, for files that PyPI does not have."""
+    disk_gib: Annotated[int, pydantic.Field(gt=0)]
+    """The free space that a cold build needs, in GiB."""
+
+
+class Release(_Needs):
+    """A version of a framework for one device: what it needs."""
+
+    device: Device
+    cuda: Cuda | None = None
+    """The CUDA that a gpu release was built for."""
 
     @pydantic.model_validator(mode="after")
-    def _cuda_belongs_to_gpu(self) -> ImageSpec:
+    def _cuda_belongs_to_gpu(self) -> Release:
         if (self.device == "gpu") != (self.cuda is not None):
             raise ValueError("a gpu image names its cuda version (cuda: cu117), a cpu image has none")
         return self
+
+
+class Child(_Needs):
+    """A version of something on top of images: what it needs besides what they have."""
+
+    extends: str
+    """A glob on the tags of the images before it that it is built on, each for itself."""
+
+
+class ImageSpec(Release):
+    """One image of the matrix."""
+
+    python: Python
+    os: Word
+    extends: str | None = None
+    """The tag of the image that it stands on, where that is one of the matrix."""
 
     @property
     def repository(self) -> str:
@@ -67,88 +89,187 @@ class ImageSpec(_Model):
         return f"3.{self.python.removeprefix('py3')}"
 
 
-class BuildSpec(_Model):
-    """The whole of buildspec.yml."""
+class System(Model):
+    """An operating system that images stand on."""
 
-    indexes: dict[str, str] = {}
+    python: tuple[Python, ...]
+    """The versions of Python that it has."""
+
+
+class VersionsFile(Model):
+    """dockerfiles/versions.yml: what there is to choose from."""
+
+    systems: dict[Word, System]
+    releases: tuple[Release, ...]
+    children: tuple[Child, ...] = ()
+
+    def combinations(self) -> list[tuple[Location, ImageSpec]]:
+        """Return every image that could be built, parents first, after the entry that it comes from."""
+        found: list[tuple[Location, ImageSpec]] = []
+        for number, release in enumerate(self.releases):
+            for name, system in self.systems.items():
+                for python in system.python:
+                    image = ImageSpec(**release.model_dump(), os=name, python=python)
+                    found.append((("releases", number), image))
+        for number, child in enumerate(self.children):
+            for parent in [image for _, image in found if selectors.matches(child.extends, image.tag)]:
+                found.append((("children", number), _on(parent, child)))
+        return found
+
+
+def _on(parent: ImageSpec, child: Child) -> ImageSpec:
+    place = parent.model_dump(include={"device", "cuda", "python", "os"})
+    return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
+
+
+class Axes(Model):
+    """The values of each axis that images are built for; an axis that is left out takes all of versions.yml."""
+
+    framework: tuple[Word, ...] | None = None
+    version: tuple[Version, ...] | None = None
+    device: tuple[Device, ...] | None = None
+    python: tuple[Python, ...] | None = None
+    cuda: tuple[Cuda, ...] | None = None
+    """For gpu images; a cpu image has none."""
+    os: tuple[Word, ...] | None = None
+
+    def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the axes that are given."""
+        for axis in type(self).model_fields:
+            if (values := getattr(self, axis)) is not None:
+                yield axis, values
+
+    def hold(self, image: ImageSpec) -> bool:
+        return all(getattr(image, axis) in (None, *values) for axis, values in self.values())
+
+
+class Exclusion(Model):
+    """Images that are not built: those that match the glob of each axis that is given."""
+
+    framework: str = "*"
+    version: str = "*"
+    device: str = "*"
+    python: str = "*"
+    cuda: str = "*"
+    """The glob of a cpu image's is ''."""
+    os: str = "*"
+
+    def matches(self, image: ImageSpec) -> bool:
+        return all(fnmatchcase(getattr(image, axis) or "", glob) for axis, glob in self)
+
+
+class BuildFile(Model):
+    """buildspec.yml: what of it is built, and what is the same in every image."""
+
+    indexes: Mapping[str, str] = pydantic.Field(default_factory=dict)
+    """Package indexes by name."""
     mpi: tuple[str, ...]
+    """pip requirements of the MPI in every image."""
     aws: tuple[str, ...] = ()
-    defaults: dict[str, str]
+    """pip requirements in every image that leave its other packages as they are."""
+    defaults: Mapping[str, str]
+    """The image that a framework's name means, by its tag."""
+    axes: Axes = Axes()
+    exclude: tuple[Exclusion, ...] = ()
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """The images, and what is the same in all of them; the names are those of `BuildFile`."""
+
+    indexes: Mapping[str, str]
+    mpi: tuple[str, ...]
+    aws: tuple[str, ...]
+    defaults: Mapping[str, str]
     images: tuple[ImageSpec, ...]
 
-    def problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield (key path, message) of what does not fit together."""
-        tags = [image.tag for image in self.images]
-        for number, image in enumerate(self.images):
-            if image.tag in tags[:number]:
-                yield ("images", number), f"makes the same tag as an entry before it: {image.tag}"
-            if image.index is not None and image.index not in self.indexes:
-                hint = did_you_mean(image.index, self.indexes)
-                yield ("images", number, "index"), f"{image.index!r} is not among indexes.{hint}"
-        for framework, tag in self.defaults.items():
-            if tag not in tags:
-                yield ("defaults", framework), f"{tag!r} is what no entry makes.{did_you_mean(tag, tags)}"
+    def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
+        """Return the images that the words mean, as `selectors.choose` does."""
+        by_tag = {image.tag: image for image in self.images}
+        return [by_tag[tag] for tag in selectors.choose(by_tag, self.defaults, wanted, skip)]
 
-    def select(self, name: str) -> ImageSpec:
-        """Return the image that `name` means: a full tag, or a framework's default. Raises `UsageError`."""
-        tag = self.defaults.get(name, name)
-        for image in self.images:
-            if image.tag == tag:
-                return image
-        known = [*self.defaults, *(image.tag for image in self.images)]
-        choices = "\n".join(f"  {choice}" for choice in known)
-        raise UsageError(f"no image {name!r} in buildspec.yml.{did_you_mean(name, known)} Choices:\n{choices}")
+    def parent(self, image: ImageSpec) -> ImageSpec | None:
+        """Return the image that `image` extends."""
+        return next((parent for parent in self.images if parent.tag == image.extends), None)
+
+    def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
+        """Return the images and all that they extend, in the matrix's order, which has parents first."""
+        wanted = {image.tag for image in images}
+        for image in reversed(self.images):
+            if image.tag in wanted and image.extends:
+                wanted.add(image.extends)
+        return [image for image in self.images if image.tag in wanted]
+
+    def select(self, word: str) -> ImageSpec:
+        """Return the one image that `word` means. Raises `UsageError` when that is none or several."""
+        return self.choose([selectors.only(word, [image.tag for image in self.images], self.defaults)])[0]
 
 
 def load(path: Path) -> BuildSpec:
-    """Read and check a buildspec. Raises `SpecError` with file, line and key."""
-    try:
-        data = YAML(typ="rt").load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}. Run from a checkout of the project.") from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
-    if not isinstance(data, dict):
-        raise SpecError(f"{path}:1: expected a mapping with the keys {', '.join(BuildSpec.model_fields)}")
-    try:
-        spec = BuildSpec.model_validate(data)
-    except pydantic.ValidationError as error:
-        lines = (_explain(path, data, problem) for problem in error.errors())
-        raise SpecError("\n".join(lines)) from error
-    if problems := list(spec.problems()):
-        raise SpecError("\n".join(_told(path, data, location, message) for location, message in problems))
-    return spec
+    """Read and check a buildspec and the versions.yml beside it. Raises `SpecError` with file, line and key."""
+    file, document = yamlfile.read(path, BuildFile)
+    versions, versions_document = yamlfile.read(path.parent / VERSIONS, VersionsFile)
+    combinations = versions.combinations()
+    told = [versions_document.told(*problem) for problem in _problems_of_versions(versions, combinations, file)]
+    candidates = [image for _, image in combinations]
+    held = [image for image in candidates if file.axes.hold(image)]
+    images = tuple(_built(held, file.exclude))
+    told += [document.told(*problem) for problem in _problems_of_axes(file, candidates)]
+    told += [document.told(*problem) for problem in _problems_of_choice(file, held, images)]
+    if told:
+        raise SpecError("\n".join(told))
+    return BuildSpec(file.indexes, file.mpi, file.aws, file.defaults, images)
 
 
-def _told(path: Path, data: Any, location: tuple[Any, ...], message: str) -> str:
-    key = ".".join(str(part) for part in location) or "(whole file)"
-    return f"{path}:{_line_of(data, location)}: {key}: {message}"
+def _built(held: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:
+    """Yield the images that are not excluded; one whose parent is not built is not built either."""
+    built: set[str | None] = {None}
+    for image in held:
+        if image.extends in built and not any(exclusion.matches(image) for exclusion in exclude):
+            built.add(image.tag)
+            yield image
 
 
-def _explain(path: Path, data: Any, problem: Any) -> str:
-    location = tuple(problem["loc"])
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        known = ImageSpec.model_fields if location[0] == "images" else BuildSpec.model_fields
-        message = f"unknown key.{did_you_mean(str(location[-1]), known)} Allowed: {', '.join(known)}"
-    elif problem["type"] == "missing":
-        message = "required, but missing"
-    elif location:
-        message = f"{message}; found {problem['input']!r}"
-    return _told(path, data, location, message)
+def _problems_of_versions(
+    versions: VersionsFile, combinations: Iterable[tuple[Location, ImageSpec]], file: BuildFile
+) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of what does not fit together in versions.yml."""
+    seen: dict[str, Location] = {}
+    for location, image in combinations:
+        if image.tag in seen:
+            yield location, f"makes the same tag as {'.'.join(map(str, seen[image.tag]))}: {image.tag}"
+        seen[image.tag] = location
+    for number, child in enumerate(versions.children):
+        if ("children", number) not in seen.values():
+            hint = did_you_mean(child.extends, seen, cutoff=0.3)
+            yield ("children", number, "extends"), f"{child.extends!r} is no image that stands before it.{hint}"
+    for key, entries in (("releases", versions.releases), ("children", versions.children)):
+        for number, entry in enumerate(entries):
+            if entry.index is not None and entry.index not in file.indexes:
+                hint = did_you_mean(entry.index, file.indexes)
+                yield (key, number, "index"), f"{entry.index!r} is not among buildspec.yml's indexes.{hint}"
 
 
-def _line_of(data: Any, location: tuple[Any, ...]) -> int:
-    """Return the 1-based line of the deepest part of `location` that stands in the file."""
-    line = 1
-    for part in location:
-        positions = getattr(getattr(data, "lc", None), "data", None) or {}
-        if part not in positions:
-            break
-        line = positions[part][0] + 1
-        data = data[part]
-    return line
+def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of the values that versions.yml does not have."""
+    for axis, values in file.axes.values():
+        known = sorted({getattr(image, axis) or "" for image in candidates} - {""})
+        for number, value in enumerate(values):
+            if value not in known:
+                hint = f"{did_you_mean(value, known)} There are: {', '.join(known)}"
+                yield ("axes", axis, number), f"{value!r} is nothing that {VERSIONS} has.{hint}"
+
+
+def _problems_of_choice(
+    file: BuildFile, held: list[ImageSpec], images: tuple[ImageSpec, ...]
+) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of exclusions and defaults that mean nothing."""
+    for number, exclusion in enumerate(file.exclude):
+        if not any(exclusion.matches(image) for image in held):
+            yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"
+    tags = [image.tag for image in images]
+    for framework, tag in file.defaults.items():
+        if tag not in tags:
+            yield ("defaults", framework), f"{tag!r} is no image of the matrix.{did_you_mean(tag, tags)}"
+    if not images:
+        yield (), "the axes and exclusions leave no image"

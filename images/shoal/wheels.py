@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
+import io
 import os
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,13 @@ class Wheel:
 
     name: str
     content: bytes
+
+    @functools.cached_property
+    def files(self) -> dict[str, str]:
+        """The SHA-256 (hexadecimal) of the files in it, by name, less the list of them."""
+        with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
+            names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
+            return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in names}
 
 
 def build(package: Path) -> Wheel:

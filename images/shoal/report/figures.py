@@ -1,4 +1,4 @@
-"""The figures of an analysed timeline in words: for the terminal and for the page."""
+"""The figures of an analysed timeline in words, for the terminal and for the page; and how numbers are written."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def headline(analysis: Analysis) -> Iterator[str]:
     reports = analysis.ranks
     hosts = len({report.rank.host for report in reports})
     steps, step_time = reports[0].steps, reports[0].step_time
-    each = f", {_counted(steps, 'step')} of {time(step_time)} (median)" if steps else ""
-    yield f"{_counted(len(reports), 'rank')} on {_counted(hosts, 'host')}: {time(analysis.timeline.end)}{each}."
+    each = f", {counted(steps, 'step')} of {time(step_time)} (median)" if steps else ""
+    yield f"{counted(len(reports), 'rank')} on {counted(hosts, 'host')}: {time(analysis.timeline.end)}{each}."
     total = sum(length(report.communication) for report in reports)
     if not total:
         yield "No communication is recorded."
@@ -105,12 +105,13 @@ def _straggling(analysis: Analysis) -> str:
     late = next(report for report in analysis.ranks if report.rank.number == analysis.straggler)
     return (
         f"{skew}. Rank {analysis.straggler} is the straggler: it comes last to {late.last_to} of "
-        f"{_counted(len(analysis.collectives), 'collective')}, {percent(analysis.shares[analysis.straggler])} of that "
+        f"{counted(len(analysis.collectives), 'collective')}, {percent(analysis.shares[analysis.straggler])} of that "
         "time."
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.errors import UsageError
-from shoal.report import figures, page, trace
+from shoal.report import figures, files, page, trace
 from shoal.report.analysis import Analysis, analyse, notes
 
 
@@ -19,19 +18,11 @@ def report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis
     Raises `UsageError` for a path that is not there or cannot be written, and `TraceError` for files that are no
     timelines or of several jobs.
     """
-    files = trace.find(paths)
-    merged = output.with_suffix(".json")
-    if output in files or (as_json and merged.resolve() in [file.resolve() for file in files]):
-        raise UsageError(f"-o {output}: this would write over {merged}, which is read: choose another name.")
-    analysis = analyse(trace.read(files))
-    texts = {output: page.render(analysis)}
-    if as_json:
-        texts[merged] = trace.merged(analysis.timeline)
-    for path, text in texts.items():
-        try:
-            path.write_text(text)
-        except OSError as error:
-            raise UsageError(f"-o {output}: {path} cannot be written: {error.strerror}") from error
+    read = trace.find(paths)
+    page_file, *others = files.targets(output, as_json, read)
+    analysis = analyse(trace.read(read))
+    texts = {page_file: page.render(analysis), **{beside: trace.merged(analysis.timeline) for beside in others}}
+    files.write(output, texts)
     return analysis, list(texts)
 
 

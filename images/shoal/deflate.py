@@ -1,0 +1,88 @@
+"""What gzip would make of a stream: measured in blocks on all cores, and kept nowhere.
+
+The blocks are those of pigz: each is compressed by itself, with the end of the one before as its dictionary. The sum is
+that of `gzip -6` to well within a percent, and the same on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+
+LEVEL = 6
+BLOCK = 128 * 1024  # bytes
+_WINDOW = 32 * 1024  # bytes: how far back deflate looks
+_FRAME = 18  # bytes: gzip's header and trailer
+_MOST_PENDING = 64  # blocks that wait to be compressed: the bound of the memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A stream that was measured: its `bytes`, and `ends`: the compressed bytes up to the end of each block."""
+
+    bytes: int
+    ends: tuple[int, ...]
+
+    @property
+    def compressed(self) -> int:
+        """The compressed bytes of all of it."""
+        return self.before(self.bytes)
+
+    def before(self, offset: int) -> int:
+        """Return the compressed bytes before an offset; inside a block they are taken to be spread evenly."""
+        index, rest = divmod(min(offset, self.bytes), BLOCK)
+        begin = self.ends[index - 1] if index else 0
+        if not rest:
+            return begin
+        length = min(BLOCK, self.bytes - index * BLOCK)
+        return begin + (self.ends[index] - begin) * rest // length
+
+
+class Meter:
+    """Takes a stream in pieces; `finish` returns what it has measured. The pool may be shared with other meters."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._buffer = bytearray()
+        self._window = b""
+        self._bytes = 0
+        self._sizes: list[int] = []
+        self._pending: deque[Future[int]] = deque()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Take the next piece; waits while too much is under way."""
+        self._bytes += len(data)
+        self._buffer += data
+        while len(self._buffer) > BLOCK:  # not >=: the last block is to be known as the last
+            self._submit(bytes(self._buffer[:BLOCK]), is_last=False)
+            del self._buffer[:BLOCK]
+
+    def finish(self) -> Measured:
+        """Return the measure of all that was written."""
+        if self._buffer:
+            self._submit(bytes(self._buffer), is_last=True)
+        self._sizes += [pending.result() for pending in self._pending]
+        if self._sizes:
+            self._sizes[-1] += _FRAME
+        return Measured(self._bytes, tuple(accumulate(self._sizes)))
+
+    def _submit(self, block: bytes, *, is_last: bool) -> None:
+        self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))
+        self._window = block[-_WINDOW:]
+        while len(self._pending) > _MOST_PENDING:
+            self._sizes.append(self._pending.popleft().result())
+
+
+def pool() -> ThreadPoolExecutor:
+    """Return a pool with a thread for each core: zlib computes outside the interpreter's lock."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "deflate")
+
+
+def _compressed(block: bytes, window: bytes, is_last: bool) -> int:
+    compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=window)
+    size = len(compressor.compress(block))
+    return size + len(compressor.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH))

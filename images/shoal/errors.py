@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ShoalError(Exception):
-    """Base of all expected failures; `main` prints it and exits with `exit_code`."""
+    """Base of all expected failures; `main` prints it and exits with `exit_code`, which docs/exit-codes.md lists."""
 
     exit_code = 1
 
@@ -54,7 +54,34 @@ class TraceError(ShoalError):
     exit_code = 8
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest of `known`, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+class ImageError(ShoalError):
+    """An archive is not an image, or one that cannot be read."""
+
+    exit_code = 9
+
+
+class DoctorError(ShoalError):
+    """A check of `shoal doctor` failed."""
+
+    exit_code = 10
+
+
+class PushError(ShoalError):
+    """A registry, or the way to it, refuses an image."""
+
+    exit_code = 11
+
+
+class VulnerableError(ShoalError):
+    """What is inside an image has known vulnerabilities that nobody has accepted."""
+
+    exit_code = 12
+
+
+def did_you_mean(word: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.5) -> str:
+    """Return ` Did you mean 'x'?` for up to `limit` of `known`, closest first, or an empty string.
+
+    `cutoff` is how alike they must be: 0 is anything, 1 is equal.
+    """
+    close = difflib.get_close_matches(word, list(known), n=limit, cutoff=cutoff)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,0 +1,1 @@
+"""The commands of `shoal`, by what they are about."""

@@ -17,13 +17,16 @@ endif
 CHANNEL := .cache/digits
 SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 
-.PHONY: help setup engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with the three packages and what tests need
 	@scripts/setup.sh
+
+doctor: setup ## check what builds and jobs need of this machine, and say what to do
+	@$(SHOAL) doctor
 
 engine: ## make a Docker Engine answer (installs and starts Debian's as root)
 	@scripts/engine.sh
@@ -32,7 +35,7 @@ engine: ## make a Docker Engine answer (installs and starts Debian's as root)
 known-image: setup
 	@$(SHOAL) list $(IMAGE) >/dev/null
 
-image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow, or IMAGE=<tag>
+image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggingface, or IMAGE=<tag>
 	@$(SHOAL) build $(IMAGE)
 
 images: setup engine ## build all images of buildspec.yml
@@ -106,8 +109,8 @@ bench-scale: setup ## a model of all_reduce checked on this machine, and docs/sc
 bench-gpu: setup ## CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py
 
-bench-images: image ## image size against its wheels, rebuild time after a change in toolkit/
-	@$(BIN)/python benchmarks/images.py $(IMAGE)
+bench-images: image ## an image's size, and builds against docker build of a plain Dockerfile; QUICK=1: not the whole matrix
+	@$(BIN)/python benchmarks/images.py $(IMAGE) $(if $(QUICK),--quick)
 
 clean: ## remove .venv, caches and job directories (images stay: docker image rm)
 	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

@@ -1,21 +1,20 @@
-"""Image size against the installed size of its wheels, and how long a rebuild takes: `make bench-images`.
+"""Image size against the installed size of its wheels, and how long builds take against `docker build` of a plain
+Dockerfile with the same content: `make bench-images`.
 
 Sizes are uncompressed bytes as the engine counts an image's layers. "Wheels" is the sum of the files that the installed
-distributions record, compiled modules included. Rebuilds are whole `shoal build` commands of a copy of this project,
-each after another change of one line in toolkit/; medians.
+distributions record, compiled modules included. Times are of whole commands; of rebuilds, the medians. The
+whole matrix takes longest; `--quick` leaves it out.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept
 from report import Figure, finish, print_machine
 
 from shoal import engine, project
@@ -24,6 +23,8 @@ from shoal.spec import load
 
 MIB = 1024**2
 REPEATS = 5
+AWS_MIB = 20_575
+"""The size of AWS's container of PyTorch 2.0.1 for GPUs, as the log of a build of it says."""
 WHEELS = """
 import json
 from importlib.metadata import distributions
@@ -43,7 +44,8 @@ def sizes(tag: str) -> list[Figure]:
     print(f"{tag}: {total / MIB:.0f} MiB = base {base / MIB:.0f} + wheels {wheels / MIB:.0f} + other", end=" ")
     print(f"{(total - base - wheels) / MIB:.0f} (Python, venv and pip, package database)")
     return [
-        Figure("image-size", total / MIB, "MiB", rival=(base + wheels) / MIB, rival_name="base+wheels", ceiling=1.05)
+        Figure("image-size", total / MIB, "MiB", rival=(base + wheels) / MIB, rival_name="base+wheels", ceiling=1.05),
+        Figure("image-size-aws", total / MIB, "MiB", rival=AWS_MIB, rival_name="aws", ceiling=0.25),
     ]
 
 
@@ -53,53 +55,61 @@ def is_base(base: dict[str, object], image: dict[str, object]) -> bool:
     return bool(upper[: len(lower)] == lower)
 
 
-def rebuilds(tag: str) -> list[Figure]:
-    """Time `shoal build` with nothing changed, and after changes in toolkit/."""
-    here = project.find(Path.cwd())
-    client = engine.connect()
-    original = client.images.get(tag)
-    original.tag("shoal-bench:kept")
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        copy = Path(scratch)
-        for name in ("library", "toolkit", "dockerfiles"):
-            shutil.copytree(here.root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(here.buildspec, copy)
-        (copy / ".cache").symlink_to(here.root / ".cache")
-        try:
-            unchanged = statistics.median(build_seconds(copy, tag) for _ in range(REPEATS))
-            changed = statistics.median(changed_seconds(copy, tag) for _ in range(REPEATS))
-        finally:
-            rebuilt = client.images.get(tag)
-            original.tag(tag)
-            if rebuilt.id != original.id:
-                client.images.remove(str(rebuilt.id))
-            client.images.remove("shoal-bench:kept")
+def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:
+    """Time builds with nothing changed, and after changes in toolkit/; in turn, because the machine is shared."""
+    ours.build(tag), rival.build()
+    unchanged = [(ours.build(tag), rival.build()) for _ in range(REPEATS)]
+    changed = []
+    for _ in range(REPEATS):
+        change_toolkit(ours.project.root)
+        change_toolkit(rival.directory)
+        changed.append((ours.build(tag), rival.build()))
     return [
-        Figure("rebuild-after-toolkit-change", changed, "s", goal=5.0),
-        Figure("build-with-nothing-changed", unchanged, "s", goal=1.0),
+        figure("nothing-changed", unchanged, goal=1.0, ceiling=0.5),
+        figure("rebuild-after-toolkit-change", changed, goal=5.0, ceiling=0.5),
     ]
 
 
-def changed_seconds(copy: Path, tag: str) -> float:
-    """Add a line to the toolkit and return the seconds of the rebuild."""
-    with (copy / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
-        file.write(f"# {time.time_ns()}\n")
-    return build_seconds(copy, tag)
+def cold(ours: Shoal, rival: Plain, tag: str) -> Figure:
+    """Time builds of every step, with the wheels in the builder's cache."""
+    change_first_step(ours.project)
+    return figure("cold-build", [(ours.build(tag), rival.build("--no-cache"))], ceiling=1.0)
 
 
-def build_seconds(copy: Path, tag: str) -> float:
-    """Return the seconds that the whole command took."""
-    started = time.monotonic()
-    shoal = Path(sys.executable).with_name("shoal")
-    subprocess.run([shoal, "build", tag], cwd=copy, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - started
+def whole_matrix(ours: Shoal) -> Figure:
+    """Time builds of every step of all images, two at once against one after the other."""
+    seconds = []
+    for jobs in ("--jobs=2", "--jobs=1"):
+        change_first_step(ours.project)
+        seconds.append(ours.build(jobs))
+    return figure("whole-matrix", [(seconds[0], seconds[1])], ceiling=0.8, rival_name="one-by-one")
+
+
+def figure(
+    name: str,
+    pairs: list[tuple[float, float]],
+    goal: float | None = None,
+    ceiling: float | None = None,
+    rival_name: str = "docker-build",
+) -> Figure:
+    """The medians of seconds, ours and the rival's."""
+    ours, rival = (statistics.median(seconds) for seconds in zip(*pairs))
+    return Figure(name, ours, "s", goal=goal, rival=rival, rival_name=rival_name, ceiling=ceiling)
 
 
 def main() -> int:
     here = project.find(Path.cwd())
-    tag = load(here.buildspec).select(sys.argv[1] if len(sys.argv) > 1 else "pytorch").tag
+    matrix = load(here.buildspec)
+    image = matrix.select(sys.argv[1] if len(sys.argv) > 1 else "pytorch")
     print_machine()
-    return finish([*sizes(tag), *rebuilds(tag)])
+    figures = sizes(image.tag)
+    with kept([other.tag for other in matrix.images]), TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        ours, rival = Shoal(here, Path(scratch, "ours")), Plain(here, image, Path(scratch, "plain"))
+        figures += rebuilds(ours, rival, image.tag)
+        figures.append(cold(ours, rival, image.tag))
+        if "--quick" not in sys.argv:
+            figures.append(whole_matrix(ours))
+    return finish(figures)
 
 
 if __name__ == "__main__":

@@ -89,19 +89,21 @@ def start_host() -> Iterator[StartHost]:
         env: Mapping[str, str] | None = None,
         network: Network | None = None,
         alias: str = "",
+        tmpfs: str = "",
         **options: Any,
     ) -> Host:
         container = DockerContainer(image, **options)
         if command is not None:
             container.with_command(command)
-        if tree is not None:
-            container.with_volume_mapping(str(tree), "/opt/ml", mode)
-        for host_path, target in (volumes or {}).items():
-            container.with_volume_mapping(str(host_path), target, "rw")
+        mounts = [(str(tree), "/opt/ml", mode)] if tree is not None else []
+        for mount in (*mounts, *((str(path), target, "rw") for path, target in (volumes or {}).items())):
+            container.with_volume_mapping(*mount)
         for name, value in (env or {}).items():
             container.with_env(name, value)
         if network is not None:
             container.with_network(network).with_network_aliases(alias)
+        if tmpfs:
+            container.with_tmpfs_mount(tmpfs)
         started.append(container)
         container.start()
         return Host(container, tree)

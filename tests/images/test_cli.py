@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal import engine
-from shoal.errors import DiskError
+from shoal import engine, lock
+from shoal.commands import building
+from shoal.errors import DiskError, ShoalError
 from shoal.project import Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
@@ -33,8 +36,17 @@ def test_list_names_the_images_without_an_engine(project: Project) -> None:
 def test_an_unknown_image_exits_2_with_the_choices(project: Project) -> None:
     result = shoal("build", "pytroch", cwd=project.root)
     assert result.returncode == 2
-    assert "Did you mean 'pytorch'?" in result.stderr
+    assert "Did you mean 'pytorch'" in result.stderr
     assert "tensorflow" in result.stderr
+
+
+def test_globs_and_skips_choose_images(project: Project) -> None:
+    result = shoal("list", "*-training-2.1*", "--skip", "*gpu*", cwd=project.root, **NO_ENGINE)
+    assert result.returncode == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == [
+        "pytorch-training:2.13.0-cpu-py311-debian12",
+        "tensorflow-training:2.14.1-cpu-py311-debian12",
+    ]
 
 
 def test_an_engine_that_does_not_answer_exits_4_with_what_to_do(project: Project) -> None:
@@ -111,8 +123,127 @@ def test_the_engine_script_refuses_to_replace_a_named_engine(project: Project) -
     assert "make train ENGINE=none" in result.stderr
 
 
+def kinds(base: type[ShoalError] = ShoalError) -> Iterator[type[ShoalError]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_every_kind_of_failure_has_a_code_of_its_own_and_a_line_in_the_docs(project: Project) -> None:
+    codes = [kind.exit_code for kind in kinds()]
+    assert len(codes) == len(set(codes))
+    page = (project.root / "docs" / "exit-codes.md").read_text()
+    lines = re.findall(r"^\| (\d+) \| `(\w+)` \| \S", page, re.MULTILINE)
+    assert sorted(lines) == sorted((str(kind.exit_code), kind.__name__) for kind in kinds())
+
+
+def test_list_as_json_has_the_axes(project: Project) -> None:
+    result = shoal("list", "huggingface", "pytorch", "--json", cwd=project.root, **NO_ENGINE)
+    huggingface, pytorch = json.loads(result.stdout)
+    assert pytorch == {
+        "tag": "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
+        "framework": "pytorch",
+        "version": "2.0.1",
+        "device": "gpu",
+        "python": "py311",
+        "cuda": "cu117",
+        "os": "debian12",
+        "extends": None,
+        "default_for": ["pytorch"],
+        "state": "unknown",
+        "image_id": None,
+    }
+    assert huggingface["extends"] == pytorch["tag"]
+
+
+def test_render_as_json_says_what_became_of_each_file(project: Project, tmp_path: Path) -> None:
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    dockerfile = next((tmp_path / "dockerfiles" / "rendered" / "pytorch-training").glob("2.0.1-gpu*/Dockerfile"))
+    dockerfile.write_text("# changed\n")
+    states = {}
+    for state, arguments in (("stale", ["--check"]), ("written", []), ("same", [])):
+        result = shoal("render", "pytorch", "--json", *arguments, cwd=tmp_path)
+        states[state] = {file["path"]: file["state"] for file in json.loads(result.stdout)}
+        assert result.returncode == (3 if state == "stale" else 0)
+    assert [found[str(dockerfile)] for found in states.values()] == ["stale", "written", "same"]
+    assert set(states["same"].values()) == {"same"}
+    assert len(states["same"]) == 3
+
+
+def test_lock_as_json_has_the_locks_and_the_rendered_files(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What pip resolves is not asked for here: the committed lock stands for it."""
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (path,) = (tmp_path / "dockerfiles" / "requirements").glob("pytorch-training-2.0.1-gpu*/mpi.txt")
+    monkeypatch.setattr(lock, "lock_image", lambda *_: [path])
+    monkeypatch.chdir(tmp_path)
+    building.lock_images(["pytorch"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    tag = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+    assert document["locks"] == [{"tag": tag, "path": str(path), "pins": 2}]
+    assert {file["state"] for file in document["rendered"]} == {"same"}
+
+
+def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> None:
+    result = shoal("build", "pytorch", "--json", cwd=project.root, **NO_ENGINE)
+    assert result.returncode == 4
+    (image,) = json.loads(result.stdout)
+    assert (image["tag"], image["state"]) == ("pytorch-training:2.0.1-gpu-py311-cu117-debian12", "not tried")
+    assert "no Docker Engine answers" in image["error"]
+    assert "no Docker Engine answers" in result.stderr
+
+
+def complete(cwd: Path, *words: str) -> list[str]:
+    """Return what bash would be offered for the last of the words."""
+    line = {"COMP_WORDS": "\n".join(["shoal", *words]), "COMP_CWORD": str(len(words))}
+    result = shoal(cwd=cwd, _SHOAL_COMPLETE="complete_bash", **line)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize("command", [["build"], ["run"], ["list", "--skip"], ["build", "tensorflow"]])
+def test_bash_is_offered_frameworks_and_tags_without_the_colon_that_it_splits_at(
+    project: Project, command: list[str]
+) -> None:
+    assert complete(project.root, *command, "pytorch") == [
+        "pytorch",
+        "pytorch-training-2.0.1-gpu-py311-cu117-debian12",
+        "pytorch-training-2.13.0-gpu-py311-cu130-debian12",
+        "pytorch-training-2.13.0-cpu-py311-debian12",
+    ]
+
+
+def test_what_bash_was_offered_is_taken_for_the_tag(project: Project) -> None:
+    (word,) = complete(project.root, "build", "pytorch-training-2.13.0-c")
+    (image,) = json.loads(shoal("list", word, "--json", cwd=project.root, **NO_ENGINE).stdout)
+    assert image["tag"] == "pytorch-training:2.13.0-cpu-py311-debian12"
+
+
+@pytest.mark.parametrize(("shell", "colon"), [("zsh", "\\\\:"), ("fish", ":")])
+def test_other_shells_are_offered_tags(project: Project, shell: str, colon: str) -> None:
+    line = {"_TYPER_COMPLETE_ARGS": "shoal build pytorch-training", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = shoal(cwd=project.root, _SHOAL_COMPLETE=f"complete_{shell}", **line)
+    assert f"pytorch-training{colon}2.0.1-gpu-py311-cu117-debian12" in result.stdout
+
+
+def test_nothing_is_offered_where_there_is_no_buildspec_or_a_wrong_one(tmp_path: Path) -> None:
+    assert complete(tmp_path, "build", "") == []
+    (tmp_path / "buildspec.yml").write_text("images: []\n")
+    assert complete(tmp_path, "build", "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_is_shown(tmp_path: Path, shell: str) -> None:
+    result = shoal("--show-completion", shell, cwd=tmp_path, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert result.returncode == 0
+    assert f"_SHOAL_COMPLETE=complete_{shell}" in result.stdout
+
+
 def test_make_refuses_an_unknown_framework(project: Project) -> None:
     command = ["make", "--no-print-directory", "image", "FRAMEWORK=tensorflwo"]
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     assert result.returncode != 0
-    assert "Did you mean 'tensorflow'?" in result.stderr
+    assert "Did you mean 'tensorflow'" in result.stderr

@@ -22,6 +22,10 @@ from shoal.spec import BuildSpec
 PLAIN = Machine((), (), (), (), None, (), ())
 
 
+def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
+    return context.gather(project, matrix, matrix.select(name), context.own_wheels(project), buildkit=True)
+
+
 def tar_of(files: dict[str, context.Content]) -> bytes:
     buffer = io.BytesIO()
     context.write_tar(files, buffer)
@@ -56,7 +60,7 @@ def test_the_librarys_wheel_is_that_of_any_host(project: Project, tmp_path: Path
 
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
-    sources = context.gather(project, matrix, image, buildkit=True)
+    sources = gather(project, matrix, image.tag)
     files = context.files(sources, matrix, image, PLAIN)
     for name in LAYERS:
         assert f"{name}/requirements.txt" in files
@@ -67,15 +71,16 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
 
 
 def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: Project, matrix: BuildSpec) -> None:
-    image = matrix.select("pytorch")
-    sources = context.gather(project, matrix, image, buildkit=True)
-    assert sources.fingerprint("sha256:1") == context.gather(project, matrix, image, buildkit=True).fingerprint(
-        "sha256:1"
-    )
-    other_base = sources.fingerprint("sha256:2")
-    other_toolkit = replace(sources, toolkit=wheels.Wheel(sources.toolkit.name, b"other")).fingerprint("sha256:1")
-    other_engine = replace(sources, engine={**sources.engine, "engine.c": b"other"}).fingerprint("sha256:1")
-    assert len({sources.fingerprint("sha256:1"), other_base, other_toolkit, other_engine}) == 4
+    sources = gather(project, matrix, "pytorch")
+    assert sources.record("a@1") == gather(project, matrix, "pytorch").record("a@1")
+    others = [
+        replace(sources, engine={**sources.engine, "engine.c": b"other"}),
+        replace(sources, locks={**sources.locks, "mpi": ()}),
+        replace(sources, own={**sources.own, "toolkit": sources.own["library"]}),
+        replace(sources, dockerfile=sources.dockerfile.replace(b"train", b"sh")),
+    ]
+    fingerprints = {made.record("a@1").fingerprint for made in (sources, *others)}
+    assert len(fingerprints | {sources.record("a@2").fingerprint}) == 6
 
 
 def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
@@ -94,7 +99,7 @@ def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
     image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
     name = "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
     (tmp_path / name).write_bytes(b"wheel")
-    sources = context.gather(project, matrix, image, buildkit=True)
+    sources = gather(project, matrix, image.tag)
     pin = Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest())
     sources = replace(sources, locks={**sources.locks, "framework": (pin,)})
     index = f"--extra-index-url {matrix.indexes['cpu-wheels']}\n".encode()

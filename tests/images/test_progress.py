@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shoal import buildkit, classic
+from shoal import buildkit, classic, progress
 from shoal.events import Failed, Output, Step
 from shoal.progress import BuildProgress, one_line
 
@@ -101,28 +103,35 @@ def test_classic_steps() -> None:
     assert found[-1] == Failed("returned a non-zero code: 1")
 
 
+@contextlib.contextmanager
+def show(log: Path, console: Console) -> Iterator[BuildProgress]:
+    with progress.screen(console, ["image:1"]) as live, BuildProgress("image:1", log, live) as shown:
+        yield shown
+        live.refresh()
+
+
 def test_plain_lines_and_log_file(tmp_path: Path) -> None:
     screen = io.StringIO()
     path = tmp_path / "logs" / "build.log"
-    with BuildProgress("image:1", path, Console(file=screen, width=80)) as progress:
-        progress.show(Step("a", 2, 7, "RUN --mount=type=cache,target=/x \\\n    pip  install", "started"))
+    with show(path, Console(file=screen, width=80)) as shown:
+        shown.show(Step("a", 2, 7, "RUN --mount=type=cache,target=/x \\\n    pip  install", "started"))
         for number in range(30):
-            progress.show(Output("a", f"line {number}"))
-        progress.show(Step("a", 2, 7, "RUN x", "failed", 3.0, "exit code: 1"))
-        progress.show(Failed("it failed"))
+            shown.show(Output("a", f"line {number}"))
+        shown.show(Step("a", 2, 7, "RUN x", "failed", 3.0, "exit code: 1"))
+        shown.show(Failed("it failed"))
     assert "image:1 [2/7] started" in screen.getvalue()
     assert "RUN pip install" in screen.getvalue()
     assert "line 3" not in screen.getvalue()
     assert "line 3\n" in path.read_text()
-    assert progress.failure == "it failed"
-    assert progress.tail == [f"line {number}" for number in range(10, 30)]
+    assert shown.failure == "it failed"
+    assert shown.tail == [f"line {number}" for number in range(10, 30)]
 
 
 def test_a_dumb_terminal_shows_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen = io.StringIO()
-    with BuildProgress("image:1", tmp_path / "log", Console(file=screen, force_terminal=True)) as progress:
-        progress.show(Step("a", 2, 7, "RUN pip install", "started"))
+    with show(tmp_path / "log", Console(file=screen, force_terminal=True)) as shown:
+        shown.show(Step("a", 2, 7, "RUN pip install", "started"))
     assert "image:1 [2/7] started" in screen.getvalue()
 
 
@@ -130,9 +139,9 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     console = Console(file=screen, width=120, force_terminal=True)
-    with BuildProgress("image:1", tmp_path / "log", console) as progress:
-        progress.show(Step("a", 2, 7, "RUN pip install", "started"))
-        progress.show(Output("a", "Collecting torch"))
+    with show(tmp_path / "log", console) as shown:
+        shown.show(Step("a", 2, 7, "RUN pip install", "started"))
+        shown.show(Output("a", "Collecting torch"))
     text = screen.getvalue()
     assert "step 2/7" in text
     assert "Collecting torch" in text

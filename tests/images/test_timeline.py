@@ -404,4 +404,5 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     write(tmp_path, 0, [reduce(0, 1)])
     unwritable = shoal(".", "-o", "no/such/page.html", cwd=tmp_path)
     assert unwritable.returncode == UsageError.exit_code
-    assert "no/such/page.html cannot be written: No such file or directory" in unwritable.stderr
+    assert "no/such/page.html cannot be written: no/such is no directory. Make it" in unwritable.stderr
+    assert "-o .: cannot be written: it is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -25,8 +26,11 @@ TAG = "probe-training:1.0-cpu-py311-debian12"
 SPEC = """\
 mpi: []
 defaults: {probe: "probe-training:1.0-cpu-py311-debian12"}
-images:
-  - {framework: probe, version: "1.0", device: cpu, python: py311, os: debian12, requirements: [], disk_gib: 1}
+"""
+VERSIONS = """\
+systems: {debian12: {python: [py311]}}
+releases:
+  - {framework: probe, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
 """
 
 
@@ -42,7 +46,8 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     locks = tmp_path / "dockerfiles" / "requirements" / TAG.replace(":", "-")
     locks.mkdir(parents=True)
     for layer in LAYERS:
-        (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for:\n")
+        (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: x\n")
+    (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     link_cache(tmp_path, project)
     yield tmp_path
     del os.environ["DOCKER_BUILDKIT"]
@@ -148,6 +153,36 @@ def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: do
     assert wait_until(lambda: marker not in processes()), "the step still runs"
     assert wait_until(lambda: leftovers(client) == before)
     assert builder.find(client, TAG) is None
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing(
+    probe: Path, client: docker.DockerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = leftovers(client)
+    started = time.monotonic()
+    for number, share in enumerate([1.0, *(random.Random(7).random() for _ in range(10))]):
+        template(probe, f"RUN sleep 0.3; echo {number} > /one\nRUN sleep 0.3; echo {number} > /two")
+        process = subprocess.Popen(
+            [SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if number == 0:  # to its end: how long a build takes
+            assert process.wait(timeout=60) == 0, process.communicate()
+            seconds = time.monotonic() - started
+            client.images.remove(TAG, force=True)
+            continue
+        time.sleep(share * seconds)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        built = builder.find(client, TAG)
+        # Before Python hears signals it dies of them; an interrupt after the last step may come too late.
+        assert process.returncode in (130, -signal.SIGINT) or (process.returncode == 0 and built), stderr
+        if built:
+            client.images.remove(TAG, force=True)
+        assert wait_until(lambda: leftovers(client) == before), f"moment {share:.2f}"
+        assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
 
 
 def processes() -> str:

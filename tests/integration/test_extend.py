@@ -11,6 +11,8 @@ from pathlib import Path
 import docker
 import pytest
 
+from shoal.spec import BuildSpec
+
 from .conftest import ROOT, StartHost
 
 RECIPE = ROOT / "examples" / "extend-pytorch"
@@ -33,6 +35,32 @@ def test_the_recipe_is_the_guides(pytorch: str) -> None:
     lines = (RECIPE / "Dockerfile").read_text().splitlines()
     instructions = [line for line in lines if re.match(r"[A-Z]+ ", line)]
     assert instructions == [f"FROM {pytorch}", *LINES]
+
+
+@pytest.mark.parametrize("name", ["pytorch-*-cpu-*", "tensorflow-*-cpu-*"])
+def test_a_new_project_builds_trains_and_passes_its_test(
+    client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, name: str
+) -> None:
+    project = tmp_path / "new-by-test"
+    shoal = Path(sys.executable).with_name("shoal")
+    subprocess.run([shoal, "new", project, "--image", matrix.select(name).tag], cwd=ROOT, check=True)
+    try:
+        check(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_train.py", cwd=project)
+        hosts = ("--hosts", "2", "--procs-per-host", "2")
+        program = ("--source", ".", "--entry-point", "train.py", "--hyperparameter", "epochs=3")
+        said = check(shoal, "run", "new-by-test:latest", *hosts, *program, cwd=project)
+        accuracy = re.search(r"test accuracy (0\.\d+)", said)
+        assert accuracy is not None, said
+        assert float(accuracy[1]) > 0.8, said
+    finally:
+        client.images.remove("new-by-test:latest", force=True)
+
+
+def check(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed; what it printed."""
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def test_shoal_run_trains_the_script_it_was_given(extended: str, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import docker
 import pytest
 
-from shoal.spec import BuildSpec
+from shoal.inside import contents, sbom, truth
+from shoal.spec import BuildSpec, load
+
+from .conftest import ROOT
 
 LOAD_NVIDIA = """
 import ctypes, glob, json, sys
@@ -48,14 +51,33 @@ print(subprocess.run([tools / "bin/ptxas", "--version"], check=True, capture_out
 CPU_TENSORFLOW = "tensorflow-training:2.14.1-cpu-py311-debian12"
 
 
-@pytest.fixture(params=["pytorch", "tensorflow", "pytorch-training:2.13.0-cpu-py311-debian12", CPU_TENSORFLOW])
-def image(request: pytest.FixtureRequest, matrix: BuildSpec) -> str:
-    return matrix.select(request.param).tag
+# Packages may each be there and still not fit together, at run time only: torch, numpy and pyarrow did not.
+TRAIN_A_TRANSFORMER = """
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [0, 1] * 4})
+sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+arguments = TrainingArguments("/tmp/out", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+print(Trainer(BertForSequenceClassification(BertConfig(**sizes)), arguments, train_dataset=rows).train().global_step)
+"""
+HUGGINGFACE = ["huggingface", "huggingface-*-cu130-*", "huggingface-*-cpu-*"]
+
+
+@pytest.fixture(params=[image.tag for image in load(ROOT / "buildspec.yml").images])
+def image(request: pytest.FixtureRequest) -> str:
+    tag: str = request.param
+    return tag
 
 
 def test_pytorch_is_built_for_cuda_11(client: docker.DockerClient, pytorch: str) -> None:
     program = "import torch; print(torch.__version__, torch.version.cuda, torch.distributed.is_nccl_available())"
     assert run(client, pytorch, "python", "-c", program).split() == ["2.0.1+cu117", "11.7", "True"]
+
+
+def test_a_current_pytorch_is_built_for_cuda_13(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    program = "import torch; print(torch.__version__, torch.version.cuda, torch.distributed.is_nccl_available())"
+    image = matrix.select("pytorch-*-cu130-*").tag
+    assert run(client, image, "python", "-c", program).split() == ["2.13.0+cu130", "13.0", "True"]
 
 
 def test_tensorflow_is_built_for_cuda_11(client: docker.DockerClient, matrix: BuildSpec) -> None:
@@ -69,6 +91,24 @@ def test_the_cpu_image_has_no_cuda(client: docker.DockerClient, matrix: BuildSpe
     program = "import torch; print(torch.__version__, torch.version.cuda)"
     assert run(client, image, "python", "-c", program).split() == ["2.13.0+cpu", "None"]
     assert json.loads(run(client, image, "python", "-c", LOAD_NVIDIA))["count"] == 0
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_huggingface_stands_on_pytorch(client: docker.DockerClient, matrix: BuildSpec, name: str) -> None:
+    image = matrix.select(name)
+    program = "import accelerate, datasets, transformers as t; print(t.__version__, t.utils.is_torch_available())"
+    output = run(client, image.tag, "python", "-c", program)
+    assert output.split()[-2:] == [image.version, "True"]
+    assert "train --explain" in run(client, image.tag, "train", "--help")
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_a_transformer_trains_without_a_network(client: docker.DockerClient, matrix: BuildSpec, name: str) -> None:
+    """With the environment of a rank, in which accelerate takes other ways."""
+    options: dict[str, Any] = {"remove": True, "network_mode": "none", "stderr": False}
+    options["environment"] = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    output = client.containers.run(matrix.select(name).tag, ["python", "-c", TRAIN_A_TRANSFORMER], **options)
+    assert output.split()[-1] == b"2"
 
 
 def test_the_cpu_image_of_tensorflow_has_no_cuda(client: docker.DockerClient, matrix: BuildSpec) -> None:
@@ -142,6 +182,16 @@ def test_no_file_of_the_builds_mounts_stays_inside(client: docker.DockerClient, 
     """What they held, test_build.py looks for in the layers, by planted marks."""
     listing = run(client, image, "sh", "-c", "find /run/machine /run/layer /root/.cache /etc/pip.conf -type f || true")
     assert listing.split() == []
+
+
+def test_the_tag_says_what_is_inside(client: docker.DockerClient, matrix: BuildSpec, image: str) -> None:
+    found = contents.read(client, image)
+    assert truth.differences(found, matrix.select(image)) == []
+    document = sbom.cyclonedx(found)
+    purls = [component.get("purl", "") for component in document["components"]]
+    listed = run(client, image, "pip", "list", "--format=json")
+    assert len([purl for purl in purls if purl.startswith("pkg:pypi/")]) == len(json.loads(listed))
+    assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
 
 
 def test_labels_and_command(client: docker.DockerClient, image: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def source(tmp_path: Path) -> Path:
         ("pytorch", "train.py", "model.pt"),
         ("tensorflow", "train_tensorflow.py", "1/saved_model.pb"),
         ("tensorflow", "train_keras.py", "1/saved_model.pb"),
+        ("tensorflow", "train_smp_tensorflow.py", "1/saved_model.pb"),
     ],
 )
 def test_the_digits_job_on_two_hosts(
@@ -118,6 +120,29 @@ def test_an_interrupt_removes_hosts_and_network(
     (directory,) = (tmp_path / "jobs").iterdir()
     assert (directory / "algo-1" / "model" / "saved").exists()
     assert "was stopped" in (directory / "algo-1" / "output" / "failure").read_text()
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing(
+    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "train.py").write_text("print('trained')")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    image = matrix.select("pytorch-*-cpu-*").tag
+    arguments = command(image, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
+    started = time.monotonic()
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    seconds = time.monotonic() - started
+    for share in (random.Random(11).random() for _ in range(10)):
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(share * seconds)
+        process.send_signal(signal.SIGINT)
+        said, stderr = process.communicate(timeout=60)
+        # Before Python hears signals it dies of them; an interrupt after the job's end may come too late.
+        assert process.returncode in (130, -signal.SIGINT) or "trained" in said, stderr
+        assert job_objects(client) == set(), f"moment {share:.2f}"
+        assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
 
 
 def test_a_job_that_cannot_be_set_up_leaves_nothing(

@@ -1,0 +1,130 @@
+"""The two builders that benchmarks/images.py compares: `shoal build` of a copy of this project, and `docker build` of a
+plain Dockerfile with the same content. Neither touches the images that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+
+from shoal import base, builder, engine, machine
+from shoal.lock import read_image
+from shoal.project import Project
+from shoal.spec import ImageSpec, load
+
+PLAIN = "shoal-bench:plain"
+_KEPT = "shoal-bench:kept-{}"
+
+
+def copy(project: Project, target: Path) -> Project:
+    """Copy what builds read; caches are shared."""
+    target.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("library", "toolkit", "dockerfiles"):
+        shutil.copytree(project.root / name, target / name, ignore=ignored)
+    shutil.copy(project.buildspec, target)
+    (target / ".cache").symlink_to(project.root / ".cache")
+    return Project(target)
+
+
+def change_toolkit(directory: Path) -> None:
+    """Add a line to the toolkit under a directory."""
+    with (directory / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
+        file.write(f"# {time.time_ns()}\n")
+
+
+def change_first_step(project: Project) -> None:
+    """Have every step of images that extend none run again; what pip has downloaded stays in the builder's cache."""
+    path = project.templates / "macros.j2"
+    mark = "export APT_CONFIG=/run/machine/apt.conf"
+    before, after = path.read_text().split(mark)
+    path.write_text(f"{before}{mark} STARTED={time.time_ns()}{after}")
+
+
+class Shoal:
+    """`shoal build` of a copy of the project."""
+
+    def __init__(self, project: Project, directory: Path) -> None:
+        self.project = copy(project, directory)
+
+    def build(self, *arguments: str) -> float:
+        """Return the seconds that the whole command took."""
+        return _seconds([Path(sys.executable).with_name("shoal"), "build", *arguments], self.project.root)
+
+
+class Plain:
+    """`docker build` of plain.Dockerfile, of BuildKit, from a directory that has what an image is made of."""
+
+    def __init__(self, project: Project, image: ImageSpec, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+        for name in ("library", "toolkit"):
+            shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        pins = read_image(project, load(project.buildspec), image).values()
+        (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
+        (directory / "machine").mkdir()
+        for name, content in machine.read().files().items():
+            (directory / "machine" / name).write_bytes(content)
+        found = base.find(engine.connect())
+        assert found is not None
+        file = Path(__file__).with_name("plain.Dockerfile")
+        self._command = ["docker", "build", "--quiet", f"--tag={PLAIN}", f"--file={file}"]
+        self._command.append(f"--build-arg=BASE={found.reference}")
+
+    def build(self, *options: str) -> float:
+        """Return the seconds that the whole command took."""
+        return _seconds([*self._command, *options, str(self.directory)], self.directory)
+
+
+def _seconds(command: list[str | Path], directory: Path) -> float:
+    started = time.monotonic()
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    ended = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{ended.stdout[-3000:]}")
+    return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def kept(tags: list[str]) -> Iterator[None]:
+    """Give the tags back to the images that have them now, and remove what was built meanwhile."""
+    client = engine.connect()
+    before = {tag: image for tag in tags if (image := builder.find(client, tag))}
+    for number, image in enumerate(before.values()):
+        image.tag(_KEPT.format(number))
+    try:
+        yield
+    finally:
+        for tag in reversed(tags):
+            _give_back(client, tag, before.get(tag))
+        for number in range(len(before)):
+            client.images.remove(_KEPT.format(number))
+        if builder.find(client, PLAIN):
+            client.images.remove(PLAIN)
+
+
+def _give_back(client: docker.DockerClient, tag: str, image: docker.models.images.Image | None) -> None:
+    built = builder.find(client, tag)
+    if built is None or (image is not None and built.id == image.id):
+        return
+    if image is None:
+        client.images.remove(tag)
+        return
+    image.tag(tag)
+    with contextlib.suppress(docker.errors.ImageNotFound):
+        client.images.remove(str(built.id))

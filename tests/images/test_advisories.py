@@ -1,0 +1,73 @@
+"""`shoal audit`: what is known, what is accepted and until when."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from tests.images.test_inside import contents
+
+from shoal.errors import SpecError
+from shoal.inside import advisories
+from shoal.inside.advisories import Accepted
+
+KNOWN = {
+    "dependencies": [
+        {
+            "name": "Torch",
+            "version": "2.0.1+cu117",
+            "vulns": [
+                {"id": "PYSEC-1", "fix_versions": ["2.2.0"], "aliases": ["CVE-1"], "description": "long"},
+                {"id": "PYSEC-2", "fix_versions": [], "aliases": []},
+            ],
+        },
+        {"name": "torch", "version": "1.0", "vulns": [{"id": "PYSEC-3"}]},
+        {"name": "absent", "version": "1", "vulns": [{"id": "PYSEC-4"}]},
+        {"name": "skipped", "skip_reason": "not on PyPI"},
+    ],
+    "fixes": [],
+}
+TODAY = datetime.date(2026, 6, 1)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "known.json").write_text(json.dumps(KNOWN))
+    return tmp_path / "known.json"
+
+
+def test_what_is_installed_is_found(file: Path) -> None:
+    first, second = advisories.findings(contents(), advisories.read(file), ())
+    assert str(first) == "torch 2.0.1+cu117: PYSEC-1 CVE-1, fixed in 2.2.0"
+    assert str(second) == "torch 2.0.1+cu117: PYSEC-2, no fix yet"
+    assert first.counts(TODAY) and second.counts(TODAY)
+
+
+@pytest.mark.parametrize(("name", "day", "counts"), [("CVE-1", 1, False), ("PYSEC-1", 2, False), ("CVE-1", -1, True)])
+def test_what_is_accepted_expires(file: Path, name: str, day: int, counts: bool) -> None:
+    entry = Accepted(id=name, reason="not reached", expires=TODAY + datetime.timedelta(days=day - 1))
+    other = Accepted(id="CVE-9", reason="gone", expires=TODAY)
+    first, second = found = advisories.findings(contents(), advisories.read(file), (entry, other))
+    assert first.counts(TODAY) is counts
+    assert f"accepted until {entry.expires}: not reached" in str(first)
+    assert second.counts(TODAY)
+    assert advisories.unused(found, (entry, other)) == [other]
+
+
+def test_an_allow_list_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "allow.yml"
+    path.write_text("accepted:\n  - {id: CVE-1, reason: not reached, expires: 2026-07-01}\n")
+    (entry,) = advisories.read_accepted(path)
+    assert entry.expires == datetime.date(2026, 7, 1)
+    path.write_text("accepted:\n  - {id: CVE-1, expires: 2026-07-01}\n")
+    with pytest.raises(SpecError, match=r"allow.yml:2: accepted.0.reason: required, but missing"):
+        advisories.read_accepted(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"dependencies": [{"version": "1"}]}'])
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "known.json").write_text(text)
+    with pytest.raises(SpecError, match="not what `pip-audit --format json` writes"):
+        advisories.read(tmp_path / "known.json")

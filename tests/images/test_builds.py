@@ -1,0 +1,233 @@
+"""Builds of several images against an engine of a few lines: order, several at once, failures, interrupts, words."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from shoal.project import Project
+
+SHOAL = Path(sys.executable).with_name("shoal")
+BUILDSPEC = "mpi: []\ndefaults: {}\n"
+VERSIONS = """\
+systems: {debian12: {python: [py311]}}
+releases:
+  - {framework: one, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
+  - {framework: two, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
+children:
+  - {framework: child, version: "1.0", extends: "one-*", requirements: [x], disk_gib: 1}
+  - {framework: grandchild, version: "1.0", extends: "child-*", requirements: [x], disk_gib: 1}
+"""
+TAG = "{}-training:1.0-cpu-py311-debian12"
+ONE, TWO, CHILD, GRANDCHILD = map(TAG.format, ("one", "two", "child", "grandchild"))
+
+
+class FakeEngine(ThreadingMixIn, UnixStreamServer):
+    """Answers what builds ask. Images whose tag begins with a word of `failing` fail; with one of `hanging`, hang."""
+
+    daemon_threads = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _Handler)
+        self.address = f"unix://{path}"
+        self.images: dict[str, dict[str, str]] = {"debian:bookworm-slim": {}}
+        self.bases: dict[str, str] = {}
+        self.failing: tuple[str, ...] = ()
+        self.hanging: tuple[str, ...] = ()
+        self.under_way: set[str] = set()
+        self.most = 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if path.endswith("/version"):
+            self._answer({"ApiVersion": "1.41", "Components": [{"Name": "Engine"}]})
+        elif path.endswith("/info"):
+            self._answer({"DockerRootDir": "/nonexistent"})
+        else:
+            tag = path.partition("/images/")[2].removesuffix("/json")
+            labels = self.server.images.get(tag)
+            image = {"Id": f"sha256:{abs(hash(str((tag, labels)))):064x}", "Config": {"Labels": labels}}
+            self._answer({"message": "no such image"} if labels is None else image, 404 if labels is None else 200)
+
+    def do_POST(self) -> None:
+        options = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        self.rfile.read(int(self.headers["Content-Length"]))
+        tag = options["t"]
+        self.server.under_way.add(tag)
+        self.server.most = max(self.server.most, len(self.server.under_way))
+        self.send_response(200)
+        self.end_headers()
+        self._write({"stream": "Step 1/1 : RUN make"})
+        if tag.startswith(self.server.hanging or ("-",)):
+            self.connection.recv(1)  # until it is closed
+        elif tag.startswith(self.server.failing or ("-",)):
+            self._write({"error": "it broke"})
+        else:
+            time.sleep(0.2)
+            self.server.bases[tag] = json.loads(options["buildargs"])["BASE"]
+            self.server.images[tag] = json.loads(options["labels"])
+        self.server.under_way.discard(tag)
+
+    def _write(self, document: dict[str, Any]) -> None:
+        self.wfile.write(json.dumps(document).encode() + b"\n")
+
+    def _answer(self, document: dict[str, Any], status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self._write(document)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEngine]:
+    with TemporaryDirectory() as directory, FakeEngine(Path(directory, "engine.sock")) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, project: Project) -> Path:
+    """A project of two images, one of them with a child and that with another."""
+    (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
+    for room in ("library", "toolkit"):
+        (tmp_path / room).symlink_to(project.root / room)
+    (tmp_path / "dockerfiles").mkdir()
+    (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
+    for name in ("one", "two", "child", "grandchild"):
+        (tmp_path / "dockerfiles" / f"{name}.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN make\n")
+        locks = tmp_path / "dockerfiles" / "requirements" / TAG.format(name).replace(":", "-")
+        locks.mkdir(parents=True)
+        for layer in ("cuda", "framework", "mpi", "aws"):
+            (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: x\n")
+    none = "e3b0c44298fc"  # the digest of no pins
+    for name, on in (("child", ONE), ("grandchild", CHILD)):
+        path = tmp_path / "dockerfiles" / "requirements" / TAG.format(name).replace(":", "-") / "framework.txt"
+        path.write_text(f"# Made by `shoal lock` for: x on {on} ({none})\n")
+    return tmp_path
+
+
+def start(fake: FakeEngine, checkout: Path, *arguments: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "DOCKER_HOST": fake.address, "COLUMNS": "200", "DOCKER_BUILDKIT": "0"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([SHOAL, *arguments], cwd=checkout, env=env, text=True, **pipes)
+
+
+def shoal(fake: FakeEngine, checkout: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(fake, checkout, *arguments)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def endings(out: str) -> list[str]:
+    return [" ".join(line.split()[:3]) for line in out.splitlines() if line.startswith(("✓", "✗", "-"))]
+
+
+def test_parents_are_built_first_and_what_is_there_is_left(fake: FakeEngine, checkout: Path) -> None:
+    code, out, err = shoal(fake, checkout, "build", "grandchild*")
+    assert (code, err) == (0, "")
+    assert endings(out) == [f"✓ {tag} built" for tag in (ONE, CHILD, GRANDCHILD)]
+    assert fake.bases == {ONE: "debian:bookworm-slim", CHILD: ONE, GRANDCHILD: CHILD}
+    _, out, _ = shoal(fake, checkout, "build")
+    assert endings(out) == [f"✓ {ONE} up", f"✓ {TWO} built", f"✓ {CHILD} up", f"✓ {GRANDCHILD} up"]
+    _, out, _ = shoal(fake, checkout, "plan")
+    assert out.splitlines() == [f"{tag}: up to date" for tag in (ONE, TWO, CHILD, GRANDCHILD)]
+
+
+def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:
+    shoal(fake, checkout, "build")
+    (checkout / "dockerfiles" / "one.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN other\n")
+    _, out, _ = shoal(fake, checkout, "plan", "--json")
+    one, two, child, grandchild = json.loads(out)
+    assert one["rebuilt"] == ["making"]
+    assert one["reasons"] == ["making: other instructions (one.j2)"]
+    assert two["state"] == "up to date"
+    assert child["rebuilt"] == ["FROM", "making"]
+    assert child["reasons"] == [f"base {ONE} → {ONE} (rebuilt)"]
+    assert grandchild["reasons"] == [f"base {CHILD} → {CHILD} (rebuilt)"]
+
+
+@pytest.mark.parametrize(("jobs", "most"), [("1", 1), ("2", 2)])
+def test_independent_images_are_built_at_once(fake: FakeEngine, checkout: Path, jobs: str, most: int) -> None:
+    assert shoal(fake, checkout, "build", "--jobs", jobs)[0] == 0
+    assert fake.most == most
+
+
+def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path) -> None:
+    fake.failing = ("one",)
+    code, out, err = shoal(fake, checkout, "build")
+    assert code == 6
+    assert out.splitlines()[-4:] == [
+        f"✗ {ONE} failed: step 1/1 failed: RUN make",
+        *[line for line in out.splitlines() if line.startswith(f"✓ {TWO} built")],
+        f"- {CHILD} not built: it stands on {ONE}",
+        f"- {GRANDCHILD} not built: it stands on {CHILD}",
+    ]
+    assert err.startswith(f"shoal: {ONE}: step 1/1 failed: RUN make\n")
+    assert "it broke" in err
+
+
+def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> None:
+    fake.failing = ("child",)
+    shoal(fake, checkout, "build", "two-*")
+    code, out, err = shoal(fake, checkout, "build", "--json")
+    assert code == 6, err
+    one, two, child, grandchild = json.loads(out)
+    assert code == 6
+    assert f"✗ {CHILD} failed" in err
+    assert (one["tag"], one["state"], one["error"]) == (ONE, "built", None)
+    assert one["seconds"] > 0
+    assert one["image_id"].startswith("sha256:")
+    assert two["state"] == "up to date"
+    assert (child["state"], child["image_id"]) == ("failed", None)
+    assert child["error"].startswith(f"{CHILD}: step 1/1 failed: RUN make\n")
+    assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it stands on {CHILD}")
+
+
+def test_several_failures_are_all_told(fake: FakeEngine, checkout: Path) -> None:
+    fake.failing = ("one", "two")
+    code, _, err = shoal(fake, checkout, "build")
+    assert code == 6
+    assert {line for line in err.splitlines() if line.startswith("shoal: ")} == {
+        f"shoal: {tag}: step 1/1 failed: RUN make" for tag in (ONE, TWO)
+    }
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_closes_the_builds(fake: FakeEngine, checkout: Path, number: signal.Signals, code: int) -> None:
+    fake.hanging = ("one", "two")
+    process = start(fake, checkout, "build")
+    deadline = time.monotonic() + 30
+    while len(fake.under_way) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert fake.under_way == {ONE, TWO}
+    process.send_signal(number)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in err
+    while fake.under_way and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert fake.under_way == set()

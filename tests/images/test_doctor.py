@@ -1,0 +1,490 @@
+"""Each check of `shoal doctor`, seen to pass and to fail, against an engine and servers of a few lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import docker
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from shoal import base, doctor, machine, reach
+from shoal.doctor import Result, Site
+from shoal.errors import DoctorError, EngineError
+from shoal.machine import Machine
+from shoal.project import Project
+
+SHOAL = Path(sys.executable).with_name("shoal")
+PLAIN = Machine((), (), (), (), None, (), ())
+GIB = 1024**3
+VERSION = {"ApiVersion": "1.41", "Version": "20.10.24", "Arch": "amd64", "Components": [{"Name": "Engine"}]}
+INFO = {"DockerRootDir": "/nonexistent", "MemTotal": 8 * GIB, "NCPU": 4, "Runtimes": {"runc": {}, "nvidia": {}}}
+
+
+class FakeEngine(ThreadingMixIn, UnixStreamServer):
+    """Answers what `answers` holds for a request (method and the path's first word); `made` are its networks."""
+
+    daemon_threads = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _Handler)
+        self.address = f"unix://{path}"
+        self.made: list[str] = []
+        self.answers: dict[str, tuple[int, Any]] = {
+            "GET version": (200, VERSION),
+            "GET info": (200, INFO),
+            "GET images": (404, {"message": "no such image"}),
+            "GET distribution": (200, {"Descriptor": {"digest": "sha256:0"}}),
+            "POST networks": (201, {"Id": "n1"}),
+        }
+
+    def client(self) -> docker.DockerClient:
+        return docker.DockerClient(base_url=self.address, version="auto", timeout=5)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def _reply(self) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        key = f"{self.command} {parts[1] if parts[0].startswith('v1.') else parts[0]}"
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, document = self.server.answers.get(key, (200, {}))
+        if parts[1:3] == ["images", "json"]:
+            status, document = 200, []
+        elif key == "POST networks" and status == 201:
+            self.server.made.append("n1")
+        elif key == "DELETE networks":
+            self.server.made.remove(parts[2])
+        elif key == "GET networks":
+            network = {"Id": "n1", "Name": "shoal-doctor"}
+            document = network if len(parts) > 2 else [network] * len(self.server.made)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(document).encode())
+
+    do_GET = do_POST = do_DELETE = _reply  # noqa: N815 (the names that http.server calls)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEngine]:
+    with TemporaryDirectory() as directory, FakeEngine(Path(directory, "engine.sock")) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def site(fake: FakeEngine, project: Project) -> Site:
+    return Site(project.root, fake.client, lambda: PLAIN)
+
+
+def no_engine() -> docker.DockerClient:
+    raise EngineError("no Docker Engine answers at unix:///x: refused\nWhat to do: start one")
+
+
+def with_machine(site: Site, **fields: Any) -> Site:
+    return replace(site, machine=lambda: replace(PLAIN, **fields))
+
+
+# The engine
+
+
+def test_an_engine_is_told_with_its_api(site: Site) -> None:
+    found = "Docker Engine 20.10.24, API 1.41 (at least 1.40 is needed)"
+    assert doctor.engine_answers(site) == Result("ok", found)
+
+
+def test_an_old_engine_and_another_processor(site: Site, fake: FakeEngine) -> None:
+    fake.answers["GET version"] = (200, VERSION | {"ApiVersion": "1.39"})
+    assert doctor.engine_answers(site).state == "failed"
+    fake.answers["GET version"] = (200, VERSION | {"Arch": "arm64"})
+    state, found, _ = doctor.engine_answers(site)
+    assert (state, found.partition("; ")[2]) == ("remark", "it runs on arm64, and the images are for x86_64 (amd64)")
+
+
+def test_no_engine_fails_once_and_the_rest_is_not_checked(site: Site) -> None:
+    findings = {each.name: each for each in doctor.examine(replace(site, connect=no_engine), OF_THE_ENGINE)}
+    engine = findings.pop("engine")
+    assert (engine.state, engine.advice) == ("failed", "start one")
+    assert {(each.state, each.found) for each in findings.values()} == {("remark", "not checked: it needs an engine")}
+
+
+OF_THE_ENGINE = {name: doctor.CHECKS[name] for name in ("engine", "builder", "disk", "memory", "networks", "gpus")}
+
+
+def test_the_builder(site: Site, fake: FakeEngine) -> None:
+    assert doctor.builder_kind(site) == Result("ok", "BuildKit")
+    fake.answers["GET version"] = (200, VERSION | {"Components": []})
+    assert doctor.builder_kind(site).state == "remark"
+
+
+def test_memory_and_gpus(site: Site, fake: FakeEngine) -> None:
+    assert doctor.memory(site).found.startswith("8.0 GiB, 4 CPUs;")
+    assert doctor.memory(site).state == doctor.gpus(site).state == "ok"
+    fake.answers["GET info"] = (200, INFO | {"MemTotal": GIB, "Runtimes": {"runc": {}}})
+    assert doctor.memory(site).state == "failed"
+    assert doctor.gpus(site).state == "remark"
+
+
+@pytest.mark.parametrize(("free", "there", "state"), [(17, 404, "ok"), (3, 404, "failed"), (3, 200, "remark")])
+def test_disk(
+    site: Site, fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, there: int, state: str
+) -> None:
+    fake.answers["GET info"] = (200, INFO | {"DockerRootDir": str(tmp_path)})
+    fake.answers["GET images"] = (there, {"Id": "sha256:1", "message": "no such image"})
+    usage = shutil.disk_usage(tmp_path)._replace(free=free * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    result = doctor.disk(site)
+    assert result.state == state
+    assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; the largest image takes 16 GiB")
+
+
+def test_the_disk_of_a_remote_engine_is_not_checked(site: Site) -> None:
+    assert doctor.disk(site).found == "not checked: the engine is on another machine"
+
+
+def test_a_network_is_made_and_removed(site: Site, fake: FakeEngine) -> None:
+    assert doctor.networks(site).state == "ok"
+    assert fake.made == []
+    fake.answers["POST networks"] = (500, {"message": "could not find an available address pool"})
+    state, found, advice = doctor.networks(site)
+    assert (state, found) == ("failed", "the engine makes no bridge network: could not find an available address pool")
+    assert "docker network prune" in advice
+
+
+def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the best to the worst: on the engine, from a registry, kept, bootstrapped, nothing."""
+    (tmp_path / "buildspec.yml").touch()
+    site = replace(site, start=tmp_path)
+    fake.answers["GET images"] = (200, {"Id": "sha256:1", "RepoDigests": []})
+    assert doctor.base_image(site) == Result("ok", f"{base.UPSTREAM} is on the engine")
+    fake.answers["GET images"] = (404, {"message": "no such image"})
+    assert doctor.base_image(site) == Result("ok", f"{base.UPSTREAM} can be pulled")
+    fake.answers["GET distribution"] = (500, {"message": "no route to host"})
+    monkeypatch.setattr(base, "obstacle", lambda: "mmdebstrap is not here. What to do: run this as root")
+    assert doctor.base_image(site) == Result("failed", "mmdebstrap is not here", "run this as root")
+    monkeypatch.setattr(base, "obstacle", lambda: "")
+    assert "bootstraps one" in doctor.base_image(site).found
+    kept = base.kept_archive(Project(tmp_path).cache)
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert str(kept) in doctor.base_image(site).found
+
+
+# The network
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every path with `status`, those under /lean with 404; with 0, never."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Page)
+        self.status = 200
+        self.asked: list[str] = []
+        self.released = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Page(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if not self.server.status:
+            self.server.released.wait(30)
+            return
+        self.send_response(404 if self.path.startswith("/lean") else self.server.status)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.released.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def closed() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
+    pip = (("index-url", f"{server.url}/simple/"), ("extra-index-url", f"{server.url}/more"))
+    assert doctor.package_index(with_machine(site, pip=pip)).state == "ok"
+    sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/debian bookworm-updates main")
+    assert doctor.debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
+    files = [f"/debian/dists/{suite}/InRelease" for suite in ("bookworm", "bookworm-updates")]
+    assert server.asked == ["/simple/pip/", "/more/pip/", *files]
+
+
+@pytest.mark.parametrize(("status", "state"), [(404, "remark"), (401, "failed"), (503, "failed")])
+def test_an_index_that_answers_otherwise(site: Site, server: Server, status: int, state: str) -> None:
+    server.status = status
+    result = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
+    assert result.state == state
+    assert result.found.startswith(f"{server.url}: HTTP status {status}")
+
+
+def test_an_extra_index_need_not_have_everything(site: Site, server: Server, closed: str) -> None:
+    first, lean = ("index-url", server.url), ("extra-index-url", f"{server.url}/lean")
+    assert doctor.package_index(with_machine(site, pip=(first, lean))) == Result("ok", server.url)
+    broken = (("index-url", f"{server.url}/lean"), ("extra-index-url", closed))
+    state, found, _ = doctor.package_index(with_machine(site, pip=broken))
+    assert (state, found) == ("failed", f"{closed}: [Errno 111] Connection refused")
+
+
+def test_a_server_that_hangs_is_not_waited_for(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.status = 0
+    monkeypatch.setattr(reach, "SECONDS", 0.2)
+    began = time.monotonic()
+    state, found, _ = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
+    assert (state, time.monotonic() - began < 5) == ("failed", True)
+    assert "no answer within" in found
+
+
+def test_a_refused_connection_and_an_unknown_name(site: Site, closed: str) -> None:
+    sources = (f"deb {closed}/debian bookworm main", "deb http://mirror.invalid/debian bookworm main")
+    state, found, advice = doctor.debian_mirror(with_machine(site, apt_sources=sources))
+    assert state == "failed"
+    assert found.startswith(f"{closed}/debian: [Errno 111] Connection refused; http://mirror.invalid/debian: ")
+    assert "/etc/apt/sources.list" in advice
+
+
+def test_proxies_of_pip_and_apt_are_used(site: Site, server: Server, closed: str) -> None:
+    """A proxy gets whole addresses to ask for; apt's may be for one host only, or DIRECT."""
+    pip = (("index-url", "http://index.invalid/simple"), ("proxy", server.url))
+    assert doctor.package_index(with_machine(site, pip=pip)).state == "ok"
+    sources = ("deb http://mirror.invalid/debian bookworm main",)
+    lines = (f'Acquire::http::Proxy "{closed}";', f'Acquire::http::Proxy::mirror.invalid "{server.url}";')
+    assert doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=lines)).state == "ok"
+    assert server.asked == ["http://index.invalid/simple/pip/", "http://mirror.invalid/debian/dists/bookworm/InRelease"]
+    refused = (f'Acquire::http::Proxy "{closed}";',)
+    state, found, _ = doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=refused))
+    assert (state, found.partition(": ")[2]) == ("failed", "its proxy cannot be reached, or refuses")
+    direct = (*refused, 'Acquire::http::Proxy::127.0.0.1 "DIRECT";')
+    here = (f"deb {server.url}/debian bookworm main",)
+    assert doctor.debian_mirror(with_machine(site, apt_sources=here, apt_proxies=direct)).state == "ok"
+
+
+def test_a_password_in_an_address_is_not_told(site: Site, server: Server) -> None:
+    server.status = 401
+    url = server.url.replace("//", "//user:planted@")
+    assert "planted" not in str(doctor.package_index(with_machine(site, pip=(("index-url", url),))))
+
+
+def test_no_index_is_asked_where_pip_shall_ask_none(site: Site) -> None:
+    assert doctor.package_index(with_machine(site, pip=(("no-index", "true"),))).state == "ok"
+
+
+# Certificates, settings, ports, the checkout
+
+
+def certificate(name: str, days: int, key_file: Path | None = None) -> bytes:
+    """Return a CA's certificate, also of 127.0.0.1, that expires in that many days, in PEM form; write its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    end = datetime.now(UTC) + timedelta(days=days)
+    made = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(end - timedelta(days=30))
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    if key_file:
+        form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "state", "words"),
+    [
+        (None, "ok", "none is named"),
+        (certificate("good", 9), "ok", "PIP_CERT: 1 certificates"),
+        (
+            "# Großes Zertifikat\n".encode() + certificate("good", 9) + certificate("old", -9),
+            "remark",
+            "PIP_CERT: 2 certificates, of which 1 have expired: old",
+        ),
+        (certificate("old", -9), "failed", "PIP_CERT: 1 certificates, of which 1 have expired: old"),
+        (b"<html>404</html>", "failed", "PIP_CERT: "),
+        (b"", "failed", "PIP_CERT: "),
+    ],
+)
+def test_the_ca_bundle(site: Site, bundle: bytes | None, state: str, words: str) -> None:
+    result = doctor.ca_bundle(with_machine(site, ca_bundle=bundle, ca_origin="PIP_CERT"))
+    assert (result.state, result.found.startswith(words)) == (state, True), result
+
+
+def test_a_ca_bundle_that_is_not_there_is_found(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ca.crt").write_bytes(certificate("good", 9))
+    monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.crt"))
+    machine.read.cache_clear()
+    here = machine.read()
+    machine.read.cache_clear()
+    assert here.ca_origin == f"pip's cert {tmp_path / 'ca.crt'}"
+    state, found, _ = doctor.ca_bundle(replace(site, machine=lambda: here))
+    assert (state, found) == ("failed", f"no such file: SSL_CERT_FILE {tmp_path / 'gone.crt'}")
+
+
+def test_a_server_is_trusted_by_the_bundle_only(site: Site, server: Server, tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    own, other = certificate("own", 9, key), certificate("other", 9)
+    (tmp_path / "own.pem").write_bytes(own)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "own.pem", key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url.replace("http:", "https:")
+    pip = (("index-url", url),)
+    assert doctor.package_index(with_machine(site, pip=pip, ca_bundle=own)) == Result("ok", url)
+    state, found, _ = doctor.package_index(with_machine(site, pip=pip, ca_bundle=other))
+    assert (state, found) == ("failed", f"{url}: its certificate is not signed by any of the CA bundle")
+    trusting = (*pip, ("trusted-host", "127.0.0.1"))
+    assert doctor.package_index(with_machine(site, pip=trusting, ca_bundle=other)).state == "ok"
+
+
+def test_settings_that_builds_cannot_use_are_told(site: Site) -> None:
+    assert doctor.settings(site).state == "ok"
+    result = doctor.settings(with_machine(site, left_out=("pip's constraint: not supported in builds",)))
+    assert result == Result("remark", "not used in builds: pip's constraint: not supported in builds")
+
+
+def test_loopback(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.loopback(site).state == "ok"
+
+    def refuse(*_: object) -> socket.socket:
+        raise OSError("Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    state, found, _ = doctor.loopback(site)
+    assert (state, found.endswith("reached: Cannot assign requested address")) == ("failed", True)
+
+
+def test_the_checkout(site: Site, tmp_path: Path) -> None:
+    assert doctor.checkout(site).state == "ok"
+    assert doctor.checkout(replace(site, start=tmp_path)).found.startswith(f"no buildspec.yml in {tmp_path}")
+    (tmp_path / "buildspec.yml").write_text("images: []\n")
+    state, found, _ = doctor.checkout(replace(site, start=tmp_path))
+    assert (state, "buildspec.yml:1: mpi: required, but missing" in found) == ("failed", True)
+    (disk,) = doctor.examine(replace(site, start=tmp_path), {"disk": doctor.disk})
+    assert (disk.state, disk.found) == ("remark", "not checked: it needs a checkout")
+
+
+# All of them
+
+
+def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
+    def broken(_: Site) -> Result:
+        raise KeyError("MemTotal")
+
+    def hanging(_: Site) -> Result:
+        time.sleep(30)
+        raise AssertionError
+
+    checks = {"hanging": hanging, "broken": broken, "good": lambda _: Result("ok", "fine")}
+    began = time.monotonic()
+    findings = doctor.examine(site, checks, limit=0.5)
+    assert time.monotonic() - began < 5
+    assert [(each.name, each.state, each.found) for each in findings] == [
+        ("hanging", "failed", "not done after 0.5 s"),
+        ("broken", "failed", "KeyError: 'MemTotal'"),
+        ("good", "ok", "fine"),
+    ]
+    with pytest.raises(DoctorError, match="2 of the checks failed: hanging, broken"):
+        doctor.judge(findings)
+    assert [line[0] for line in doctor.told(findings).splitlines()] == ["✗", " ", "✗", " ", "✓"]
+
+
+def test_an_interrupt_waits_for_what_a_check_has_made_to_be_removed(site: Site) -> None:
+    left = ["network"]
+
+    def making(_: Site) -> Result:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.3)
+        left.clear()
+        return Result("ok", "")
+
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine(site, {"networks": making})
+    assert left == []
+
+
+def run(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    nowhere = {"PIP_NO_INDEX": "1", "http_proxy": "http://127.0.0.1:9"}  # no test waits for a real network
+    env = {**os.environ, **nowhere, "COLUMNS": "80", **environment}
+    return subprocess.run([SHOAL, "doctor", *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_command_exits_10_and_prints_only_json(fake: FakeEngine, project: Project) -> None:
+    fake.answers["GET info"] = (200, INFO | {"MemTotal": GIB})
+    result = run(["--json"], project.root, DOCKER_HOST=fake.address)
+    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    assert list(findings) == list(doctor.CHECKS)
+    assert findings["memory"]["state"] == "failed"
+    assert findings["memory"]["advice"] == "give the engine's machine at least 2 GiB"
+    assert result.returncode == 10
+    assert "memory" in result.stderr
+    assert fake.made == []
+
+
+def test_fix_starts_an_engine_by_the_script_and_says_so(tmp_path: Path, fake: FakeEngine) -> None:
+    """The script of this checkout, whose engine is a link to the fake's socket."""
+    (tmp_path / "buildspec.yml").write_text("images: []\n")
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "engine.sh"
+    script.write_text(f"#!/bin/sh\necho engine: starting\nln -s {fake.address.removeprefix('unix://')} docker.sock\n")
+    script.chmod(0o755)
+    host = f"unix://{tmp_path / 'docker.sock'}"
+    assert "✗ engine" in run([], tmp_path, DOCKER_HOST=host).stdout
+    result = run(["--fix"], tmp_path, DOCKER_HOST=host)
+    assert "✓ engine" in result.stdout
+    assert "engine: starting" in result.stderr
+    assert "shoal: --fix: engine: started one by scripts/engine.sh" in result.stderr
+    assert result.returncode == 10  # the buildspec is still wrong
+
+
+def test_fix_does_nothing_outside_a_checkout(tmp_path: Path) -> None:
+    result = run(["--fix"], tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
+    assert result.returncode == 10
+    assert "shoal: --fix: engine: nothing done: no buildspec.yml" in result.stderr

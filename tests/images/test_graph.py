@@ -1,0 +1,84 @@
+"""Work that stands on other work: order, how many at once, failures and interrupts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from shoal import graph
+
+BELOW = {"a": None, "b": None, "a1": "a", "a2": "a", "a11": "a1", "c": "elsewhere"}
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 9])
+def test_what_it_stands_on_comes_first(jobs: int) -> None:
+    done: list[str] = []
+    under_way: set[str] = set()
+    most = 0
+
+    def work(name: str) -> str:
+        nonlocal most
+        under_way.add(name)
+        most = max(most, len(under_way))
+        beneath = BELOW[name]
+        assert beneath in (None, "elsewhere", *done)
+        time.sleep(0.01)
+        under_way.discard(name)
+        done.append(name)
+        return name.upper()
+
+    assert graph.run(BELOW, work, nothing, jobs) == {name: name.upper() for name in BELOW}
+    assert most <= jobs
+    assert most > 1 or jobs == 1
+
+
+def test_a_failure_stops_only_what_stands_on_it() -> None:
+    def work(name: str) -> str:
+        if name == "a1":
+            raise OSError("no")
+        return name
+
+    results = graph.run(BELOW, work, nothing, 2)
+    assert list(results) == list(BELOW)
+    assert isinstance(results["a1"], OSError)
+    assert isinstance(results["a11"], graph.NotTriedError)
+    assert str(results["a11"]) == "it stands on a1"
+    assert [results[name] for name in ("a", "b", "a2", "c")] == ["a", "b", "a2", "c"]
+
+
+def test_what_stands_on_what_was_not_tried_is_not_tried() -> None:
+    def work(name: str) -> str:
+        raise OSError(name)
+
+    results = graph.run({"a": None, "a1": "a", "a11": "a1"}, work, nothing, 2)
+    assert [type(result) for result in results.values()] == [OSError, graph.NotTriedError, graph.NotTriedError]
+
+
+def test_an_interrupt_stops_the_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = threading.Event()
+    ended: list[str] = []
+
+    def work(name: str) -> str:
+        stopped.wait(60)
+        ended.append(name)
+        return name
+
+    class Queue:
+        """The interrupt comes while the first result is waited for."""
+
+        def put(self, item: object) -> None:
+            pass
+
+        def get(self) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph, "SimpleQueue", Queue)
+    with pytest.raises(KeyboardInterrupt):
+        graph.run({"a": None, "b": None, "c": None}, work, stopped.set, 2)
+    assert sorted(ended) == ["a", "b"]

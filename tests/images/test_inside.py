@@ -1,0 +1,108 @@
+"""What is inside an image: the bill of materials, the manifest, and whether the tag tells the truth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from shoal.inside import manifest, sbom, truth
+from shoal.inside.contents import Contents
+from shoal.spec import BuildSpec
+
+TAG = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+FACTS: dict[str, Any] = {
+    "tag": TAG,
+    "id": "sha256:" + "ab" * 32,
+    "created": "2026-01-02T03:04:05.678Z",
+    "bytes": 3 * 1024**2,
+    "labels": {"org.opencontainers.image.title": "pytorch-training", "shoal.steps": "{}"},
+    "system": {"ID": "debian", "VERSION_ID": "12", "PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"},
+    "python": "3.11.2",
+    "machine": "x86_64",
+    "distributions": [
+        {"name": "Torch", "version": "2.0.1", "licence": "BSD-3-Clause", "homepage": ""},
+        {"name": "torch", "version": "2.0.1+cu117", "licence": "BSD|3", "homepage": ""},
+        {"name": "nvidia-cuda-runtime-cu11", "version": "11.7.99", "licence": "", "homepage": ""},
+    ],
+    "packages": [
+        {
+            "name": "libc6",
+            "version": "2:2.36-9+deb12u4",
+            "architecture": "amd64",
+            "source": "glibc",
+            "licence": "LGPL-2.1+",
+        }
+    ],
+    "commands": {"mpirun": "mpirun (Open MPI) 4.1.8", "train": ""},
+    "environment": {"LANG": "C.UTF-8", "HOME": "/root"},
+}
+
+
+def contents(**changes: Any) -> Contents:
+    return Contents.model_validate({**FACTS, **changes})
+
+
+def test_the_bill_of_materials() -> None:
+    document = sbom.cyclonedx(contents())
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.5")
+    assert document["serialNumber"] == sbom.cyclonedx(contents(bytes=1))["serialNumber"]  # of the digest alone
+    assert document["serialNumber"] != sbom.cyclonedx(contents(id="sha256:00"))["serialNumber"]
+    named = document["metadata"]["component"]
+    assert (named["name"], named["version"]) == tuple(TAG.split(":"))
+    libc, _, torch, runtime = document["components"][1:]
+    assert libc["purl"] == "pkg:deb/debian/libc6@2%3A2.36-9+deb12u4?arch=amd64&distro=debian-12"
+    assert libc["properties"] == [{"name": "debian:source", "value": "glibc"}]
+    assert torch["purl"] == "pkg:pypi/torch@2.0.1%2Bcu117"
+    assert torch["licenses"] == [{"license": {"name": "BSD|3"}}]
+    assert "licenses" not in runtime
+    references = [component["bom-ref"] for component in document["components"]]
+    assert len(set(references)) == len(references)
+
+
+def test_the_manifest(matrix: BuildSpec) -> None:
+    page = manifest.markdown(contents(), matrix.select(TAG))
+    assert page.startswith(f"# {TAG}\n")
+    assert "The tag says what is inside." in page
+    assert "| torch | 2.0.1+cu117 | BSD&#124;3 |" in page  # a bar of its own would be a column
+    assert "| libc6 | 2:2.36-9+deb12u4 | LGPL-2.1+ |" in page
+    assert "| LANG | C.UTF-8 |" in page
+    assert "shoal.steps" not in page
+    widths = {
+        line.count("|") for line in page.split("## Python")[1].split("## ")[0].splitlines() if line.startswith("|")
+    }
+    assert widths == {4}
+    assert "tag" not in manifest.markdown(contents(tag="other:1"), None).split("##")[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"python": "3.12.1"}, ["python is py312, not py311"]),
+        ({"system": {"ID": "ubuntu", "VERSION_ID": "22.04"}}, ["os is ubuntu22.04, not debian12"]),
+        ({"distributions": FACTS["distributions"][:2]}, ["device is cpu, not gpu", "cuda is none, not cu117"]),
+        (
+            {"distributions": [{**FACTS["distributions"][1], "version": "2.1.0"}, FACTS["distributions"][2]]},
+            ["version is 2.1.0, not 2.0.1"],
+        ),
+    ],
+)
+def test_a_tag_that_says_something_else_is_told(matrix: BuildSpec, changes: dict[str, Any], words: list[str]) -> None:
+    assert truth.differences(contents(**changes), matrix.select(TAG)) == words
+
+
+def test_the_probe_says_what_is_here() -> None:
+    """Run as an image's Python is given it; dpkg-query stands in for itself where this is Debian."""
+    text = files("shoal.inside").joinpath("probe.py").read_text()
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    found = Contents.model_validate({**FACTS, **json.loads(ended.stdout)})
+    assert found.versions["pytest"] == version("pytest")
+    assert next(one.licence for one in found.distributions if one.name == "pytest").startswith("MIT")
+    assert "libc6" in {package.name for package in found.packages}
+    assert found.python == ".".join(map(str, sys.version_info[:3]))

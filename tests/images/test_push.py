@@ -1,0 +1,89 @@
+"""`shoal push`: what is tried again, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal import push
+from shoal.errors import PushError
+
+DONE = {"aux": {"Digest": "sha256:1"}}
+
+
+class Engine:
+    """What an engine says to one try after the other, of an image that it has."""
+
+    def __init__(self, *errors: str) -> None:
+        self.images = self.api = self
+        self.tags = ["a:1"]
+        self._answers = [[{"error": error}] for error in errors] + [[DONE]]
+
+    def get(self, _: str) -> Engine:
+        return self
+
+    def tag(self, name: str) -> None:
+        self.tags.append(name)
+
+    def remove(self, name: str) -> None:
+        self.tags.remove(name)
+
+    def push(self, _: str, **options: Any) -> Iterator[dict[str, Any]]:
+        return iter(self._answers.pop(0))
+
+
+def pushed(engine: Engine) -> tuple[push.Pushed, list[float]]:
+    waited: list[float] = []
+    found = push.push(engine, "a:1", "host/a:1", Console(quiet=True), waited.append)  # type: ignore[arg-type]
+    return found, waited
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "received unexpected HTTP status: 503 Service Unavailable",
+        "Get https://host/v2/: net/http: TLS handshake timeout",
+        "dial tcp 10.0.0.1:443: connect: connection refused",
+        "unexpected EOF",
+        "toomanyrequests: You have reached your rate limit",
+        "read: connection reset by peer",
+        'Get "http://127.0.0.1:5000/v2/": http: server closed idle connection',
+    ],
+)
+def test_what_may_be_better_a_moment_later_is_tried_again(error: str) -> None:
+    engine = Engine(error, error, error)
+    found, waited = pushed(engine)
+    assert (found.tries, found.digest, waited) == (4, "sha256:1", [1, 2, 4])
+    assert engine.tags == ["a:1"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "unauthorized: authentication required",
+        "denied: requested access to the resource is denied",
+        "no basic auth credentials",
+        "name unknown: The repository does not exist",
+        "manifest invalid: manifest invalid",
+        "dial tcp: lookup registry.invalid: no such host",
+    ],
+)
+def test_what_stays_as_it_is_is_told_at_once(error: str) -> None:
+    engine = Engine(error)
+    with pytest.raises(PushError, match="host/a:1: "):
+        pushed(engine)
+    assert engine.tags == ["a:1"]
+
+
+@pytest.mark.parametrize("prefix", ["https://host", "Host/Team", "host/", "", "host:port", "host/team:tag"])
+def test_a_prefix_that_cannot_be_one_is_refused(prefix: str) -> None:
+    with pytest.raises(PushError, match="expected a registry's host"):
+        push.reference("a:1", prefix)
+
+
+def test_a_prefix_stands_before_the_name() -> None:
+    assert push.reference("a:1", "localhost:5000") == "localhost:5000/a:1"
+    assert push.reference("a:1", "registry.example.org/team/x-y") == "registry.example.org/team/x-y/a:1"

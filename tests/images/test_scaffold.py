@@ -1,0 +1,42 @@
+"""`shoal new`: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from shoal import scaffold
+from shoal.errors import UsageError
+from shoal.spec import BuildSpec
+
+
+@pytest.mark.parametrize(("framework", "module"), [("pytorch", "torch"), ("huggingface", "torch"), ("tensorflow",) * 2])
+def test_a_project_is_written(tmp_path: Path, matrix: BuildSpec, framework: str, module: str) -> None:
+    image = matrix.select(framework)
+    written = scaffold.write(tmp_path / "my-image", image)
+    assert sorted(path.name for path in written) == sorted(path.name for path in (tmp_path / "my-image").iterdir())
+    texts = {path.name: path.read_text() for path in written}
+    assert texts["Dockerfile"].startswith(f"FROM {image.tag}\n")
+    for name in ("train.py", "test_train.py"):
+        ast.parse(texts[name])
+    assert f"import {module}" in texts["train.py"]
+    assert 'IMAGE = "my-image"' in texts["test_train.py"]
+    assert "{{" not in "".join(texts.values())
+
+
+@pytest.mark.parametrize("name", ["My-Image", "a b", "-a", "a--b", "ünïcode"])
+def test_a_name_that_no_image_can_have_is_refused(tmp_path: Path, matrix: BuildSpec, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be an image's name: small letters"):
+        scaffold.write(tmp_path / name, matrix.select("pytorch"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path, matrix: BuildSpec) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("precious")
+    with pytest.raises(UsageError, match="is there already, and not empty"):
+        scaffold.write(tmp_path / "mine", matrix.select("pytorch"))
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.py"]
+    assert (tmp_path / "mine" / "train.py").read_text() == "precious"

@@ -1,0 +1,46 @@
+"""Globs on tags: what they mean, in which order, and what is said when they mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.selectors import choose
+
+GPU = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+CPU = "pytorch-training:2.13.0-cpu-py311-debian12"
+TENSORFLOW = "tensorflow-training:2.14.1-gpu-py311-cu118-debian12"
+TAGS = (GPU, CPU, TENSORFLOW)
+DEFAULTS = {"pytorch": GPU, "tensorflow": TENSORFLOW}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "skip", "chosen"),
+    [
+        ([], [], [GPU, CPU, TENSORFLOW]),
+        (["pytorch"], [], [GPU]),
+        (["pytorch-*-gpu-*"], [], [GPU]),
+        (["pytorch-training:*"], [], [GPU, CPU]),
+        (["pytorch-training-2.13.0-cpu-py311-debian12"], [], [CPU]),
+        (["tensorflow", "pytorch*", GPU], [], [TENSORFLOW, GPU, CPU]),
+        (["*"], ["*cpu*"], [GPU, TENSORFLOW]),
+        ([], ["pytorch"], [CPU, TENSORFLOW]),
+        (["*:2.[01]*"], [], [GPU, CPU, TENSORFLOW]),
+    ],
+)
+def test_words_mean_images(wanted: list[str], skip: list[str], chosen: list[str]) -> None:
+    assert choose(TAGS, DEFAULTS, wanted, skip) == chosen
+
+
+@pytest.mark.parametrize(("wanted", "skip"), [(["pytroch-training:2.13.0-cpu*"], []), ([], ["pytroch-*-2.13.0-cpu-*"])])
+def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], skip: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(TAGS, DEFAULTS, wanted, skip)
+    assert f"no image {(wanted + skip)[0]!r}" in str(caught.value)
+    assert f"Did you mean {CPU!r}" in str(caught.value)
+    assert str(caught.value).endswith(TENSORFLOW)
+
+
+def test_nothing_left_is_told() -> None:
+    with pytest.raises(UsageError, match="--skip leaves no image"):
+        choose(TAGS, DEFAULTS, ["pytorch"], ["*"])

@@ -1,0 +1,712 @@
+"""`shoal report size`: sums of small images made by hand in both layouts, differences, the page, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import docker.errors
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shoal import deflate, engine, inventory
+from shoal.errors import ImageError, UsageError
+from shoal.inventory import Inventory, Sum
+from shoal.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.report import size, sizefigures, sizepage, treemap
+from shoal.report.comparison import compare, title
+from shoal.report.figures import amount
+from shoal.spec import BuildSpec
+
+SITE = "opt/venv/lib/python3.11/site-packages"
+RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link to `target`, a symbolic one unless `is_hard`."""
+
+    target: str
+    is_hard: bool = False
+
+
+Content = bytes | Link | None
+"""None: a directory."""
+
+
+def tar(files: Iterable[tuple[str, Content]]) -> bytes:
+    """Return an archive of files, links and directories."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, content in files:
+            member = tarfile.TarInfo(path)
+            if isinstance(content, bytes):
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+                continue
+            member.type = tarfile.DIRTYPE
+            if content is not None:
+                member.type = tarfile.LNKTYPE if content.is_hard else tarfile.SYMTYPE
+                member.linkname = content.target
+            archive.addfile(member)
+    return buffer.getvalue()
+
+
+def taken(*contents: bytes) -> int:
+    """Return the bytes that files take in a tar: a header of 512 bytes each, and whole blocks of 512."""
+    return sum(512 + (len(content) + 511) // 512 * 512 for content in contents)
+
+
+def config(layers: Sequence[bytes], commands: Sequence[str]) -> bytes:
+    digests = ["sha256:" + hashlib.sha256(layer).hexdigest() for layer in layers]
+    history = [{"created_by": command} for command in commands]
+    history.insert(1, {"created_by": "ENV A=1", "empty_layer": True})  # type: ignore[dict-item]
+    return json.dumps({"rootfs": {"type": "layers", "diff_ids": digests}, "history": history}).encode()
+
+
+def legacy(layers: Sequence[bytes], commands: Sequence[str] = ()) -> bytes:
+    """Return an image as engines before 25 save it; a layer that was there before is a symlink to it."""
+    files: list[tuple[str, Content]] = []
+    first: dict[bytes, str] = {}
+    for number, layer in enumerate(layers):
+        name = f"layer{number}/layer.tar"
+        files += [(f"layer{number}", None), (f"layer{number}/VERSION", b"1.0"), (f"layer{number}/json", b"{}")]
+        files.append((name, Link(f"../{first[layer]}") if layer in first else layer))
+        first.setdefault(layer, name)
+    names = [f"layer{number}/layer.tar" for number in range(len(layers))]
+    manifest = [{"Config": "abc.json", "RepoTags": ["a:1"], "Layers": names}]
+    # The order of the layers' directories is by their names, which are digests: any.
+    files = [*reversed(files), ("abc.json", config(layers, commands)), ("manifest.json", json.dumps(manifest).encode())]
+    return tar(files)
+
+
+def oci(layers: Sequence[bytes], commands: Sequence[str] = (), *, compressed: bool = False) -> bytes:
+    """Return an image as engines from 25 on save it."""
+    packed = [gzip.compress(layer, 1) if compressed else layer for layer in layers]
+    about = config(layers, commands)
+    blobs = {f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}": blob for blob in (*packed, about)}
+    names = [f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}" for blob in packed]
+    manifest = [{"Config": f"blobs/sha256/{hashlib.sha256(about).hexdigest()}", "RepoTags": None, "Layers": names}]
+    files: list[tuple[str, Content]] = [("blobs", None), ("blobs/sha256", None), *sorted(blobs.items())]
+    files += [("index.json", b"{}"), ("manifest.json", json.dumps(manifest).encode()), ("oci-layout", b"{}")]
+    return tar(files)
+
+
+def chunked(archive: bytes, length: int = 1000) -> Iterator[bytes]:
+    return (archive[at : at + length] for at in range(0, len(archive), length))
+
+
+def read(archive: bytes, name: str = "a:1") -> Inventory:
+    return inventory.read(name, chunked(archive))
+
+
+LIBRARY, TOOL, SOURCE, NOTES = b"\x7fELF" * 500, b"tool" * 300, b"import os\n" * 90, b"notes\n" * 10
+BYTECODE, OLD, NEW = b"\x6f\x0d" * 700, b"old" * 400, b"new" * 500
+STATUS = b"""Package: coreutils
+Status: install ok installed
+Architecture: amd64
+Version: 9.1-1
+Description: basics
+ of: many lines
+
+Package: gone
+Status: deinstall ok config-files
+Version: 1
+
+Package: libc6
+Status: install ok installed
+Source: glibc (2.36-9)
+Architecture: amd64
+Version: 2.36-9+deb12u1
+"""
+LISTS = {
+    "var/lib/dpkg/info/coreutils.list": b"/.\n/bin\n/bin/ls\n/usr/share/doc\n",
+    "var/lib/dpkg/info/libc6:amd64.list": b"/lib/x86_64/libc.so.6\n/lib64/ld.so\n",
+}
+METADATA = b"Metadata-Version: 2.1\nName: Big_Torch\nVersion: 2.0.1+cu117\n\nLong\n"
+RECORD_OF_TORCH = f"""big_torch/__init__.py,sha256=abc,900
+"big_torch/a,b.txt",sha256=abc,60
+../../../bin/torchrun,sha256=abc,1200
+big_torch-2.0.1+cu117.dist-info/METADATA,sha256=abc,{len(METADATA)}
+big_torch-2.0.1+cu117.dist-info/RECORD,,
+big_torch/_vendor/six-1.dist-info/METADATA,,
+big_torch/_vendor/six-1.dist-info/RECORD,,
+big_torch/_vendor/six.py,,
+""".encode()
+SIX = b"Name: six\nVersion: 1\n"
+VENDORED = b"six.py,,\nsix-1.dist-info/METADATA,,\nsix-1.dist-info/RECORD,,\n"
+
+BASE: list[tuple[str, Content]] = [
+    ("./", None),
+    ("./bin", Link("usr/bin")),
+    ("./lib", Link("/usr/lib")),
+    ("./lib64", Link("usr/lib64")),
+    ("./usr/", None),
+    ("./usr/bin/ls", TOOL),
+    ("./usr/bin/dir", Link("usr/bin/ls", is_hard=True)),
+    ("./usr/lib/x86_64/libc.so.6", LIBRARY),
+    ("./usr/lib64/ld.so", Link("/lib/x86_64/libc.so.6")),
+    ("./etc/motd", OLD),
+    ("./tmp/rest/a", OLD),
+    ("./tmp/rest/deep/b", OLD),
+    ("./tmp/kept", NOTES),
+    ("./var/lib/dpkg/status", STATUS),
+    *((f"./{path}", text) for path, text in LISTS.items()),
+]
+TORCH: list[tuple[str, Content]] = [
+    (f"{SITE}/", None),
+    (f"{SITE}/big_torch/__init__.py", SOURCE),
+    (f"{SITE}/big_torch/__pycache__/__init__.cpython-311.pyc", BYTECODE),
+    (f"{SITE}/big_torch/a,b.txt", NOTES),
+    (f"{SITE}/big_torch/_vendor/six.py", SOURCE),
+    (f"{SITE}/big_torch/_vendor/six-1.dist-info/METADATA", SIX),
+    (f"{SITE}/big_torch/_vendor/six-1.dist-info/RECORD", VENDORED),
+    (f"{SITE}/big_torch-2.0.1+cu117.dist-info/METADATA", METADATA),
+    (f"{SITE}/big_torch-2.0.1+cu117.dist-info/RECORD", RECORD_OF_TORCH),
+    ("opt/venv/bin/torchrun", TOOL),
+    ("etc/motd", NEW),
+    ("tmp/.wh.rest", b""),
+]
+COMMANDS = ["/bin/sh -c #(nop) ADD file:1 in / ", "RUN /bin/sh -c pip install \\\n  big-torch # buildkit"]
+TORCHS, LIBCS, COREUTILS = Owner("python", "big-torch"), Owner("debian", "libc6"), Owner("debian", "coreutils")
+
+
+@pytest.fixture(params=["legacy", "oci", "oci, gzip"])
+def layout(request: pytest.FixtureRequest) -> Any:
+    if request.param == "legacy":
+        return legacy
+    return lambda *given: oci(*given, compressed=request.param == "oci, gzip")
+
+
+def test_the_sums_are_those_of_the_archives(layout: Any) -> None:
+    base, torch = tar(BASE), tar(TORCH)
+    found = read(layout([base, torch], COMMANDS))
+    assert [layer.sum.bytes for layer in found.layers] == [len(base), len(torch)]
+    assert found.sum.bytes == len(base) + len(torch)
+    assert [layer.digest for layer in found.layers] == [
+        f"sha256:{hashlib.sha256(of).hexdigest()}" for of in (base, torch)
+    ]
+    assert [title(layer) for layer in found.layers] == ["ADD file:1 in /", "RUN pip install big-torch"]
+    assert inventory.total(found.owners.values()) == found.sum
+
+
+def test_every_file_is_its_packages(layout: Any) -> None:
+    found = read(layout([tar(BASE), tar(TORCH)]))
+    owners = {owner: of.bytes for owner, of in found.owners.items() if owner != TAR}
+    carried = (SOURCE, SIX, VENDORED)
+    assert owners == {
+        TORCHS: taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, *carried),
+        LIBCS: taken(LIBRARY, b""),  # the library, and the symlink in lib64
+        COREUTILS: taken(TOOL, b""),  # the tool, and the link bin, which its list names
+        Owner("other", "/"): taken(b"", b""),  # the links lib and lib64
+        Owner("other", "usr/bin"): taken(b""),  # the hard link dir, which no list names
+        Owner("other", "etc"): taken(OLD, NEW),
+        Owner("other", "tmp"): taken(NOTES),
+        Owner("other", "tmp/rest"): taken(OLD),
+        Owner("other", "tmp/rest/deep"): taken(OLD),
+        Owner("other", "var/lib/dpkg"): taken(STATUS),
+        Owner("other", "var/lib/dpkg/info"): taken(*LISTS.values()),
+    }
+    assert found.owners[TORCHS].files == 9
+    assert next(iter(found.owners)) == max(found.owners, key=lambda owner: found.owners[owner].bytes)
+
+
+def test_what_a_later_layer_deletes_or_overwrites_is_hidden(layout: Any) -> None:
+    found = read(layout([tar(BASE), tar(TORCH)]))
+    assert [layer.sum.hidden for layer in found.layers] == [taken(OLD, OLD, OLD), 0]
+    hidden = {owner.name: of.hidden for owner, of in found.owners.items() if of.hidden}
+    assert hidden == {"etc": taken(OLD), "tmp/rest": taken(OLD), "tmp/rest/deep": taken(OLD)}
+    assert 0 < found.sum.hidden_compressed < found.sum.compressed
+
+
+def hidden_of(*layers: list[tuple[str, Content]]) -> list[int]:
+    """Return how many files of each layer are hidden; all are empty."""
+    return [layer.sum.hidden // 512 for layer in read(legacy([tar(layer) for layer in layers])).layers]
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "hidden"),
+    [
+        ([("a/b", b""), ("ab", b"")], [("a/.wh.b", b"")], 1),
+        ([("a/b", b""), ("ab", b"")], [(".wh.a", b"")], 1),
+        ([("a/b", b""), ("a/c/d", b""), ("ab", b"")], [("a/.wh..wh..opq", b""), ("a/new", b"")], 2),
+        ([("a/b", b""), ("c", b"")], [(".wh..wh..opq", b"")], 2),
+        ([("a/b", b""), ("ab", b"")], [("a", b"")], 1),
+        ([("a/b", b"")], [("a", Link("/c"))], 1),
+        ([("a", Link("b")), ("b/c", b"")], [("a", None)], 1),
+        ([("a/b", b"")], [("a", None)], 0),
+        ([("a", b""), ("b", Link("a", is_hard=True))], [(".wh.a", b"")], 0),  # the file lives on as b
+        ([("a", b""), ("b", Link("a", is_hard=True))], [(".wh.a", b""), (".wh.b", b"")], 2),
+        ([("a", b""), ("a", b"")], [], 1),
+    ],
+)
+def test_what_hides_what(lower: list[tuple[str, Content]], upper: list[tuple[str, Content]], hidden: int) -> None:
+    assert hidden_of(lower, upper) == [hidden, 0]
+    assert hidden_of(lower, [("between", None)], upper) == [hidden, 0, 0]
+
+
+def test_a_layer_that_is_a_link_to_another_counts_again() -> None:
+    """As the engine counts it. The upper one hides the files of the lower, which are the same."""
+    layer = tar([("a", NOTES)])
+    found = read(legacy([layer, layer], ["COPY a a", "COPY a a"]))
+    assert [(of.sum.bytes, of.sum.hidden) for of in found.layers] == [(RECORD, taken(NOTES)), (RECORD, 0)]
+
+
+def test_the_packages_are_listed_with_their_versions(layout: Any) -> None:
+    found = read(layout([tar(BASE), tar(TORCH)]))
+    assert found.debian == (
+        DebianPackage("coreutils", "9.1-1", "amd64", "coreutils"),
+        DebianPackage("libc6", "2.36-9+deb12u1", "amd64", "glibc"),
+    )
+    assert found.python == (PythonDistribution("big-torch", "2.0.1+cu117", f"{SITE}/big_torch-2.0.1+cu117.dist-info"),)
+    assert found.versions[TORCHS] == "2.0.1+cu117"
+    assert found.versions[LIBCS] == "2.36-9+deb12u1"
+
+
+def test_packages_that_a_later_layer_removes_are_not_listed_and_their_bytes_are_hidden() -> None:
+    removed: list[tuple[str, Content]] = [
+        ("opt/.wh.venv", b""),
+        ("var/lib/dpkg/status", STATUS.partition(b"\n\n")[0]),
+    ]
+    found = read(oci([tar(BASE), tar(TORCH), tar(removed)]))
+    assert found.python == ()
+    assert [package.name for package in found.debian] == ["coreutils"]
+    assert found.owners[TORCHS].hidden == found.owners[TORCHS].bytes
+
+
+def test_distributions_that_debian_has_packaged_are_debians() -> None:
+    place = "usr/lib/python3/dist-packages"
+    files: list[tuple[str, Content]] = [
+        (f"{place}/six.py", SOURCE),
+        (f"{place}/six-1.dist-info/METADATA", SIX),
+        (f"{place}/six-1.dist-info/RECORD", b"six.py,,\nsix-1.dist-info/METADATA,,\n"),
+        (
+            "var/lib/dpkg/info/python3-six.list",
+            f"/{place}/six.py\n/{place}/six-1.dist-info/METADATA\n/{place}/six-1.dist-info/RECORD\n".encode(),
+        ),
+    ]
+    found = read(oci([tar(files)]))
+    assert found.python == ()
+    assert found.owners[Owner("debian", "python3-six")].files == 3
+
+
+def test_a_link_that_a_later_layer_makes_a_directory_is_none() -> None:
+    lower: list[tuple[str, Content]] = [("bin", Link("usr/bin")), ("usr/bin/ls", TOOL)]
+    upper: list[tuple[str, Content]] = [("bin", None), ("bin/ls", LIBRARY), ("var/lib/dpkg/info/a.list", b"/bin/ls\n")]
+    assert read(oci([tar(lower), tar(upper)])).owners[Owner("debian", "a")].bytes == taken(LIBRARY)
+
+
+def test_links_that_lead_in_circles_end() -> None:
+    files: list[tuple[str, Content]] = [
+        ("a", Link("b")),
+        ("b", Link("a")),
+        ("c", Link("c/d")),
+        ("var/lib/dpkg/info/odd.list", b"/a/x\n/c/x\n"),
+    ]
+    assert read(oci([tar(files)])).sum.files == 4
+
+
+def test_long_and_odd_names_and_empty_layers_add_up(layout: Any) -> None:
+    files: list[tuple[str, Content]] = [("d" * 90 + "/" + "e" * 200, NOTES), ("caf\udce9/x", NOTES), ("ünï/x", NOTES)]
+    layers = [tar(files), tar([]), tar([("a", b"x" * 3_000_000)]), tar(files) + bytes(500_000)]
+    found = read(layout(layers))
+    assert [layer.sum.bytes for layer in found.layers] == [len(layer) for layer in layers]
+    assert {owner.name for owner in found.owners} >= {"caf?", "ünï"}
+    assert sizepage.render([found]).encode()
+
+
+names = st.sampled_from(["a", "b", "a/b", "a/c", "c/d/e/f/g", ".wh.a", "a/.wh.b", "a/.wh..wh..opq", "c/.wh.d"])
+contents = st.one_of(st.none(), st.binary(max_size=2000), st.sampled_from([Link("a"), Link("a", is_hard=True)]))
+layers_of_files = st.lists(st.lists(st.tuples(names, contents), max_size=8), min_size=1, max_size=4)
+
+
+@settings(deadline=None)  # on a busy machine
+@given(layers_of_files, st.booleans())
+def test_the_owners_sums_are_the_layers_sizes(given_layers: list[list[tuple[str, Content]]], compressed: bool) -> None:
+    layers = [tar(files) for files in given_layers]
+    one, other = read(legacy(layers)), read(oci(layers, compressed=compressed))
+    assert one == other
+    for layer, archive, files in zip(one.layers, layers, given_layers, strict=True):
+        assert layer.sum.bytes == sum(of.bytes for of in layer.owners.values()) == len(archive)
+        assert layer.sum.files <= len(files)
+        assert 0 <= layer.sum.hidden <= layer.sum.bytes
+        assert layer.sum.compressed > 0
+        assert all(of.compressed >= 0 and of.hidden_compressed <= of.compressed for of in layer.owners.values())
+    assert not one.layers[-1].sum.hidden or len({name for name, _ in given_layers[-1]}) < len(given_layers[-1])
+
+
+def measured(data: bytes, piece: int = 1_000_003) -> deflate.Measured:
+    with deflate.pool() as pool:
+        meter = deflate.Meter(pool)
+        for part in chunked(data, piece):
+            meter.write(part)
+        return meter.finish()
+
+
+@pytest.mark.parametrize("length", [1, 5_000, deflate.BLOCK, deflate.BLOCK + 1, 3 * deflate.BLOCK, 2_500_000])
+def test_compressed_bytes_are_those_of_gzip(length: int) -> None:
+    data = b"".join(Path(file).read_bytes() for file in (st.__file__, docker.errors.__file__, tarfile.__file__))
+    data = (data * (length // len(data) + 1))[:length]
+    assert measured(data).compressed == pytest.approx(len(gzip.compress(data, 6)), rel=0.002, abs=8)
+    assert measured(data) == measured(data, 777)
+
+
+def test_compressed_bytes_follow_the_offset() -> None:
+    """A block of noise does not compress, one of zeros to nearly nothing."""
+    noise = os.urandom(deflate.BLOCK)
+    found = measured(noise + bytes(deflate.BLOCK) + noise)
+    half, whole, zeros = (found.before(at) for at in (deflate.BLOCK // 2, deflate.BLOCK, 2 * deflate.BLOCK))
+    assert whole == pytest.approx(deflate.BLOCK, rel=0.001)
+    assert half == whole // 2
+    assert zeros - whole < 300
+    assert found.before(3 * deflate.BLOCK) == found.compressed == pytest.approx(2 * deflate.BLOCK, rel=0.01)
+    assert measured(b"").compressed == 0
+
+
+def test_noise_and_zeros_are_told_apart_in_a_layer() -> None:
+    files: list[tuple[str, Content]] = [("noise/a", os.urandom(1_000_000)), ("zeros/b", bytes(1_000_000))]
+    owners = read(oci([tar(files)])).owners
+    assert owners[Owner("other", "noise")].compressed == pytest.approx(1_000_000, rel=0.05)  # a block holds both
+    assert owners[Owner("other", "zeros")].compressed < 100_000
+
+
+def two_images() -> tuple[Inventory, Inventory]:
+    """Torch grows by a file and has another version, libc6 stays, `old` goes and `new` comes, each with its layer."""
+    later = [(path.replace("2.0.1+cu117", "2.1.0"), content) for path, content in TORCH]
+    later = [item for item in later if not item[0].endswith(("2.1.0.dist-info/RECORD", "2.1.0.dist-info/METADATA"))]
+    record = RECORD_OF_TORCH.replace(b"2.0.1+cu117", b"2.1.0") + b"big_torch/more.so,,\n"
+    later += [
+        (f"{SITE}/big_torch/more.so", LIBRARY * 20),
+        (f"{SITE}/big_torch-2.1.0.dist-info/METADATA", METADATA.replace(b"2.0.1+cu117", b"2.1.0")),
+        (f"{SITE}/big_torch-2.1.0.dist-info/RECORD", record),
+    ]
+    before = [tar(BASE), tar(TORCH), tar([("old/a", OLD)])]
+    after = [tar(BASE), tar(later), tar([("new/a", NEW)])]
+    return (
+        read(legacy(before, [*COMMANDS, "COPY old /"]), "one:1"),
+        read(oci(after, [*COMMANDS, "COPY new /"]), "other:2"),
+    )
+
+
+def test_the_difference_says_what_has_grown_shrunk_come_and_gone() -> None:
+    before, after = two_images()
+    comparison = compare(before, after)
+    told = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
+    grown = sum(of.bytes for owner, of in after.owners.items() if owner == TORCHS) - before.owners[TORCHS].bytes
+    assert grown == taken(LIBRARY * 20)
+    assert told["big-torch"] == ("grown", grown)
+    assert told["old"] == ("gone", -taken(OLD))
+    assert told["new"] == ("new", taken(NEW))
+    assert told["libc6"] == ("same", 0)
+    assert sum(change.bytes for change in comparison.packages) == after.sum.bytes - before.sum.bytes
+    assert sum(change.bytes for change in comparison.layers) == comparison.whole.bytes
+    assert sum(change.compressed for change in comparison.packages) == comparison.whole.compressed
+    layers = [(change.name, change.state) for change in comparison.layers]
+    assert layers[0] == ("ADD file:1 in /", "same")
+    assert layers[1][0] == "RUN pip install big-torch"
+    assert layers[2:] == [("COPY new /", "new"), ("COPY old /", "gone")]
+    (torch,) = (change for change in comparison.packages if change.name == "big-torch")
+    assert torch.version == "2.0.1+cu117 → 2.1.0"
+    back = {change.name: change.state for change in compare(after, before).packages}
+    assert (back["big-torch"], back["old"], back["new"]) == ("shrunk", "new", "gone")
+
+
+def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
+    first, second, third = (tar([(name, name.encode() * 10_000)]) for name in ("a", "bb", "ccc"))
+    before = read(oci([first, second], ["RUN one", "RUN two"]))
+    after = read(oci([first, second, third], ["RUN other", "RUN two", "RUN two"]))
+    told = [(change.name, change.state, change.bytes) for change in compare(before, after).layers]
+    assert told == [("RUN other", "same", 0), ("RUN two", "same", 0), ("RUN two", "new", len(third))]
+    others = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
+    assert [change.bytes for change in others.layers] == [len(third) - len(first), len(third) - len(second)]
+    turns = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))
+    assert [(change.state, change.bytes) for change in turns.layers] == [
+        ("same", 0), ("grown", len(third) - len(first))
+    ]  # fmt: skip
+
+
+def test_an_image_does_not_differ_from_itself() -> None:
+    one, _ = two_images()
+    comparison = compare(one, one)
+    assert not any(change.is_told for change in (*comparison.packages, *comparison.layers))
+    assert next(sizefigures.verdict(comparison)) == "one:1 is as large as one:1."
+
+
+class Parsed(HTMLParser):
+    """The elements of a page and its words; one that is not closed in its place fails."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, Mapping[str, str | None]]] = []
+        self.words = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
+    html = sizepage.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
+    page = Parsed(html)
+    for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "RUN pip install big-torch"):
+        assert words in page.words
+    assert "20.5 kB in 2 layers" not in page.words
+    assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in page.words
+    assert "is waste" in page.words
+    assert not re.search(r"(src|href)=|url\(|@import|<script", html)
+    cells = [attributes for tag, attributes in page.attributes if "cell" in (attributes.get("class") or "").split()]
+    areas = [re.findall(r"(?:left|top|width|height):([\d.]+)%", cell["style"] or "") for cell in cells]
+    assert sum(float(width) * float(height) for _, _, width, height in areas) == pytest.approx(10_000, rel=0.001)
+    assert all(float(left) + float(width) < 100.01 for left, _, width, _ in areas)
+
+
+def test_the_page_of_two_images_shows_the_difference() -> None:
+    before, after = two_images()
+    page = Parsed(sizepage.render([before, after], compare(before, after)))
+    for words in ("other:2 is", "than one:1", "2.0.1+cu117 → 2.1.0", "COPY old /", "gone", "new", "grown"):
+        assert words in page.words
+    assert f"+{taken(NEW) / 1000:.2f} kB" in page.words
+    assert f"−{taken(OLD) / 1000:.2f} kB" in page.words
+
+
+def test_nasty_names_are_escaped() -> None:
+    files: list[tuple[str, Content]] = [
+        ("<script>alert(1)</script>/x", NOTES),
+        ('"onload="x', NOTES),
+        ("[red]/x", NOTES),
+    ]
+    found = read(oci([tar(files)], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>")
+    html = sizepage.render([found, found], compare(found, found))
+    assert not re.search(r"<script|<i>name|<b>echo", html)
+    assert "<script>alert(1)<" in Parsed(html).words
+    console = Console(width=200, record=True, file=io.StringIO())
+    size.show(console, [found])
+    text = console.export_text()
+    assert "[bold]" in text
+    assert "[red]" in text
+
+
+def test_a_long_list_of_packages_is_folded() -> None:
+    files: list[tuple[str, Content]] = [(f"dir{number}/x", NOTES) for number in range(60)]
+    page = Parsed(sizepage.render([read(oci([tar(files)]))]))
+    assert "21 more" in page.words
+    assert "dir59" in page.words
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 1e9), max_size=40), st.floats(1, 2000), st.floats(1, 2000))
+def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float], width: float, height: float) -> None:
+    values = sorted(values, reverse=True)
+    whole = treemap.Box(0, 0, width, height)
+    boxes = treemap.squarified(values, whole)
+    assert len(boxes) == len(values)
+    for value, box in zip(values, boxes, strict=True):
+        assert box.area == pytest.approx(value / sum(values) * whole.area, rel=1e-3, abs=1e-6 * whole.area)
+        assert box.x + box.width <= width * 1.001
+        assert box.y + box.height <= height * 1.001
+
+
+def test_a_treemap_of_equals_is_of_squares() -> None:
+    boxes = treemap.squarified([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
+    assert [(box.x, box.y, box.width, box.height) for box in boxes] == [
+        (0, 0, 100, 100), (0, 100, 100, 100), (100, 0, 100, 100), (100, 100, 100, 100)
+    ]  # fmt: skip
+
+
+def broken_manifest(manifest: object, **files: bytes) -> bytes:
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    return tar([("manifest.json", text), ("abc.json", b"{}"), *files.items()])
+
+
+@pytest.mark.parametrize(
+    ("archive", "words"),
+    [
+        (b"", "not an image, or cut off"),
+        (b"hello, this is a text " * 100, "not an image, or cut off"),
+        (legacy([tar(BASE)])[:15_000], "not an image, or cut off"),
+        (tar([("a", b"x")]), "no manifest.json in it"),
+        (broken_manifest({}), "manifest.json is no list of images"),
+        (broken_manifest([]), "manifest.json is no list of images"),
+        (broken_manifest(b"{"), "manifest.json is not JSON"),
+        (broken_manifest([{"Config": "abc.json"}]), "Layers in manifest.json: None is no list of names"),
+        (broken_manifest([{"Config": "x.json", "Layers": []}]), "no x.json in it"),
+        (broken_manifest([{"Config": "abc.json", "Layers": ["l.tar"]}]), "the layer l.tar, which is not in it"),
+        (broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=b"text"), "the layer l, which is not in it"),
+        (broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=b"\x28\xb5\x2f\xfd.."), "compressed by zstd"),
+        (broken_manifest([{"RepoTags": ["a:1"]}, {"RepoTags": ["b:2"]}]), r"2 images in it \(a:1, b:2\)"),
+        (oci([gzip.compress(b"no tar" * 200)]), "not an image, or cut off"),
+    ],
+)
+def test_what_is_no_image_is_refused_by_name(archive: bytes, words: str) -> None:
+    with pytest.raises(ImageError, match=f"^a:1: .*{words}"):
+        read(archive)
+
+
+def test_a_layer_without_history_has_words_too() -> None:
+    found = read(broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=tar([("a", b"")])))
+    assert (found.layers[0].digest, found.layers[0].command) == ("", "")
+    assert title(found.layers[0]) == "a layer of which the image does not say what made it"
+
+
+def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
+    """A layer of 250 MB that is never there as a whole is read within 150 MB, Python and its packages included."""
+    program = """
+import io, resource, sys, tarfile
+from shoal import inventory
+size = 250 * 2**20
+def archive():
+    layer = tarfile.TarInfo("big/file"); layer.size = size
+    outer = tarfile.TarInfo("l/layer.tar"); outer.size = 512 + size + 1024
+    yield outer.tobuf() + layer.tobuf()
+    for _ in range(250): yield bytes(2**20)
+    yield bytes(1024)
+    for name, text in (("c.json", b"{}"), ("manifest.json", b'[{"Config": "c.json", "Layers": ["l/layer.tar"]}]')):
+        member = tarfile.TarInfo(name); member.size = len(text)
+        yield member.tobuf() + text.ljust(512, b"\\0")
+    yield bytes(1024)
+assert inventory.read("big", archive()).sum.bytes == 512 + size + 1024
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert int(result.stdout) < 150
+
+
+def shoal(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from shoal.cli import main; main()", "report", "size", *arguments]
+    env = {**os.environ, "COLUMNS": "120", **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_the_tables_and_writes_the_page_and_the_inventory(tmp_path: Path) -> None:
+    layers = [tar(BASE), tar(TORCH)]
+    (tmp_path / "one.tar").write_bytes(legacy(layers, COMMANDS))
+    result = shoal("one.tar", "-o", "out.html", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    whole = sum(map(len, layers))
+    assert f"one.tar: {whole / 1000:.1f} kB in 2 layers" in result.stdout
+    torch = taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, SOURCE, SIX, VENDORED)
+    assert re.search(rf"^ *big-torch +{amount(torch)} ", result.stdout, re.MULTILINE)
+    assert re.search(r"^ *RUN pip install big-torch +[\d.]+ kB", result.stdout, re.MULTILINE)
+    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+    (image,) = json.loads((tmp_path / "out.json").read_text())["images"]
+    assert image["bytes"] == whole == sum(owner["bytes"] for owner in image["owners"])
+    assert image["python_distributions"][0]["version"] == "2.0.1+cu117"
+    assert {("python", "big-torch"), ("debian", "libc6")} <= {(of["kind"], of["name"]) for of in image["owners"]}
+
+
+def test_the_command_compares_two(tmp_path: Path) -> None:
+    (tmp_path / "one.tar").write_bytes(legacy([tar(BASE)], COMMANDS[:1]))
+    (tmp_path / "two.tar").write_bytes(oci([tar(BASE), tar(TORCH)], COMMANDS))
+    result = shoal("one.tar", "two.tar", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"two\.tar is [\d.]+ kB \(\d+%\) larger than one\.tar", result.stdout)
+    assert re.search(r"big-torch 2\.0\.1\+cu117 +new +\+[\d.]+ kB", result.stdout)
+    found = json.loads((tmp_path / "size.json").read_text())["difference"]
+    assert found["bytes"] == len(tar(TORCH))
+    assert [layer["state"] for layer in found["layers"]] == ["same", "new"]
+
+
+def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
+    (tmp_path / "no.tar").write_text("text")
+    result = shoal("no.tar", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (ImageError.exit_code, "reading and compressing no.tar, 4 B\n")
+    assert result.stderr.startswith("shoal: no.tar: not an image")
+    missing = shoal("missing.tar", cwd=tmp_path)
+    assert missing.returncode == UsageError.exit_code
+    assert "missing.tar: cannot be read: No such file or directory" in missing.stderr
+    assert "docker save -o missing.tar" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("no/such/page.html", "no/such is no directory. Make it: mkdir -p no/such"),
+        (".", "it is a directory"),
+        ("page.json", "would write over another file"),
+        ("one.tar", "would write over another file"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.tar").write_text("no image")
+    with pytest.raises(UsageError, match=f"-o {re.escape(output)}: .*{words}"):
+        size.report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
+    assert (tmp_path / "one.tar").read_text() == "no image"
+
+
+class FakeEngine:
+    """An engine with one image: `there`."""
+
+    def __init__(self, there: str, archive: bytes) -> None:
+        self.images = self.api = self
+        self.there, self.archive = there, archive
+        self.id, self.tags, self.attrs = "sha256:1", [there], {"Size": len(archive)}
+        self.saved: list[str] = []
+
+    def get(self, name: str) -> FakeEngine:
+        if name != self.there:
+            raise docker.errors.ImageNotFound(name)
+        return self
+
+    def list(self) -> list[FakeEngine]:
+        return [self]
+
+    def get_image(self, name: str, chunk_size: int) -> Iterator[bytes]:
+        self.saved.append(name)
+        return chunked(self.archive, chunk_size)
+
+
+def test_an_image_is_of_the_engine_by_its_tag_or_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec
+) -> None:
+    fake = FakeEngine(matrix.defaults["pytorch"], oci([tar(TORCH)]))
+    monkeypatch.setattr(engine, "connect", lambda: fake)
+    console = Console(file=io.StringIO())
+    for word in ("pytorch", matrix.defaults["pytorch"]):
+        (found,), written = size.report([word], matrix, tmp_path / "size.html", False, console)
+        assert found.name == matrix.defaults["pytorch"]
+        assert found.sum.bytes == len(tar(TORCH))
+        assert written == [tmp_path / "size.html"]
+    assert fake.saved == ["sha256:1", "sha256:1"]  # by ID: a name may have several images
+    with pytest.raises(UsageError, match="not built yet"):
+        size.report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
+    assert len(fake.saved) == 2  # nothing is read before all are found
+    with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
+        size.report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
+    with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
+        size.report(["pytroch"], matrix, tmp_path / "size.html", False, console)
+    with pytest.raises(UsageError, match="debian: no such image"):
+        size.report(["debian"], None, tmp_path / "size.html", False, console)
+
+
+def test_sums_add() -> None:
+    assert Sum(1, 2, 3, 4, 5) + Sum(10, 20, 30, 40, 50) == Sum(11, 22, 33, 44, 55)
+    assert (sizefigures.signed(1500), sizefigures.signed(-20), sizefigures.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
+    assert (sizefigures.share(1, 1000), sizefigures.share(500, 1000)) == ("less than 1%", "50%")

@@ -1,0 +1,110 @@
+"""`shoal bundle` where there is a network, `shoal build --bundle` where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import pytest
+
+from shoal import builder, engine
+from shoal.project import LAYERS, Project
+
+from .test_build import link_cache
+
+SHOAL = Path(sys.executable).with_name("shoal")
+TAG = "offline-training:1.0-cpu-py311-debian12"
+SPEC = "mpi: []\ndefaults: {}\n"
+VERSIONS = """\
+systems: {debian12: {python: [py311]}}
+releases:
+  - {framework: offline, version: "1.0", device: cpu, requirements: [six], disk_gib: 1}
+"""
+TEMPLATE = """\
+{% import "macros.j2" as install with context %}
+ARG BASE=debian:bookworm-slim
+
+{{ install.stage("") }}
+
+# system
+{{ install.system_packages(["python3-venv"]) }} && python3 -m venv /opt/venv
+{{ install.python_environment() }}
+
+# framework
+{{ install.locked_requirements("framework") }}
+
+# what a step sees of the network
+RUN ls /sys/class/net > /networks
+"""
+
+
+@pytest.fixture(params=["1", "0"], ids=["buildkit", "classic"])
+def offline(
+    request: pytest.FixtureRequest, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A project whose image has a Debian package and a wheel."""
+    monkeypatch.setenv("DOCKER_BUILDKIT", request.param)
+    (tmp_path / "buildspec.yml").write_text(SPEC)
+    for room in ("library", "toolkit"):
+        (tmp_path / room).symlink_to(project.root / room)
+    templates = tmp_path / "dockerfiles"
+    templates.mkdir()
+    (templates / "versions.yml").write_text(VERSIONS)
+    (templates / "offline.j2").write_text(TEMPLATE)
+    shutil.copy(project.templates / "macros.j2", templates)
+    locks = templates / "requirements" / TAG.replace(":", "-")
+    locks.mkdir(parents=True)
+    for layer in LAYERS:
+        (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: six\n")
+    with (locks / "framework.txt").open("a") as file:
+        file.write(six(project))
+    link_cache(tmp_path, project)
+    yield tmp_path
+    client = engine.connect()
+    if builder.find(client, TAG):
+        client.images.remove(TAG, force=True)
+
+
+def six(project: Project) -> str:
+    """The line of a small wheel in some image's lock."""
+    lines = (line for path in project.templates.rglob("aws.txt") for line in path.read_text().splitlines(keepends=True))
+    return next(line for line in lines if line.startswith("six=="))
+
+
+def run(directory: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(SHOAL), *map(str, arguments)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.DockerClient) -> None:
+    bundle = offline / "bundle"
+    collected = run(offline, "bundle", bundle)
+    assert collected.returncode == 0, collected.stderr
+    assert "Debian packages: python3-venv, and what they need" in collected.stdout
+    assert [path.name.split("-")[0] for path in (bundle / "wheels").iterdir()] == ["six"]
+    assert any(path.name.startswith("python3-venv_") for path in (bundle / "debs").iterdir())
+    assert (bundle / "base.tar").stat().st_size > 1024**2
+    built = run(offline, "build", "--bundle", bundle)
+    assert built.returncode == 0, built.stdout + built.stderr
+    said = client.containers.run(
+        TAG, ["sh", "-c", "cat /networks; python -c 'import six; print(six.__name__)'"], remove=True
+    )
+    assert said.split() == [b"lo", b"six"]
+    assert not [container for container in client.containers.list(all=True) if "shoal.job" in container.labels]
+    # What it lacks is told, and not asked for elsewhere.
+    client.images.remove(TAG, force=True)
+    for wheel in (bundle / "wheels").iterdir():
+        wheel.unlink()
+    lacking = run(offline, "build", "--bundle", bundle)
+    assert lacking.returncode == 6
+    assert "No matching distribution found for six" in lacking.stderr
+
+
+def test_another_directory_is_refused(offline: Path) -> None:
+    refused = run(offline, "build", "--bundle", offline)
+    assert refused.returncode == 2
+    assert "not a bundle. Make it where there is a network: shoal bundle" in refused.stderr

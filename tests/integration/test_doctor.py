@@ -1,0 +1,44 @@
+"""`shoal doctor` on this machine, which the other tests here show to be in order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import docker
+
+from shoal import doctor
+from shoal.project import Project
+
+SHOAL = Path(sys.executable).with_name("shoal")
+
+
+def resources(client: docker.DockerClient) -> set[str]:
+    """Return the networks and containers, by ID, and the images that are tagged."""
+    containers = client.containers.list(all=True, ignore_removed=True)
+    found = {str(each.id) for each in (*containers, *client.networks.list())}
+    return found.union(*(image.tags for image in client.images.list()))
+
+
+def test_a_machine_in_order_has_no_failed_check_and_nothing_is_left(
+    project: Project, client: docker.DockerClient
+) -> None:
+    before = resources(client)
+    result = subprocess.run([SHOAL, "doctor", "--json"], cwd=project.root, capture_output=True, text=True, check=False)
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert list(findings) == list(doctor.CHECKS)
+    for name in ("checkout", "engine", "memory", "base image", "networks", "loopback"):
+        assert findings[name]["state"] == "ok", findings[name]
+    assert not [finding for finding in findings.values() if finding["found"].startswith("not checked: it needs")]
+    assert resources(client) == before
+
+
+def test_the_text_has_a_line_for_each_check(project: Project) -> None:
+    result = subprocess.run([SHOAL, "doctor"], cwd=project.root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("    ")]
+    assert [line[2:].split("  ")[0].strip() for line in lines] == list(doctor.CHECKS)
+    assert {line[0] for line in lines} <= {"✓", "!"}

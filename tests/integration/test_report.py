@@ -1,0 +1,80 @@
+"""`shoal report size` on a real image, against what the engine, pip and dpkg say of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import docker
+import pytest
+from packaging.utils import canonicalize_name
+from rich.console import Console
+
+from shoal import deflate
+from shoal.inventory import Inventory
+from shoal.owners import Owner
+from shoal.report import size
+from shoal.spec import BuildSpec
+
+PACKAGES = r"${Package} ${Version} ${Architecture} ${db:Status-Status}\n"
+MOST_AROUND_A_FILE = 2560  # bytes: a header, the padding to a block, and two blocks and a header more for a long name
+
+
+@pytest.fixture(scope="module")
+def tag(matrix: BuildSpec) -> str:
+    """The CPU image of PyTorch: the smallest with a framework."""
+    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("size")
+
+
+@pytest.fixture(scope="module")
+def found(tag: str, directory: Path, matrix: BuildSpec) -> Inventory:
+    """What the report finds; it is fast at gzip's level 1, and the tests of the level are elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deflate, "LEVEL", 1)
+        (inventory,), _ = size.report([tag], matrix, directory / "size.html", True, Console(file=io.StringIO()))
+    return inventory
+
+
+def run(client: docker.DockerClient, image: str, *command: str) -> str:
+    return client.containers.run(image, list(command), remove=True, stderr=False, network_mode="none").decode()
+
+
+def test_the_sizes_are_the_engines_and_what_tar_puts_around_files(
+    client: docker.DockerClient, tag: str, found: Inventory
+) -> None:
+    """The engine adds up the contents of files; the layers' tars have headers, padding and directories as well."""
+    image = client.images.get(tag)
+    around = found.sum.bytes - int(image.attrs["Size"])
+    directories = sum(of.bytes for owner, of in found.owners.items() if owner.kind == "tar")
+    assert directories < around <= directories + found.sum.files * MOST_AROUND_A_FILE
+    assert [layer.digest for layer in found.layers] == image.attrs["RootFS"]["Layers"]
+    assert 0 < found.sum.compressed < found.sum.bytes
+
+
+def test_torch_is_the_largest_and_little_is_nobodys(found: Inventory) -> None:
+    owners = found.owners
+    assert next(iter(owners)) == Owner("python", "torch")
+    assert sum(of.bytes for owner, of in owners.items() if owner.kind == "other") < 0.05 * found.sum.bytes
+
+
+def test_the_packages_are_those_of_pip_and_dpkg(client: docker.DockerClient, tag: str, found: Inventory) -> None:
+    listed = json.loads(run(client, tag, "pip", "list", "--format", "json"))
+    ours = {(of.name, of.version) for of in found.python if of.path.startswith("opt/venv/")}
+    assert ours == {(canonicalize_name(of["name"]), of["version"]) for of in listed}
+    lines = run(client, tag, "dpkg-query", "--show", f"--showformat={PACKAGES}").splitlines()
+    assert {f"{of.name} {of.version} {of.architecture} installed" for of in found.debian} == {
+        line for line in lines if line.endswith(" installed")
+    }
+
+
+def test_the_page_names_them(directory: Path, found: Inventory) -> None:
+    html = (directory / "size.html").read_text()
+    assert all(distribution.name in html for distribution in found.python)
+    (image,) = json.loads((directory / "size.json").read_text())["images"]
+    assert (image["bytes"], image["compressed"]) == (found.sum.bytes, found.sum.compressed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import docker.errors
 import requests
 
+from shoal import completion
 from shoal.commands import beginning, building, looking, running
 from shoal.commands.common import app
 from shoal.errors import EngineError, ShoalError
@@ -22,6 +24,7 @@ def main() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    completion.join_words(os.environ)
     try:
         app(standalone_mode=True)
     except ShoalError as error:

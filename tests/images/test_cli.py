@@ -197,7 +197,7 @@ def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> N
 
 
 def complete(cwd: Path, *words: str) -> list[str]:
-    """Return what bash would be offered for the last of the words."""
+    """Return what bash would be offered for the last of the words, which it has ended at spaces and colons."""
     line = {"COMP_WORDS": "\n".join(["shoal", *words]), "COMP_CWORD": str(len(words))}
     result = shoal(cwd=cwd, _SHOAL_COMPLETE="complete_bash", **line)
     assert (result.returncode, result.stderr) == (0, "")
@@ -205,21 +205,34 @@ def complete(cwd: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [["build"], ["run"], ["list", "--skip"], ["build", "tensorflow"]])
-def test_bash_is_offered_frameworks_and_tags_without_the_colon_that_it_splits_at(
-    project: Project, command: list[str]
-) -> None:
+def test_bash_is_offered_frameworks_and_tags(project: Project, command: list[str]) -> None:
     assert complete(project.root, *command, "pytorch") == [
         "pytorch",
-        "pytorch-training-2.0.1-gpu-py311-cu117-debian12",
-        "pytorch-training-2.13.0-gpu-py311-cu130-debian12",
-        "pytorch-training-2.13.0-cpu-py311-debian12",
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
+        "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
+        "pytorch-training:2.13.0-cpu-py311-debian12",
     ]
 
 
-def test_what_bash_was_offered_is_taken_for_the_tag(project: Project) -> None:
-    (word,) = complete(project.root, "build", "pytorch-training-2.13.0-c")
-    (image,) = json.loads(shoal("list", word, "--json", cwd=project.root, **NO_ENGINE).stdout)
-    assert image["tag"] == "pytorch-training:2.13.0-cpu-py311-debian12"
+@pytest.mark.parametrize("command", [["run"], ["list", "--skip"], ["build", "tensorflow-training", ":", "2.14.1-cpu"]])
+def test_after_a_colon_bash_is_offered_the_part_that_it_replaces(project: Project, command: list[str]) -> None:
+    offered = complete(project.root, *command, "pytorch-training", ":", "2.13.0-c")
+    assert offered == ["2.13.0-cpu-py311-debian12"]
+
+
+def test_bash_counts_a_colon_at_the_end_as_a_word(project: Project) -> None:
+    offered = complete(project.root, "build", "tensorflow-training", ":")
+    assert offered == ["2.14.1-gpu-py311-cu118-debian12", "2.14.1-cpu-py311-debian12"]
+
+
+def test_a_space_after_a_colon_begins_another_word(project: Project) -> None:
+    assert "pytorch" in complete(project.root, "build", "tensorflow-training", ":", "")
+
+
+def test_a_tag_in_quotes_is_one_word(project: Project) -> None:
+    assert complete(project.root, "build", "'pytorch-training:2.0") == [
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+    ]
 
 
 @pytest.mark.parametrize(("shell", "colon"), [("zsh", "\\\\:"), ("fish", ":")])

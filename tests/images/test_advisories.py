@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from tests.images.test_inside import contents
 
-from shoal.errors import SpecError
+from shoal import engine
+from shoal.commands import looking
+from shoal.errors import SpecError, VulnerableError
 from shoal.inside import advisories
+from shoal.inside import contents as inside
 from shoal.inside.advisories import Accepted
 
 KNOWN = {
@@ -64,6 +67,26 @@ def test_an_allow_list_is_checked(tmp_path: Path) -> None:
     path.write_text("accepted:\n  - {id: CVE-1, expires: 2026-07-01}\n")
     with pytest.raises(SpecError, match=r"allow.yml:2: accepted.0.reason: required, but missing"):
         advisories.read_accepted(path)
+
+
+def test_json_has_what_counts_and_what_is_accepted(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag))
+    allow = tmp_path / "allow.yml"
+    entries = [{"id": name, "reason": "not reached", "expires": "9999-01-01"} for name in ("CVE-1", "CVE-9")]
+    allow.write_text(json.dumps({"accepted": entries}).replace('"9999-01-01"', "9999-01-01"))
+    with pytest.raises(VulnerableError, match="a:1: 1 known vulnerabilities"):
+        looking.audit_image("a:1", file, allow, as_json=True)
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    first, second = document["findings"]
+    assert (first["id"], first["counts"], first["accepted"]) == ("PYSEC-1", False, entries[0])
+    assert (first["name"], first["aliases"], first["fixed_in"]) == ("torch", ["CVE-1"], ["2.2.0"])
+    assert (second["id"], second["counts"], second["accepted"]) == ("PYSEC-2", True, None)
+    assert (document["tag"], document["unused"]) == ("a:1", entries[1:])
+    assert "✗ torch 2.0.1+cu117: PYSEC-2, no fix yet" in told.err
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"dependencies": [{"version": "1"}]}'])

@@ -7,12 +7,17 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal import engine
+from shoal.commands import looking
+from shoal.inside import contents as inside
 from shoal.inside import manifest, sbom, truth
 from shoal.inside.contents import Contents
+from shoal.project import Project
 from shoal.spec import BuildSpec
 
 TAG = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
@@ -66,7 +71,7 @@ def test_the_bill_of_materials() -> None:
 
 
 def test_the_manifest(matrix: BuildSpec) -> None:
-    page = manifest.markdown(contents(), matrix.select(TAG))
+    page = manifest.markdown(manifest.of(contents(), matrix.select(TAG)))
     assert page.startswith(f"# {TAG}\n")
     assert "The tag says what is inside." in page
     assert "| torch | 2.0.1+cu117 | BSD&#124;3 |" in page  # a bar of its own would be a column
@@ -77,7 +82,28 @@ def test_the_manifest(matrix: BuildSpec) -> None:
         line.count("|") for line in page.split("## Python")[1].split("## ")[0].splitlines() if line.startswith("|")
     }
     assert widths == {4}
-    assert "tag" not in manifest.markdown(contents(tag="other:1"), None).split("##")[0]
+    assert "tag" not in manifest.markdown(manifest.of(contents(tag="other:1"), None)).split("##")[0]
+
+
+def test_the_manifest_as_json(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag, python="3.12.1"))
+    monkeypatch.chdir(project.root)
+    looking.show_manifest(TAG, as_json=True)
+    text = capsys.readouterr().out
+    document = json.loads(text)
+    assert (document["tag"], document["id"], document["bytes"]) == (TAG, FACTS["id"], FACTS["bytes"])
+    assert document["wrong"] == ["python is py312, not py311"]
+    assert document["system"]["mpirun"] == "mpirun (Open MPI) 4.1.8"
+    assert (document["python"], document["debian"]) == (FACTS["distributions"], FACTS["packages"])
+    assert document["environment"] == {"LANG": "C.UTF-8"}
+    assert document["labels"] == {"org.opencontainers.image.title": "pytorch-training"}
+    looking.show_manifest("other:1", tmp_path / "other.json", as_json=True)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"written {tmp_path / 'other.json'}\n")
+    assert json.loads((tmp_path / "other.json").read_text())["wrong"] is None
 
 
 @pytest.mark.parametrize(

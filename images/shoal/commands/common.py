@@ -43,14 +43,14 @@ def screen(as_json: bool) -> Console:
     return Console(stderr=True, highlight=False) if as_json else console
 
 
-def say(text: str) -> None:
+def say(text: str, on: Console = console) -> None:
     """Print a line as it is."""
-    console.print(text, markup=False, soft_wrap=True)
+    on.print(text, markup=False, soft_wrap=True)
 
 
-def tell_written(paths: Iterable[Path]) -> None:
+def tell_written(paths: Iterable[Path], on: Console = console) -> None:
     for path in paths:
-        say(f"written {path}")
+        say(f"written {path}", on)
 
 
 def open_project() -> tuple[project.Project, spec.BuildSpec]:

@@ -1,65 +1,75 @@
-"""What is inside an image, for people: Markdown, computed from what a container of it says. Pure."""
+"""What is inside an image, for people and programs, computed from what a container of it says. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from shoal.inside import truth
-from shoal.inside.contents import Contents
+from shoal.inside.contents import Contents, Distribution, Package
 from shoal.spec import ImageSpec
 
 MIB = 1024**2
-Section = Callable[[Contents], str]
 
 
-def markdown(contents: Contents, image: ImageSpec | None) -> str:
-    """Return the page. image: of the matrix, where it is; its tag is then checked."""
-    heading = f"# {contents.tag}\n\n`{contents.id}`, {contents.bytes / MIB:,.0f} MiB, made {contents.created[:19]}Z.\n"
-    parts = [heading, _tag(contents, image), *(section(contents) for section in SECTIONS)]
-    return "\n".join(part for part in parts if part)
+@dataclass(frozen=True)
+class Manifest:
+    """An image. system: versions of what it stands on. wrong: what its tag says and is not so; None: not compared."""
+
+    tag: str
+    id: str
+    bytes: int
+    created: str
+    wrong: tuple[str, ...] | None
+    system: Mapping[str, str]
+    python: tuple[Distribution, ...]
+    debian: tuple[Package, ...]
+    environment: Mapping[str, str]
+    labels: Mapping[str, str]
 
 
-def _tag(contents: Contents, image: ImageSpec | None) -> str:
-    if image is None:
-        return ""
-    wrong = truth.differences(contents, image)
+def of(contents: Contents, image: ImageSpec | None) -> Manifest:
+    """Return the manifest. image: of the matrix, where it is; its tag is then checked."""
+    named = {"system": contents.system.get("PRETTY_NAME", ""), "machine": contents.machine}
+    environment = contents.environment.items()
+    return Manifest(
+        tag=contents.tag,
+        id=contents.id,
+        bytes=contents.bytes,
+        created=contents.created,
+        wrong=tuple(truth.differences(contents, image)) if image else None,
+        system=named | contents.commands,
+        python=contents.distributions,
+        debian=contents.packages,
+        environment={name: value for name, value in environment if name not in ("HOME", "HOSTNAME", "PWD")},
+        labels={name: value for name, value in sorted(contents.labels.items()) if not name.startswith("shoal.")},
+    )
+
+
+def markdown(manifest: Manifest) -> str:
+    """Return the manifest as a page."""
+    parts = [
+        f"# {manifest.tag}\n\n`{manifest.id}`, {manifest.bytes / MIB:,.0f} MiB, made {manifest.created[:19]}Z.\n",
+        *([] if manifest.wrong is None else [_truth(manifest.wrong)]),
+        _table("System", ("what", "version"), manifest.system.items()),
+        _packages("Python", manifest.python),
+        _packages("Debian", manifest.debian),
+        _table("Environment", ("variable", "value"), manifest.environment.items()),
+        _table("Labels", ("label", "value"), manifest.labels.items()),
+    ]
+    return "\n".join(parts)
+
+
+def _truth(wrong: Iterable[str]) -> str:
     return "".join(f"- **The tag is wrong**: {line}\n" for line in wrong) or "The tag says what is inside.\n"
 
 
-def _system(contents: Contents) -> str:
-    return _table("System", ("what", "version"), _system_rows(contents))
+def _packages(kind: str, found: tuple[Distribution | Package, ...]) -> str:
+    rows = ((package.name, package.version, package.licence) for package in found)
+    return _table(f"{kind} packages ({len(found)})", ("package", "version", "licence"), rows)
 
 
-def _system_rows(contents: Contents) -> Iterator[tuple[str, ...]]:
-    yield "system", contents.system.get("PRETTY_NAME", "")
-    yield "machine", contents.machine
-    yield from contents.commands.items()
-
-
-def _python(contents: Contents) -> str:
-    rows = ((found.name, found.version, found.licence) for found in contents.distributions)
-    return _table(f"Python packages ({len(contents.distributions)})", ("package", "version", "licence"), rows)
-
-
-def _debian(contents: Contents) -> str:
-    rows = ((found.name, found.version, found.licence) for found in contents.packages)
-    return _table(f"Debian packages ({len(contents.packages)})", ("package", "version", "licence"), rows)
-
-
-def _environment(contents: Contents) -> str:
-    own = ((name, value) for name, value in contents.environment.items() if name not in ("HOME", "HOSTNAME", "PWD"))
-    return _table("Environment", ("variable", "value"), own)
-
-
-def _labels(contents: Contents) -> str:
-    shown = ((name, value) for name, value in sorted(contents.labels.items()) if not name.startswith("shoal."))
-    return _table("Labels", ("label", "value"), shown)
-
-
-SECTIONS: tuple[Section, ...] = (_system, _python, _debian, _environment, _labels)
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [f"## {title}", "", _row(columns), _row(("---",) * len(columns))]
     return "\n".join([*lines, *map(_row, rows), ""])
 

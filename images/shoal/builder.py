@@ -31,23 +31,21 @@ from shoal.spec import BuildSpec, ImageSpec
 
 @dataclass(frozen=True)
 class Built:
-    """An image on the engine: its tag and ID, whether it was `up_to_date` already, and the seconds that it took."""
+    """An image on the engine: its ID, and whether it was `up_to_date` already."""
 
-    tag: str
     image_id: str
     up_to_date: bool
-    seconds: float
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the build of an image ended, for programs; `seconds` and `image_id` are those of an image that is there."""
+    """How the build of an image ended. One that was not tried took no `seconds`; only one that is there has an ID."""
 
     tag: str
     state: Literal["built", "up to date", "failed", "not tried"]
     seconds: float | None = None
     image_id: str | None = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ def build_all(
     console: Console,
     jobs: int,
     bundled: Path | None = None,
-) -> dict[str, Built | Exception]:
-    """Bring the images and those that they extend up to date, up to `jobs` at once. Returns results or errors by tag.
+) -> list[Ending]:
+    """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
 
     `bundled` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
 
@@ -118,13 +116,23 @@ def build_all(
     if bundled:
         bundle.load_base(client, bundled)
     found = base.ensure(client, machine.read, project.cache, say)
+    seconds: dict[str, float] = {}
+
+    def timed(tag: str) -> Built:
+        started = time.monotonic()
+        try:
+            return build(site, wanted[tag])
+        finally:
+            seconds[tag] = round(time.monotonic() - started, 3)
+
     with screen(console, wanted) as live:
         # The machine is asked only where something is built: it takes a while.
         host = functools.partial(bundle.read, bundled) if bundled else machine.read
         network = "none" if bundled else "default"
         site = Site(project, spec, found, has_buildkit, sources, live, Streams(), host, network)
         below = {tag: image.extends for tag, image in wanted.items()}
-        return graph.run(below, lambda tag: build(site, wanted[tag]), site.streams.stop, jobs)
+        results = graph.run(below, timed, site.streams.stop, jobs)
+    return [_ending(tag, result, seconds.get(tag)) for tag, result in results.items()]
 
 
 def build(site: Site, image: ImageSpec) -> Built:
@@ -132,14 +140,13 @@ def build(site: Site, image: ImageSpec) -> Built:
 
     Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`.
     """
-    started = time.monotonic()
     client = engine.connect()  # one a thread
     beneath = _parent(client, image.extends) if image.extends else site.base
     sources = site.sources[image.tag]
     record = sources.record(beneath.identity)
     present = find(client, image.tag)
     if present is not None and record.made(present.labels):
-        return Built(image.tag, str(present.id), True, time.monotonic() - started)
+        return Built(str(present.id), up_to_date=True)
     if present is None:
         engine.check_disk(client, image.disk_gib)
     host = site.host()
@@ -167,32 +174,24 @@ def build(site: Site, image: ImageSpec) -> Built:
         raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
     if present is not None and present.id != result.id:
         _remove_replaced(client, str(present.id))
-    return Built(image.tag, str(result.id), False, time.monotonic() - started)
+    return Built(str(result.id), up_to_date=False)
 
 
-def told(tag: str, result: Built | Exception) -> str:
+def told(ending: Ending) -> str:
     """Return in one line how the build of an image ended."""
+    if ending.image_id:
+        return f"✓ {ending.tag} {ending.state} in {ending.seconds:.1f} s ({ending.image_id[7:19]})"
+    if ending.state == "not tried":
+        return f"- {ending.tag} not built: {ending.error}"
+    first, *_ = str(ending.error).removeprefix(f"{ending.tag}: ").splitlines() or [type(ending.error).__name__]
+    return f"✗ {ending.tag} failed: {first[:160]}"
+
+
+def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Ending:
     if isinstance(result, Built):
-        verb = "up to date" if result.up_to_date else "built"
-        return f"✓ {tag} {verb} in {result.seconds:.1f} s ({result.image_id[7:19]})"
-    if isinstance(result, graph.NotTriedError):
-        return f"- {tag} not built: {result}"
-    first, *_ = str(result).removeprefix(f"{tag}: ").splitlines() or [type(result).__name__]
-    return f"✗ {tag} failed: {first[:160]}"
-
-
-def ending(tag: str, result: Built | Exception) -> Ending:
-    """Return how the build of an image ended."""
-    if isinstance(result, Built):
-        return Ending(tag, "up to date" if result.up_to_date else "built", round(result.seconds, 3), result.image_id)
-    if isinstance(result, graph.NotTriedError):
-        return not_tried(tag, result)
-    return Ending(tag, "failed", error=str(result) or type(result).__name__)
-
-
-def not_tried(tag: str, reason: Exception) -> Ending:
-    """Return the end of a build that was not begun."""
-    return Ending(tag, "not tried", error=str(reason))
+        return Ending(tag, "up to date" if result.up_to_date else "built", seconds, result.image_id)
+    state: Literal["failed", "not tried"] = "not tried" if isinstance(result, graph.NotTriedError) else "failed"
+    return Ending(tag, state, seconds, error=result)
 
 
 def _gather(

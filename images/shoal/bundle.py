@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -40,7 +41,20 @@ done > {index}
 """
 
 
-def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> None:
+@dataclass(frozen=True)
+class Bundle:
+    """What a directory has been filled with: the base's reference, Debian's packages less those that they need, and
+    the images whose wheels are there. `bytes`: of all files in it.
+    """
+
+    directory: Path
+    base: str
+    packages: tuple[str, ...]
+    images: tuple[str, ...]
+    bytes: int
+
+
+def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
     """Fill the directory with what builds of these images, and of those that they extend, take from a network.
 
     What lies there already stays. Raises BuildError with apt's or pip's words, EngineError, BaseImageError.
@@ -57,6 +71,8 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     for image in wanted:
         say(f"wheels: {image.tag}")
         _collect_wheels(project, spec, image, directory / _WHEELS)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return Bundle(directory, found.reference, tuple(names), tuple(image.tag for image in wanted), size)
 
 
 def read(directory: Path) -> Machine:

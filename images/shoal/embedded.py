@@ -42,7 +42,7 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
         "TRAINING_JOB_NAME": name,
         "PATH": f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
-    code = _train(str(train), environment)
+    code = _train(str(train), environment, console)
     shutil.rmtree(tree / "code")
     return job.outcome(name, {host: 128 - code if code < 0 else code}, directory, {host: tree})
 
@@ -62,8 +62,8 @@ def fold(request: job.JobRequest, console: Console) -> job.JobRequest:
     return replace(request, hosts=1, procs_per_host=None, distribution={**given, "mpi": mpi})
 
 
-def _train(command: str, environment: dict[str, str]) -> int:
-    process = subprocess.Popen([command], env=environment)
+def _train(command: str, environment: dict[str, str], console: Console) -> int:
+    process = subprocess.Popen([command], env=environment, stdout=console.file)
     try:
         return process.wait()
     except BaseException:  # interrupted: `train` ends its ranks and says so, then this ends

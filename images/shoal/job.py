@@ -234,7 +234,8 @@ def outcome(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        # Python writes NaN and Infinity, which no other reader of `--json` takes for JSON: they become texts.
+        document = json.loads(path.read_text(), parse_constant=str)
     except FileNotFoundError:
         return {}
     if not isinstance(document, dict):

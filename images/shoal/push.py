@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import docker
 import docker.errors
@@ -29,12 +29,15 @@ _TRANSIENT = re.compile(
 
 @dataclass(frozen=True)
 class Pushed:
-    """An image in a registry. `tries`: how many it took."""
+    """How the push of an image ended. `tries`: how many it took; a failure has its `error` in place of both last."""
 
+    tag: str
     reference: str
-    digest: str
+    state: Literal["pushed", "failed"]
     seconds: float
-    tries: int
+    digest: str | None = None
+    tries: int | None = None
+    error: Exception | None = None
 
 
 def reference(tag: str, prefix: str) -> str:
@@ -69,7 +72,7 @@ def push(
                 console.print(f"{target}: {error}; trying again", markup=False, highlight=False, soft_wrap=True)
                 wait(2.0 ** (tries - 1))
             else:
-                return Pushed(target, digest, time.monotonic() - started, tries)
+                return Pushed(tag, target, "pushed", round(time.monotonic() - started, 3), digest, tries)
     raise AssertionError("the last try returns or raises")
 
 

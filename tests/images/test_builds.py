@@ -201,8 +201,10 @@ def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> Non
     assert one["image_id"].startswith("sha256:")
     assert two["state"] == "up to date"
     assert (child["state"], child["image_id"]) == ("failed", None)
+    assert child["seconds"] > 0
     assert child["error"].startswith(f"{CHILD}: step 1/1 failed: RUN make\n")
     assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it stands on {CHILD}")
+    assert grandchild["seconds"] is None
 
 
 def test_several_failures_are_all_told(fake: FakeEngine, checkout: Path) -> None:

@@ -28,8 +28,8 @@ sys.exit(int(os.environ["SM_HP_CODE"]))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("code", [0, 42])
-def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize(("code", "manner"), [(0, []), (42, ["--json"])])
+def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, code: int, manner: list[str]) -> None:
     source, channel = tmp_path / "code", tmp_path / "data"
     source.mkdir()
     channel.mkdir()
@@ -47,12 +47,19 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
         tmp_path,
     ]
     env = {**os.environ, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}
-    command: list[str | Path] = [SHOAL, "run", "pytorch", *options, *paths]
+    command: list[str | Path] = [SHOAL, "run", "pytorch", *options, *manner, *paths]
     result = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == code, result.stdout + result.stderr
-    assert "ranks [0, 1, 2, 3] seen" in result.stdout
-    assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in result.stdout
+    told = result.stderr if manner else result.stdout
+    assert "ranks [0, 1, 2, 3] seen" in told
+    assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in told
     (directory,) = tmp_path.glob("code-*")
+    if manner:
+        document = json.loads(result.stdout)
+        assert (document["exit_code"], document["directory"]) == (code, str(directory))
+        assert document["archives"]["model.tar.gz"] == str(directory / "model.tar.gz")
+        assert (document["launch"]["ranks"], document["build_seconds"]) == (4, None)
+        assert "42" in document["messages"]["algo-1"]
     with tarfile.open(directory / "model.tar.gz") as archive:
         assert archive.getnames() == ["model.txt"]
     tree = directory / "algo-1"

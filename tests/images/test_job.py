@@ -255,6 +255,12 @@ def test_metrics_that_are_not_json_are_told(tmp_path: Path) -> None:
     assert "output/data/metrics.json: Expecting property name" in result.messages["algo-1"]
 
 
+def test_a_loss_that_is_no_number_is_a_text(tmp_path: Path) -> None:
+    write(tmp_path / "algo-1", "output/data/metrics.json", '{"loss": NaN, "accuracy": 0.5}')
+    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    assert result.metrics == {"loss": "NaN", "accuracy": 0.5}
+
+
 def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.JobRequest) -> None:
     screen = io.StringIO()
     folded = embedded.fold(request_, Console(file=screen, width=200))

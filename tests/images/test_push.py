@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from shoal import engine as engines
 from shoal import push
+from shoal.commands import building
 from shoal.errors import PushError
+from shoal.project import Project
 
 DONE = {"aux": {"Digest": "sha256:1"}}
 
@@ -87,3 +91,25 @@ def test_a_prefix_that_cannot_be_one_is_refused(prefix: str) -> None:
 def test_a_prefix_stands_before_the_name() -> None:
     assert push.reference("a:1", "localhost:5000") == "localhost:5000/a:1"
     assert push.reference("a:1", "registry.example.org/team/x-y") == "registry.example.org/team/x-y/a:1"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_after_a_failure_the_others_are_pushed_and_all_is_told(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    answers = Engine("denied: the first", "denied: the second")
+    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.chdir(project.root)
+    with pytest.raises(PushError, match="denied: the first"):
+        building.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
+    told = capsys.readouterr()
+    tags = ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "tensorflow-training:2.14.1-gpu-py311-cu118-debian12"]
+    assert f"shoal: localhost:5000/{tags[1]}: denied: the second" in told.err
+    done = "✓ localhost:5000/huggingface-training"
+    assert (done in told.out, done in told.err) == (not as_json, as_json)
+    if as_json:
+        first, second, third = json.loads(told.out)
+        assert [first["tag"], second["tag"]] == tags
+        assert [first["state"], second["state"], third["state"]] == ["failed", "failed", "pushed"]
+        assert first["error"].startswith(f"localhost:5000/{tags[0]}: denied: the first. What to do: docker login")
+        assert (third["digest"], third["tries"], third["error"]) == ("sha256:1", 1, None)

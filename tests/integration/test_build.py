@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import pytest
 
 from shoal import builder, engine
 from shoal.project import LAYERS, Project
+from shoal.spec import BuildSpec
 
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "probe-training:1.0-cpu-py311-debian12"
@@ -204,28 +206,60 @@ def wait_until(condition: object, seconds: float = 60) -> bool:
     return True
 
 
-def test_a_change_in_the_toolkit_rebuilds_only_the_last_layer(
-    project: Project, client: docker.DockerClient, pytorch: str, tmp_path: Path
-) -> None:
-    """The real CUDA 11 image, from a copy of the project with one changed line in the toolkit."""
+@pytest.fixture
+def copied(project: Project, tmp_path: Path) -> Path:
+    """A copy of what images are built from."""
     for name in ("library", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)
     link_cache(tmp_path, project)
-    original = client.images.get(pytorch)
-    original.tag("shoal-test:kept")
+    return tmp_path
+
+
+KEPT = "shoal-test:kept"
+
+
+@contextlib.contextmanager
+def rebuilt(client: docker.DockerClient, copied: Path, tag: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Build a real image from a copy; its layers before and after. The one that was there is there again at the end."""
+    original = client.images.get(tag)
+    original.tag(KEPT)
     try:
-        with (tmp_path / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
-            file.write("# changed\n")
-        result = subprocess.run([SHOAL, "build", pytorch], cwd=tmp_path, capture_output=True, text=True, check=False)
+        result = subprocess.run([SHOAL, "build", tag], cwd=copied, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-        changed = client.images.get(pytorch)
-        layers, before = changed.attrs["RootFS"]["Layers"], original.attrs["RootFS"]["Layers"]
-        assert layers[:-1] == before[:-1]
-        assert layers[-1] != before[-1]
+        after: list[str] = client.images.get(tag).attrs["RootFS"]["Layers"]
+        yield original.attrs["RootFS"]["Layers"], after
     finally:
-        rebuilt = client.images.get(pytorch)
-        original.tag(pytorch)
-        if rebuilt.id != original.id:
-            client.images.remove(str(rebuilt.id))
-        client.images.remove("shoal-test:kept")
+        made = client.images.get(tag)
+        original.tag(tag)
+        if made.id != original.id:
+            client.images.remove(str(made.id))
+        client.images.remove(KEPT)
+
+
+def test_a_change_in_the_toolkit_rebuilds_only_the_last_layer(
+    client: docker.DockerClient, pytorch: str, copied: Path
+) -> None:
+    """The real CUDA 11 image, from a copy of the project with one changed line in the toolkit."""
+    with (copied / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
+        file.write("# changed\n")
+    with rebuilt(client, copied, pytorch) as (before, after):
+        assert after[:-1] == before[:-1]
+        assert after[-1] != before[-1]
+
+
+def test_two_builds_of_one_commit_differ_only_where_the_report_says(
+    client: docker.DockerClient, matrix: BuildSpec, copied: Path
+) -> None:
+    """Every step is run again, of a real image, by a variable that changes nothing."""
+    macros = copied / "dockerfiles" / "macros.j2"
+    mark = "export APT_CONFIG=/run/machine/apt.conf"
+    assert macros.read_text().count(mark) == 1
+    macros.write_text(macros.read_text().replace(mark, f"{mark} AGAIN=yes"))
+    tag = matrix.select("pytorch-*-cpu-*-debian12").tag
+    with rebuilt(client, copied, tag) as (before, after):
+        assert len({*before} & {*after}) == 1, "the base's layer alone"
+        command = [str(SHOAL), "report", "differences", KEPT, tag, "--json"]
+        found = json.loads(subprocess.run(command, cwd=copied, capture_output=True, check=True).stdout)["found"]
+    assert set(found.values()) == {"time", "bytecode's time"}, {k: v for k, v in found.items() if "time" not in v}
+    assert len(found) > 10_000

@@ -12,7 +12,7 @@ from rich.console import Console
 from shoal import completion, engine, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.errors import VulnerableError
-from shoal.inside import advisories, contents, manifest, sbom
+from shoal.inside import advisories, contents, differences, manifest, sbom
 from shoal.report import size
 
 _SIZE_HELP = "A tag, a framework of buildspec.yml, any image of the engine, or a .tar that docker save wrote."
@@ -92,3 +92,24 @@ def report_size(
     inventories, written = size.report(words, matrix_here(), page, as_json, console)
     size.show(console, inventories)
     tell_written(written)
+
+
+@reports.command("differences")
+def report_differences(
+    image: Foreign,
+    other: Annotated[str, typer.Argument(help="Another, such as the same tag from another machine.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say in which files two images differ, and whether two builds of one commit may.
+
+    What a container of each sees is compared: contents, owners, modes and times. For an image of another machine:
+    docker save there, docker load and docker tag here.
+    """
+    tags = tag_of(image), tag_of(other)
+    client = engine.connect()
+    with screen(as_json).status(f"reading {' and '.join(tags)}"):
+        found = differences.compare(*tags, *(differences.read(client, tag) for tag in tags))
+    if as_json:
+        output.write(found)
+    else:
+        say("\n".join(differences.told(found)))

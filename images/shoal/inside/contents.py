@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from importlib.resources import files
 
 import docker
-import docker.errors
 import pydantic
 
-from shoal import job
-from shoal import run as runner
-from shoal.errors import ImageError
+from shoal.inside import asking
 
 
 class Distribution(pydantic.BaseModel):
@@ -58,10 +53,8 @@ class Contents(pydantic.BaseModel):
 
 def read(client: docker.DockerClient, tag: str) -> Contents:
     """Ask a container of the image, without a network. Raises ImageError where there is no image, or no Python."""
-    try:
-        image = client.images.get(tag)
-    except docker.errors.ImageNotFound:
-        raise ImageError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
+    said = asking.ask(client, tag, "probe.py")
+    image = client.images.get(tag)
     about = image.attrs
     return Contents.model_validate(
         {
@@ -70,23 +63,6 @@ def read(client: docker.DockerClient, tag: str) -> Contents:
             "created": about["Created"],
             "bytes": about["Size"],
             "labels": image.labels,
-            **json.loads(_probe(client, tag)),
+            **said,
         }
     )
-
-
-def _probe(client: docker.DockerClient, tag: str) -> bytes:
-    text = files("shoal.inside").joinpath("probe.py").read_text()
-    label = job.unique("inside")
-    settings = {"entrypoint": ["python"], "network_mode": "none", "labels": {runner.JOB_LABEL: label}}
-    with runner.removing(client, label):
-        container = runner.create(client, tag, ["-c", text], settings)
-        try:
-            container.start()
-        except docker.errors.APIError as error:
-            raise ImageError(f"{tag}: has no Python to ask: {error.explanation}") from None
-        code = container.wait()["StatusCode"]
-        if code:
-            raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
-        output: bytes = container.logs(stderr=False)
-        return output

@@ -1,0 +1,34 @@
+"""Asks a container of an image: a program of this package runs in it, without a network, and prints JSON."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import docker
+import docker.errors
+
+from shoal import job
+from shoal import run as runner
+from shoal.errors import ImageError
+
+
+def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
+    """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
+    try:
+        client.images.get(tag)
+    except docker.errors.ImageNotFound:
+        raise ImageError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
+    text = files("shoal.inside").joinpath(program).read_text()
+    label = job.unique("inside")
+    settings = {"entrypoint": ["python3"], "network_mode": "none", "labels": {runner.JOB_LABEL: label}}
+    with runner.removing(client, label):
+        container = runner.create(client, tag, ["-c", text], settings)
+        try:
+            container.start()
+        except docker.errors.APIError as error:
+            raise ImageError(f"{tag}: has no Python to ask: {error.explanation}") from None
+        if container.wait()["StatusCode"]:
+            raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
+        return json.loads(container.logs(stderr=False))

@@ -9,7 +9,7 @@ from typing import Literal
 import docker
 
 from shoal import builder
-from shoal.spec import BuildSpec, ImageSpec
+from shoal.spec import Axes, BuildSpec, ImageSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Listed:
     python: str
     cuda: str | None
     os: str
+    variant: str
     extends: str | None
     default_for: tuple[str, ...]
     state: Literal["built", "not built", "unknown"]
@@ -33,7 +34,7 @@ def listed(matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.Docker
     """Yield what there is to tell of each image; without a client, whether it is built is unknown."""
     for image in images:
         found = builder.find(client, image.tag) if client else None
-        axes = image.model_dump(include={"framework", "version", "device", "python", "cuda", "os", "extends"})
+        axes = image.model_dump(include={*Axes.model_fields, "extends"})
         default_for = tuple(name for name, tag in matrix.defaults.items() if tag == image.tag)
         state: Literal["built", "not built", "unknown"] = "built" if found else "not built"
         yield Listed(

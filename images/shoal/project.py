@@ -36,7 +36,8 @@ class Project:
         return self.templates / "schema" / f"{name}.json"
 
     def lock_directory(self, spec: ImageSpec) -> Path:
-        return self.templates / "requirements" / spec.directory
+        """Return where an image's locks are; its variants share them."""
+        return self.templates / "requirements" / f"{spec.repository}-{spec.runtime_version_tag}"
 
     def rendered(self, spec: ImageSpec) -> Path:
         return self.templates / "rendered" / spec.repository / spec.version_tag / "Dockerfile"

@@ -15,9 +15,10 @@ from typing import Literal
 import jinja2
 import jinja2.meta
 
+from shoal import yamlfile
 from shoal.errors import SpecError
 from shoal.project import Project
-from shoal.spec import BuildFile, ImageSpec, VersionsFile
+from shoal.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
 from shoal.yamlfile import Model
 
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
@@ -32,7 +33,8 @@ def render(project: Project, image: ImageSpec, *, buildkit: bool = True) -> str:
     name = f"{image.framework}.j2"
     try:
         template = _environment(project).get_template(name)
-        text = template.render(image=image, system_packages=SYSTEM_PACKAGES, buildkit=buildkit)
+        dropped = [glob for entry in read_dropped(project).dropped for glob in entry.files]
+        text = template.render(image=image, system_packages=SYSTEM_PACKAGES, dropped=dropped, buildkit=buildkit)
     except jinja2.TemplateNotFound as error:
         known = ", ".join(sorted(path.name for path in project.templates.glob("*.j2")))
         raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
@@ -41,6 +43,12 @@ def render(project: Project, image: ImageSpec, *, buildkit: bool = True) -> str:
     except jinja2.UndefinedError as error:
         raise SpecError(f"{project.templates / name}: {error.message}") from error
     return text.lstrip()
+
+
+def read_dropped(project: Project) -> DroppedFile:
+    """Return what images leave out of the wheels that they install. Raises `SpecError` with file, line and key."""
+    path = project.templates / "dropped.yml"
+    return yamlfile.read(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
 
 
 def templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
@@ -74,7 +82,7 @@ def _environment(project: Project) -> jinja2.Environment:
 
 def outputs(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
     """Return what is generated and committed, by path: the images' Dockerfiles, and the schemas for editors."""
-    schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile}
+    schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
     return {project.rendered(image): render(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +22,9 @@ Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
 Device = Literal["cpu", "gpu"]
 Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
 Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
+Variant = Literal["runtime", "devel"]
+Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
+Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
 
 class _Needs(Model):
@@ -54,7 +58,7 @@ class Child(_Needs):
     """A version of something on top of images: what it needs besides what they have."""
 
     extends: str
-    """A glob on the tags of the images before it that it is built on, each for itself."""
+    """A glob on the tags of the images before it that it is built on, each for itself; devel variants are none."""
 
 
 class ImageSpec(Release):
@@ -62,6 +66,10 @@ class ImageSpec(Release):
 
     python: Python
     os: Word
+    variant: Variant = "runtime"
+    """`devel` has compilers too; its tag ends with that word."""
+    packages: tuple[Package, ...] = ()
+    """What it takes from its system besides what every image does."""
     extends: str | None = None
     """The tag of the image that it stands on, where that is one of the matrix."""
 
@@ -71,6 +79,11 @@ class ImageSpec(Release):
 
     @property
     def version_tag(self) -> str:
+        return "-".join(part for part in (self.runtime_version_tag, self.variant) if part != "runtime")
+
+    @property
+    def runtime_version_tag(self) -> str:
+        """The same for all variants, as their locks are."""
         parts = (self.version, self.device, self.python, self.cuda, self.os)
         return "-".join(part for part in parts if part)
 
@@ -94,6 +107,14 @@ class System(Model):
 
     python: tuple[Python, ...]
     """The versions of Python that it has."""
+    devel: tuple[Package, ...] = ()
+    """Its packages that a devel variant has besides: what compiles. Without any, there is none."""
+
+    def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
+        """Yield the variants of images, and what they take from the system besides."""
+        yield "runtime", ()
+        if self.devel:
+            yield "devel", self.devel
 
 
 class VersionsFile(Model):
@@ -108,12 +129,14 @@ class VersionsFile(Model):
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
             for name, system in self.systems.items():
-                for python in system.python:
-                    image = ImageSpec(**release.model_dump(), os=name, python=python)
-                    found.append((("releases", number), image))
+                for python, (variant, packages) in itertools.product(system.python, system.variants()):
+                    place = {"os": name, "python": python, "variant": variant, "packages": packages}
+                    found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
         for number, child in enumerate(self.children):
-            for parent in [image for _, image in found if selectors.matches(child.extends, image.tag)]:
-                found.append((("children", number), _on(parent, child)))
+            parents = [image for _, image in found if image.variant == "runtime"]
+            for parent in parents:
+                if selectors.matches(child.extends, parent.tag):
+                    found.append((("children", number), _on(parent, child)))
         return found
 
 
@@ -132,6 +155,7 @@ class Axes(Model):
     cuda: tuple[Cuda, ...] | None = None
     """For gpu images; a cpu image has none."""
     os: tuple[Word, ...] | None = None
+    variant: tuple[Variant, ...] | None = None
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the axes that are given."""
@@ -153,6 +177,7 @@ class Exclusion(Model):
     cuda: str = "*"
     """The glob of a cpu image's is ''."""
     os: str = "*"
+    variant: str = "*"
 
     def matches(self, image: ImageSpec) -> bool:
         return all(fnmatchcase(getattr(image, axis) or "", glob) for axis, glob in self)
@@ -171,6 +196,22 @@ class BuildFile(Model):
     """The image that a framework's name means, by its tag."""
     axes: Axes = Axes()
     exclude: tuple[Exclusion, ...] = ()
+
+
+class Dropped(Model):
+    """Files of wheels that no image has."""
+
+    what: str
+    reason: str
+    """Why nothing misses them."""
+    files: Annotated[tuple[Glob, ...], pydantic.Field(min_length=1)]
+    """Globs of `find` on paths in site-packages; `*` also stands for `/`. What lies below a directory goes with it."""
+
+
+class DroppedFile(Model):
+    """dockerfiles/dropped.yml: what images leave out of the wheels that they install."""
+
+    dropped: tuple[Dropped, ...]
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:
 def test_the_engine_is_asked_and_left_alone(
     project: Project, matrix: BuildSpec, own: Mapping[str, wheels.Wheel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = matrix.choose(["pytorch*"], ["*cu130*"])
+    chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64
     made = context.gather(project, matrix, chosen[0], own, buildkit=True).record(identity)
     monkeypatch.setattr(engine, "connect", lambda: fake_engine({chosen[0].tag: made}))

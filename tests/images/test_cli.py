@@ -41,7 +41,7 @@ def test_an_unknown_image_exits_2_with_the_choices(project: Project) -> None:
 
 
 def test_globs_and_skips_choose_images(project: Project) -> None:
-    result = shoal("list", "*-training-2.1*", "--skip", "*gpu*", cwd=project.root, **NO_ENGINE)
+    result = shoal("list", "*-training-2.1*", "--skip", "*gpu*", "--skip", "*-devel", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 0
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == [
         "pytorch-training:2.13.0-cpu-py311-debian12",
@@ -148,6 +148,7 @@ def test_list_as_json_has_the_axes(project: Project) -> None:
         "python": "py311",
         "cuda": "cu117",
         "os": "debian12",
+        "variant": "runtime",
         "extends": None,
         "default_for": ["pytorch"],
         "state": "unknown",
@@ -159,7 +160,9 @@ def test_list_as_json_has_the_axes(project: Project) -> None:
 def test_render_as_json_says_what_became_of_each_file(project: Project, tmp_path: Path) -> None:
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    dockerfile = next((tmp_path / "dockerfiles" / "rendered" / "pytorch-training").glob("2.0.1-gpu*/Dockerfile"))
+    dockerfile = next(
+        (tmp_path / "dockerfiles" / "rendered" / "pytorch-training").glob("2.0.1-gpu*-debian12/Dockerfile")
+    )
     dockerfile.write_text("# changed\n")
     states = {}
     for state, arguments in (("stale", ["--check"]), ("written", []), ("same", [])):
@@ -168,7 +171,7 @@ def test_render_as_json_says_what_became_of_each_file(project: Project, tmp_path
         assert result.returncode == (3 if state == "stale" else 0)
     assert [found[str(dockerfile)] for found in states.values()] == ["stale", "written", "same"]
     assert set(states["same"].values()) == {"same"}
-    assert len(states["same"]) == 3
+    assert len(states["same"]) == 4
 
 
 def test_lock_as_json_has_the_locks_and_the_rendered_files(
@@ -209,20 +212,24 @@ def test_bash_is_offered_frameworks_and_tags(project: Project, command: list[str
     assert complete(project.root, *command, "pytorch") == [
         "pytorch",
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
+        "pytorch-training:2.13.0-gpu-py311-cu130-debian12-devel",
         "pytorch-training:2.13.0-cpu-py311-debian12",
+        "pytorch-training:2.13.0-cpu-py311-debian12-devel",
     ]
 
 
 @pytest.mark.parametrize("command", [["run"], ["list", "--skip"], ["build", "tensorflow-training", ":", "2.14.1-cpu"]])
 def test_after_a_colon_bash_is_offered_the_part_that_it_replaces(project: Project, command: list[str]) -> None:
     offered = complete(project.root, *command, "pytorch-training", ":", "2.13.0-c")
-    assert offered == ["2.13.0-cpu-py311-debian12"]
+    assert offered == ["2.13.0-cpu-py311-debian12", "2.13.0-cpu-py311-debian12-devel"]
 
 
 def test_bash_counts_a_colon_at_the_end_as_a_word(project: Project) -> None:
     offered = complete(project.root, "build", "tensorflow-training", ":")
-    assert offered == ["2.14.1-gpu-py311-cu118-debian12", "2.14.1-cpu-py311-debian12"]
+    gpu = "2.14.1-gpu-py311-cu118-debian12"
+    assert offered == [gpu, f"{gpu}-devel", "2.14.1-cpu-py311-debian12"]
 
 
 def test_a_space_after_a_colon_begins_another_word(project: Project) -> None:
@@ -231,7 +238,8 @@ def test_a_space_after_a_colon_begins_another_word(project: Project) -> None:
 
 def test_a_tag_in_quotes_is_one_word(project: Project) -> None:
     assert complete(project.root, "build", "'pytorch-training:2.0") == [
-        "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
     ]
 
 

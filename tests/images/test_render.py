@@ -23,7 +23,7 @@ def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildS
 
 
 def test_editors_find_the_schemas(project: Project) -> None:
-    for path in (project.buildspec, project.root / VERSIONS):
+    for path in (project.buildspec, project.root / VERSIONS, project.templates / "dropped.yml"):
         name = path.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
         schema = json.loads((path.parent / name).read_text())
         assert set(YAML(typ="safe").load(path)) <= set(schema["properties"])
@@ -68,6 +68,17 @@ def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: B
         '{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}'
     )
     with pytest.raises(SpecError, match="'typo' is undefined"):
+        render(Project(tmp_path), matrix.select("pytorch"))
+
+
+@pytest.mark.parametrize("glob", ["/opt/*", "*/it's", "../*", "a b"])
+def test_what_is_dropped_is_named_within_site_packages(
+    project: Project, matrix: BuildSpec, tmp_path: Path, glob: str
+) -> None:
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    text = f'dropped:\n  - {{what: a, reason: b, files: ["{glob}"]}}\n'
+    (tmp_path / "dockerfiles" / "dropped.yml").write_text(text)
+    with pytest.raises(SpecError, match=r"dropped.yml:2: dropped.0.files.0: .*should match pattern"):
         render(Project(tmp_path), matrix.select("pytorch"))
 
 

@@ -46,9 +46,13 @@ def load_text(tmp_path: Path, buildspec: str = BUILDSPEC, versions: str = VERSIO
 def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
     assert [image.tag for image in matrix.images] == [
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
+        "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
         "tensorflow-training:2.14.1-gpu-py311-cu118-debian12",
+        "tensorflow-training:2.14.1-gpu-py311-cu118-debian12-devel",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
+        "pytorch-training:2.13.0-gpu-py311-cu130-debian12-devel",
         "pytorch-training:2.13.0-cpu-py311-debian12",
+        "pytorch-training:2.13.0-cpu-py311-debian12-devel",
         "tensorflow-training:2.14.1-cpu-py311-debian12",
         "huggingface-training:4.44.2-gpu-py311-cu117-debian12",
         "huggingface-training:5.23.0-gpu-py311-cu130-debian12",
@@ -94,6 +98,19 @@ def test_children_are_built_on_each_image_that_they_extend(tmp_path: Path) -> No
     assert not [image for image in load_text(tmp_path, without, VERSIONS + CHILDREN).images if image.extends]
 
 
+def test_a_system_with_compilers_has_a_devel_variant_of_each_release(tmp_path: Path) -> None:
+    versions = VERSIONS.replace("debian12: {python: [py311]}", "debian12: {python: [py311], devel: [g++, make]}")
+    both = BUILDSPEC.replace("[pytorch]", "[pytorch, huggingface, tuner]")
+    spec = load_text(tmp_path, both, versions + CHILDREN)
+    devel, *more = [image for image in spec.images if image.variant == "devel"]
+    assert devel.tag == "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel"
+    assert devel.packages == ("g++", "make")
+    assert not more, "children stand on runtime variants"
+    assert not spec.select(devel.tag.removesuffix("-devel")).packages
+    one = both.replace("  device:", "  variant: [runtime]\n  device:")
+    assert devel.tag not in [image.tag for image in load_text(tmp_path, one, versions + CHILDREN).images]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -112,7 +129,7 @@ def test_a_mistake_in_children_is_told(tmp_path: Path, old: str, new: str, words
 
 
 def test_a_glob_for_one_image_must_mean_one(matrix: BuildSpec) -> None:
-    assert matrix.select("pytorch-*-cpu-*").version == "2.13.0"
+    assert matrix.select("pytorch-*-cpu-*-debian12").version == "2.13.0"
     with pytest.raises(UsageError, match=r"'\*-cpu-\*' means several images"):
         matrix.select("*-cpu-*")
 

@@ -37,7 +37,7 @@ def test_the_recipe_is_the_guides(pytorch: str) -> None:
     assert instructions == [f"FROM {pytorch}", *LINES]
 
 
-@pytest.mark.parametrize("name", ["pytorch-*-cpu-*", "tensorflow-*-cpu-*"])
+@pytest.mark.parametrize("name", ["pytorch-*-cpu-*-debian12", "tensorflow-*-cpu-*"])
 def test_a_new_project_builds_trains_and_passes_its_test(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, name: str
 ) -> None:

@@ -91,7 +91,7 @@ def on_own_base(
     debian = base.find(client)
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
-    pytorch = matrix.select("pytorch-*-cpu-*").tag
+    pytorch = matrix.select("pytorch-*-cpu-*-debian12").tag
     with (
         built("own-base-by-test:latest", directory, DEBIAN=debian.reference, PYTORCH=pytorch) as own,
         built("on-own-base-by-test:latest", ROOT, "examples/own-base/Dockerfile", BASE=own) as image,

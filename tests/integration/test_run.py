@@ -129,7 +129,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    image = matrix.select("pytorch-*-cpu-*").tag
+    image = matrix.select("pytorch-*-cpu-*-debian12").tag
     arguments = command(image, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
     started = time.monotonic()
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)

@@ -71,7 +71,7 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     chosen = matrix.choose(images or (), skip or ())
     progress = screen(as_json)
     locks = []
-    for image in chosen:
+    for image in {here.lock_directory(image): image for image in chosen}.values():
         with progress.status(f"resolving {image.tag}"):
             paths = lock.lock_image(here, matrix, image)
         for path in paths:

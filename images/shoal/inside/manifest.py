@@ -38,7 +38,7 @@ def of(contents: Contents, image: ImageSpec | None) -> Manifest:
         bytes=contents.bytes,
         created=contents.created,
         wrong=tuple(truth.differences(contents, image)) if image else None,
-        system=named | contents.commands,
+        system=named | {name: said for name, said in contents.commands.items() if said},
         python=contents.distributions,
         debian=contents.packages,
         environment={name: value for name, value in environment if name not in ("HOME", "HOSTNAME", "PWD")},

@@ -13,6 +13,7 @@ COMMANDS = {
     "pip": ["pip", "--version"],
     "mpirun": ["mpirun", "--version"],
     "train": ["train", "--version"],
+    "c++": ["c++", "--version"],
 }
 DPKG = ["dpkg-query", "--show", "--showformat=${Package}\t${Version}\t${Architecture}\t${source:Package}\n"]
 

@@ -21,6 +21,7 @@ def differences(contents: Contents, image: ImageSpec) -> list[str]:
         "python": image.python,
         "cuda": image.cuda,
         "os": image.os,
+        "variant": image.variant,
     }
     found = {
         "version": _framework(contents, image.framework),
@@ -28,6 +29,7 @@ def differences(contents: Contents, image: ImageSpec) -> list[str]:
         "python": "py" + "".join(contents.python.split(".")[:2]),
         "cuda": _cuda(contents),
         "os": contents.system.get("ID", "") + contents.system.get("VERSION_ID", ""),
+        "variant": "devel" if contents.commands.get("c++") else "runtime",
     }
     return list(_unequal(told, found))
 

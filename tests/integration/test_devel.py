@@ -1,0 +1,79 @@
+"""The devel variants: what their compilers make runs, and that they are the runtime images but for those."""
+
+from __future__ import annotations
+
+import docker
+import pytest
+
+from shoal.spec import BuildSpec
+
+# An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline.
+EXTENSION = """
+import torch
+from torch.utils.cpp_extension import load_inline
+source = "torch::Tensor twice(torch::Tensor x) { return x * 2; }"
+print(load_inline("mine", cpp_sources=source, functions=["twice"]).twice(torch.ones(3)).sum().item())
+"""
+COMPILED = """
+import torch
+print(torch.compile(lambda x: torch.relu(x) * 2 + 1)(torch.ones(3)).sum().item())
+"""
+# The operation of TensorFlow's guide "Create an op".
+OPERATION = r"""
+import pathlib, subprocess
+import tensorflow as tf
+source = pathlib.Path("/tmp/zero_out.cc")
+source.write_text('''
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+using namespace tensorflow;
+REGISTER_OP("ZeroOut").Input("to_zero: int32").Output("zeroed: int32");
+class ZeroOutOp : public OpKernel {
+ public:
+  explicit ZeroOutOp(OpKernelConstruction* context) : OpKernel(context) {}
+  void Compute(OpKernelContext* context) override {
+    auto input = context->input(0).flat<int32>();
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, context->input(0).shape(), &output));
+    auto flat = output->flat<int32>();
+    for (int i = 0; i < input.size(); i++) flat(i) = i ? 0 : input(0);
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("ZeroOut").Device(DEVICE_CPU), ZeroOutOp);
+''')
+flags = tf.sysconfig.get_compile_flags() + tf.sysconfig.get_link_flags()
+subprocess.run(["c++", "-shared", "-fPIC", "-o", "/tmp/zero_out.so", str(source), *flags], check=True)
+print(int(tf.reduce_sum(tf.load_op_library("/tmp/zero_out.so").zero_out([5, 4, 3]))))
+"""
+
+
+def printed(client: docker.DockerClient, image: str, program: str) -> str:
+    """The last word that a program prints in a container without a network, as an ordinary user."""
+    output: bytes = client.containers.run(
+        image, ["python", "-c", program], remove=True, network_mode="none", user="12345", environment={"HOME": "/tmp"}
+    )
+    return output.decode().split()[-1]
+
+
+@pytest.mark.parametrize("name", ["pytorch-*-cu117-*-devel", "pytorch-*-cpu-*-devel"])
+def test_an_extension_of_pytorch_is_built(client: docker.DockerClient, matrix: BuildSpec, name: str) -> None:
+    assert printed(client, matrix.select(name).tag, EXTENSION) == "6.0"
+
+
+def test_torch_compile_works(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    """With the default backend, which compiles C++ for the CPU. torch 2.0.1 has none for Python 3.11."""
+    assert printed(client, matrix.select("pytorch-*-cpu-*-devel").tag, COMPILED) == "9.0"
+
+
+def test_an_operation_of_tensorflow_is_built(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    assert printed(client, matrix.select("tensorflow-*-devel").tag, OPERATION) == "5"
+
+
+def test_layers_are_shared_with_the_runtime_variant(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    """All but those of the compilers, our two wheels and what comes after: it costs little space where that is too."""
+    for devel in [image for image in matrix.images if image.variant == "devel"]:
+        layers = [
+            client.images.get(tag).attrs["RootFS"]["Layers"] for tag in (devel.tag, devel.tag.removesuffix("-devel"))
+        ]
+        own = set(layers[0]) - set(layers[1])
+        assert len(own) <= 3, devel.tag

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import docker
 import pytest
+from docker.utils import exclude_paths
 
 from shoal import base, buildkit, classic, engine, machine
 from shoal.events import Failed, Output
@@ -56,16 +59,24 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
     client = engine.connect()
     has_buildkit = engine.has_buildkit(client)
     client.api.params = {"version": "2" if has_buildkit else "1"}  # the SDK's own `build` has no word for it
-    answer = client.api.build(
-        path=str(directory),
-        dockerfile=dockerfile,
-        tag=tag,
-        rm=True,
-        forcerm=True,
-        buildargs={**arguments, **dict(machine.read().proxies)},
-        decode=True,
-    )
-    events = list((buildkit if has_buildkit else classic).events(answer))
+    ignore = directory / ".dockerignore"
+    patterns = ignore.read_text().splitlines() if ignore.exists() else []
+    with TemporaryFile() as archive:  # the SDK's own is no USTAR, which old BuildKits want
+        with tarfile.open(fileobj=archive, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for path in sorted(exclude_paths(str(directory), patterns, dockerfile)):
+                tar.add(directory / path, path, recursive=False)
+        archive.seek(0)
+        answer = client.api.build(
+            fileobj=archive,
+            custom_context=True,
+            dockerfile=dockerfile,
+            tag=tag,
+            rm=True,
+            forcerm=True,
+            buildargs={**arguments, **dict(machine.read().proxies)},
+            decode=True,
+        )
+        events = list((buildkit if has_buildkit else classic).events(answer))
     failures = [event.message for event in events if isinstance(event, Failed)]
     assert not failures, "\n".join([*(event.line for event in events if isinstance(event, Output)), *failures])
     try:

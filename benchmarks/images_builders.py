@@ -84,7 +84,7 @@ class Plain:
 
 
 def _client() -> str:
-    """Return a `docker` of the path that builds with BuildKit: one from before 23 does by itself, others with buildx."""
+    """Return a `docker` on the PATH that builds with BuildKit: from before 23 by itself, later ones with buildx."""
     for directory in os.get_exec_path():
         path = Path(directory, "docker")
         if path.is_file() and (

@@ -52,8 +52,9 @@ def read_dropped(project: Project) -> DroppedFile:
 
 
 def templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
-    """Return the template of `image` and those that it extends or imports, by name."""
-    found: dict[str, bytes] = {}
+    """Return the template of `image` and those that it extends or imports, by name, and the table that they use."""
+    table = project.templates / "dropped.yml"
+    found = {table.name: table.read_bytes()} if table.exists() else {}
     wanted = [f"{image.framework}.j2"]
     while wanted:
         name = wanted.pop()

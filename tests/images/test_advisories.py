@@ -48,6 +48,26 @@ def test_what_is_installed_is_found(file: Path) -> None:
     assert first.counts(TODAY) and second.counts(TODAY)
 
 
+@pytest.mark.parametrize(
+    ("installed", "known", "is_found"),
+    [("2.13.0+cpu", "2.13.0", True), ("2.13", "2.13.0", True), ("2.13.0+cpu", "2.13.0+cu130", False), ("?", "?", True)],
+)
+def test_a_version_is_known_without_its_local_part(installed: str, known: str, is_found: bool) -> None:
+    """PyPI has no 2.13.0+cpu, so pip-audit knows nothing of it."""
+    entry = {"name": "torch", "version": known, "vulns": [{"id": "PYSEC-1"}]}
+    told = advisories.Advisories.model_validate({"dependencies": [entry]})
+    distribution = {"name": "torch", "version": installed, "licence": "", "homepage": ""}
+    inside = contents(distributions=[distribution])
+    assert [finding.id for finding in advisories.findings(inside, told, ())] == ["PYSEC-1"] * is_found
+    assert advisories.unaudited(inside, told) == ["torch"] * (not is_found)
+
+
+def test_a_renewed_entry_counts_whatever_stands_before_it(file: Path) -> None:
+    entries = [Accepted(id="CVE-1", reason="x", expires=TODAY + datetime.timedelta(days=day)) for day in (-9, 9, -5)]
+    first, _ = advisories.findings(contents(), advisories.read(file), entries)
+    assert not first.counts(TODAY)
+
+
 @pytest.mark.parametrize(("name", "day", "counts"), [("CVE-1", 1, False), ("PYSEC-1", 2, False), ("CVE-1", -1, True)])
 def test_what_is_accepted_expires(file: Path, name: str, day: int, counts: bool) -> None:
     entry = Accepted(id=name, reason="not reached", expires=TODAY + datetime.timedelta(days=day - 1))
@@ -86,6 +106,7 @@ def test_json_has_what_counts_and_what_is_accepted(
     assert (first["name"], first["aliases"], first["fixed_in"]) == ("torch", ["CVE-1"], ["2.2.0"])
     assert (second["id"], second["counts"], second["accepted"]) == ("PYSEC-2", True, None)
     assert (document["tag"], document["unused"]) == ("a:1", entries[1:])
+    assert document["unaudited"] == ["nvidia-cuda-runtime-cu11", "torch"], "the one of another version"
     assert "✗ torch 2.0.1+cu117: PYSEC-2, no fix yet" in told.err
 
 

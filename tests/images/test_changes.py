@@ -142,7 +142,12 @@ def test_the_engine_is_asked_and_left_alone(
     monkeypatch.setattr(engine, "connect", lambda: fake_engine({chosen[0].tag: made}))
     plans = list(builder.plan(project, matrix, chosen))
     assert [plan.state for plan in plans] == ["up to date", "new"]
-    assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {"pytorch.j2", "base.j2", "macros.j2"}
+    assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {
+        "pytorch.j2",
+        "base.j2",
+        "macros.j2",
+        "dropped.yml",
+    }
 
 
 def fake_engine(made: Mapping[str, Record]) -> SimpleNamespace:

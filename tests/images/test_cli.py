@@ -190,6 +190,21 @@ def test_lock_as_json_has_the_locks_and_the_rendered_files(
     assert {file["state"] for file in document["rendered"]} == {"same"}
 
 
+def test_a_locked_image_is_rendered_in_all_variants(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    rendered = [*(tmp_path / "dockerfiles" / "rendered" / "pytorch-training").glob("2.0.1-*/Dockerfile")]
+    assert len(rendered) == 2
+    for path in rendered:
+        path.unlink()
+    monkeypatch.setattr(lock, "lock_image", lambda *_: [])
+    monkeypatch.chdir(tmp_path)
+    building.lock_images(["pytorch"])
+    assert all(path.exists() for path in rendered)
+
+
 def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> None:
     result = shoal("build", "pytorch", "--json", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 4

@@ -65,6 +65,13 @@ def test_a_file_differs_in_the_first_of_these(changes: dict[str, Any], kind: str
     assert bool(found.unexpected) == (kind not in ("bytecode's time", "time"))
 
 
+def test_only_some_are_told_by_name() -> None:
+    same = File(**FILE)
+    lines = list(differences.told(differences.compare("a", "b", {}, {f"/{number}": same for number in range(60)})))
+    assert sum(line.startswith("✗ added: ") for line in lines) == 50
+    assert lines[-1] == "✗ and 10 more, which --json names"
+
+
 def test_what_is_told() -> None:
     same, later = File(**FILE), File(**{**FILE, "time": 6})
     found = differences.compare(

@@ -71,14 +71,16 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     chosen = matrix.choose(images or (), skip or ())
     progress = screen(as_json)
     locks = []
-    for image in {here.lock_directory(image): image for image in chosen}.values():
+    locked = {here.lock_directory(image): image for image in reversed(chosen)}
+    for image in reversed(locked.values()):
         with progress.status(f"resolving {image.tag}"):
             paths = lock.lock_image(here, matrix, image)
         for path in paths:
             pins = len(lock.read_lock(path))
             locks.append({"tag": image.tag, "path": path, "pins": pins})
             progress.print(f"{pins:3} pins  {path}", markup=False, soft_wrap=True)
-    files = render.write(render.outputs(here, chosen))
+    variants = [image for image in matrix.images if here.lock_directory(image) in locked]
+    files = render.write(render.outputs(here, variants))
     if as_json:
         output.write({"locks": locks, "rendered": files})
     else:

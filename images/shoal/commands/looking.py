@@ -50,17 +50,20 @@ def audit_image(
     """Say which Python packages in an image have known vulnerabilities; nothing is asked over a network."""
     tag = tag_of(image)
     accepted = advisories.read_accepted(allow)
-    found = advisories.findings(contents.read(engine.connect(), tag), advisories.read(known), accepted)
-    unused = advisories.unused(found, accepted)
+    inside, told = contents.read(engine.connect(), tag), advisories.read(known)
+    found = advisories.findings(inside, told, accepted)
+    unused, unaudited = advisories.unused(found, accepted), advisories.unaudited(inside, told)
     today = datetime.date.today()
     if as_json:
         findings = [{**vars(finding), "counts": finding.counts(today)} for finding in found]
-        output.write({"tag": tag, "findings": findings, "unused": unused})
+        output.write({"tag": tag, "findings": findings, "unused": unused, "unaudited": unaudited})
     progress = screen(as_json)
     for finding in found:
         say(f"{'✗' if finding.counts(today) else '-'} {finding}", progress)
     for entry in unused:
         say(f"! {allow}: {entry.id} accepts nothing that is in {tag}", progress)
+    if unaudited:
+        say(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}", progress)
     if count := sum(finding.counts(today) for finding in found):
         raise VulnerableError(
             f"{tag}: {count} known vulnerabilities. What to do: take a release without them (dockerfiles/versions.yml,"
@@ -110,6 +113,6 @@ def report_differences(
     with screen(as_json).status(f"reading {' and '.join(tags)}"):
         found = differences.compare(*tags, *(differences.read(client, tag) for tag in tags))
     if as_json:
-        output.write(found)
+        output.write({**vars(found), "unexpected": found.unexpected})
     else:
         say("\n".join(differences.told(found)))

@@ -13,10 +13,11 @@ from typing import Annotated
 
 import pydantic
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from shoal import yamlfile
 from shoal.errors import SpecError
-from shoal.inside.contents import Contents
+from shoal.inside.contents import Contents, Distribution
 
 
 class _Vulnerability(pydantic.BaseModel):
@@ -36,6 +37,12 @@ class Advisories(pydantic.BaseModel):
     """The file of pip-audit, of any set of packages; what is not installed in an image is passed over."""
 
     dependencies: tuple[_Dependency, ...]
+
+    def about(self, found: Distribution) -> list[_Dependency]:
+        """Return the entries of an installed distribution."""
+        name = canonicalize_name(found.name)
+        named = [entry for entry in self.dependencies if canonicalize_name(entry.name) == name]
+        return [entry for entry in named if _is_same(found.version, entry.version)]
 
 
 class Accepted(yamlfile.Model):
@@ -96,13 +103,26 @@ def findings(contents: Contents, advisories: Advisories, accepted: Sequence[Acce
 
 
 def _findings(contents: Contents, advisories: Advisories, accepted: Sequence[Accepted]) -> Iterator[Finding]:
-    installed = {(canonicalize_name(found.name), found.version) for found in contents.distributions}
-    for dependency in advisories.dependencies:
-        name = canonicalize_name(dependency.name)
-        for known in dependency.vulns if (name, dependency.version) in installed else ():
-            ids = {known.id, *known.aliases}
-            entry = next((one for one in accepted if one.id in ids), None)
-            yield Finding(name, dependency.version, known.id, known.aliases, known.fix_versions, entry)
+    for found in contents.distributions:
+        for known in [known for dependency in advisories.about(found) for known in dependency.vulns]:
+            entries = [entry for entry in accepted if entry.id in {known.id, *known.aliases}]
+            entry = max(entries, key=lambda entry: entry.expires, default=None)
+            name = canonicalize_name(found.name)
+            yield Finding(name, found.version, known.id, known.aliases, known.fix_versions, entry)
+
+
+def unaudited(contents: Contents, advisories: Advisories) -> list[str]:
+    """Return the distributions in an image of which the file says nothing, good or bad."""
+    return sorted(canonicalize_name(found.name) for found in contents.distributions if not advisories.about(found))
+
+
+def _is_same(installed: str, known: str) -> bool:
+    """Whether two versions are one. An index knows no part after `+`: where `known` has none, any will do."""
+    try:
+        ours, theirs = Version(installed), Version(known)
+    except InvalidVersion:
+        return installed == known
+    return ours == theirs or (theirs.local is None and Version(ours.public) == theirs)
 
 
 def unused(found: Sequence[Finding], accepted: Sequence[Accepted]) -> list[Accepted]:

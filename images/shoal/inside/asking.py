@@ -8,10 +8,22 @@ from typing import Any
 
 import docker
 import docker.errors
+from docker.types import LogConfig
 
 from shoal import job
 from shoal import run as runner
 from shoal.errors import ImageError
+
+# As root, whatever the image's user may read; away from its modules; with a log that is kept whole; and without the
+# proxies of the engine's client, which would look like the image's own.
+_SETTINGS: dict[str, Any] = {
+    "entrypoint": ["python3", "-B"],
+    "user": "0:0",
+    "working_dir": "/",
+    "network_mode": "none",
+    "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "-1"}),
+    "use_config_proxy": False,
+}
 
 
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
@@ -22,7 +34,7 @@ def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
         raise ImageError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
     text = files("shoal.inside").joinpath(program).read_text()
     label = job.unique("inside")
-    settings = {"entrypoint": ["python3"], "network_mode": "none", "labels": {runner.JOB_LABEL: label}}
+    settings = _SETTINGS | {"labels": {runner.JOB_LABEL: label}}
     with runner.removing(client, label):
         container = runner.create(client, tag, ["-c", text], settings)
         try:
@@ -31,4 +43,7 @@ def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
             raise ImageError(f"{tag}: has no Python to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
             raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
-        return json.loads(container.logs(stderr=False))
+        try:
+            return json.loads(container.logs(stderr=False))
+        except ValueError as error:
+            raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None

@@ -1,7 +1,8 @@
-"""Where the files of two images differ, and which of it two builds of one commit may differ in. Pure."""
+"""Where the files of two images differ, and which of it two builds of one commit may differ in."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ EXPECTED: Mapping[str, str] = {
     "bytecode's time": "bytecode holds its source's time, and is read only while both agree",
 }
 """In what two builds of one commit on one base differ, and why."""
+TOLD = 50
+"""How many of the others are told by name."""
 
 
 class File(pydantic.BaseModel):
@@ -52,9 +55,19 @@ class Differences:
 
 
 def read(client: docker.DockerClient, tag: str) -> dict[str, File]:
-    """Return the files of an image by path. Raises ImageError where there is no image, or no Python."""
+    """Return the files of an image by path, and its configuration as if it were some.
+
+    Raises ImageError where there is no image, or no Python.
+    """
     said = asking.ask(client, tag, "files_probe.py")
-    return {path: File.model_validate(about) for path, about in said.items()}
+    files = {path: File.model_validate(about) for path, about in said.items()}
+    return files | dict(_configuration(client.images.get(tag).attrs["Config"]))
+
+
+def _configuration(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
+    for key in ("Cmd", "Entrypoint", "Env", "Labels", "User", "WorkingDir"):
+        content = json.dumps(config.get(key), sort_keys=True)
+        yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 
 def compare(before: str, after: str, old: Mapping[str, File], new: Mapping[str, File]) -> Differences:
@@ -69,8 +82,10 @@ def told(differences: Differences) -> Iterator[str]:
     yield f"{same:>9,} files, directories and links are the same in both"
     for kind, count in differences.counts.most_common():
         yield f"{count:>9,} differ: {kind}{f' ({EXPECTED[kind]})' if kind in EXPECTED else ''}"
-    for path, kind in differences.unexpected.items():
+    for path, kind in list(differences.unexpected.items())[:TOLD]:
         yield f"✗ {kind}: {path}"
+    if (more := len(differences.unexpected) - TOLD) > 0:
+        yield f"✗ and {more:,} more, which --json names"
     if not differences.unexpected:
         yield "✓ as two builds of one commit"
 

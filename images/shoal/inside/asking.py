@@ -21,7 +21,7 @@ _SETTINGS: dict[str, Any] = {
     "user": "0:0",
     "working_dir": "/",
     "network_mode": "none",
-    "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "-1"}),
+    "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "1g"}),
     "use_config_proxy": False,
 }
 

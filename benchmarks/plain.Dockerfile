@@ -1,4 +1,4 @@
-# What one writes by hand for the same content as the CUDA 11 PyTorch image: the rival of benchmarks/images.py, built by
+# What one writes by hand for the content of the CUDA 11 PyTorch image, with all that its wheels have: the rival of benchmarks/images.py, built by
 # `docker build`. Its context has our two packages, the locked requirements of all layers, and this machine's configuration.
 ARG BASE
 FROM ${BASE} AS wheels

@@ -1,6 +1,6 @@
 """What is generated and committed: Dockerfiles, through the Jinja templates in dockerfiles/, and JSON schemas.
 
-Pure: same input, same text.
+Same templates, tables and image, same text.
 """
 
 from __future__ import annotations

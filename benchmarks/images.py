@@ -17,9 +17,10 @@ from tempfile import TemporaryDirectory
 from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept
 from report import Figure, finish, print_machine
 
-from shoal import engine, project
-from shoal.base import REPOSITORY, UPSTREAM
-from shoal.spec import load
+from shoal import engine
+from shoal.build.base import REPOSITORY, UPSTREAM
+from shoal.matrix import project
+from shoal.matrix.spec import load
 
 MIB = 1024**2
 REPEATS = 5

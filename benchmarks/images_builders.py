@@ -14,10 +14,13 @@ from pathlib import Path
 
 import docker
 
-from shoal import base, builder, engine, machine
-from shoal.lock import read_image
-from shoal.project import Project
-from shoal.spec import ImageSpec, load
+from shoal import engine
+from shoal.build import base
+from shoal.engine.images import find
+from shoal.host import machine
+from shoal.matrix.project import Project
+from shoal.matrix.spec import ImageSpec, load
+from shoal.sources.lock import read_image
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"
@@ -120,7 +123,7 @@ def _seconds(command: list[str | Path], directory: Path) -> float:
 def kept(tags: list[str]) -> Iterator[None]:
     """Give the tags back to the images that have them now, and remove what was built meanwhile."""
     client = engine.connect()
-    before = {tag: image for tag in tags if (image := builder.find(client, tag))}
+    before = {tag: image for tag in tags if (image := find(client, tag))}
     for number, image in enumerate(before.values()):
         image.tag(_KEPT.format(number))
     try:
@@ -130,12 +133,12 @@ def kept(tags: list[str]) -> Iterator[None]:
             _give_back(client, tag, before.get(tag))
         for number in range(len(before)):
             client.images.remove(_KEPT.format(number))
-        if builder.find(client, PLAIN):
+        if find(client, PLAIN):
             client.images.remove(PLAIN)
 
 
 def _give_back(client: docker.DockerClient, tag: str, image: docker.models.images.Image | None) -> None:
-    built = builder.find(client, tag)
+    built = find(client, tag)
     if built is None or (image is not None and built.id == image.id):
         return
     if image is None:

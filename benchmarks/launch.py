@@ -37,8 +37,8 @@ import docker
 from jobs import CODE, WITHOUT_FRAMEWORK, Job, Ran, create, moment, run, wait, write_tree
 from report import Figure, finish, print_machine
 
-from shoal import project
-from shoal.spec import load
+from shoal.matrix import project
+from shoal.matrix.spec import load
 
 ROUNDS = 10
 STOCK_ROUNDS = 3

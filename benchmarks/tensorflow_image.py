@@ -26,8 +26,8 @@ from statistics import median
 from dataparallel import measure as measure_torch
 from report import Figure, finish, print_machine
 
-from shoal import project
-from shoal.spec import load
+from shoal.matrix import project
+from shoal.matrix.spec import load
 
 ROUNDS, STARTS = 20, 3
 HERE = Path(__file__).parent

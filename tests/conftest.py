@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.project import Project
-from shoal.spec import BuildSpec, load
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, load
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "tensorflow"}
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(floor.split())
+    for floor in (
+        "errors",
+        "matrix",
+        "host engine layers",
+        "sources",
+        "build jobs inside report scaffold",
+        "doctor",
+        "commands",
+        "cli",
+    )
+)
+"""The rooms of `shoal`, lowest first: a room imports from those of lower floors, and nothing beside or above it."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -74,3 +88,21 @@ def test_the_toolkit_needs_the_standard_library_only() -> None:
         for name in imports(path):
             extra = path.name == "s3.py" and name.split(".")[0] in ("boto3", "botocore")
             assert extra or name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def _floor(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def test_the_rooms_of_shoal_import_downwards_only() -> None:
+    seen = set()
+    for path in modules("images/shoal"):
+        room = path.relative_to(ROOT / "images/shoal").parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        seen.add(room)
+        for name in imports(path):
+            other = name.split(".")[1] if name.startswith("shoal.") else room
+            below = other == room or _floor(other) < _floor(room)
+            assert below, f"{path.relative_to(ROOT)} imports {name}"
+    assert seen == frozenset().union(*FLOORS)

@@ -9,8 +9,7 @@ import sys
 import docker.errors
 import requests
 
-from shoal import completion
-from shoal.commands import beginning, building, looking, running
+from shoal.commands import beginning, building, completion, looking, running
 from shoal.commands.common import app
 from shoal.errors import EngineError, ShoalError
 

@@ -25,9 +25,13 @@ import docker.errors
 import requests
 from packaging.version import Version
 
-from shoal import base, builder, engine, job, machine, project, reach, spec
+from shoal import engine
+from shoal.build import base
+from shoal.engine import containers
+from shoal.engine.images import find
 from shoal.errors import DoctorError, EngineError, ShoalError
-from shoal.run import JOB_LABEL
+from shoal.host import machine, reach
+from shoal.matrix import project, spec
 
 LIMIT = 30.0
 """Seconds that all checks together may take."""
@@ -126,7 +130,7 @@ def disk(site: Site) -> Result:
     root = engine.data_root(client)
     if root is None:
         return Result("remark", "not checked: the engine is on another machine")
-    missing = [image.disk_gib for image in images if not builder.find(client, image.tag)]
+    missing = [image.disk_gib for image in images if not find(client, image.tag)]
     largest, needed = max(image.disk_gib for image in images), max(missing, default=0)
     free = shutil.disk_usage(root).free / engine.GIB
     found = f"{root}: {free:.1f} GiB free; the largest image takes {largest} GiB to build"
@@ -232,14 +236,14 @@ def gpus(site: Site) -> Result:
 def networks(site: Site) -> Result:
     """Whether the engine can make a bridge network, as each job gets one; it is removed at once."""
     client = site.connect()
-    label = job.unique("shoal-doctor")
+    label = containers.unique("shoal-doctor")
     try:
-        client.networks.create(label, driver="bridge", labels={JOB_LABEL: label})
+        client.networks.create(label, driver="bridge", labels={containers.JOB_LABEL: label})
     except docker.errors.APIError as error:
         advice = "docker network prune removes those that nothing uses; the engine's log says more"
         return Result("failed", f"the engine makes no bridge network: {error.explanation or error}", advice)
     finally:
-        for network in client.networks.list(filters={"label": f"{JOB_LABEL}={label}"}):
+        for network in client.networks.list(filters={"label": f"{containers.JOB_LABEL}={label}"}):
             network.remove()
     return Result("ok", "the engine can make a bridge network for the hosts of a job")
 

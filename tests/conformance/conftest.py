@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from shoal import engine
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from . import lab, oracle
 from .compare import SAME, Pair, compare

@@ -20,9 +20,12 @@ import docker
 import docker.errors
 import requests
 
-from shoal import context, engine, machine, project
+from shoal import engine
 from shoal.errors import BuildError
-from shoal.spec import BuildSpec, ImageSpec, load
+from shoal.host import machine
+from shoal.matrix import project
+from shoal.matrix.spec import BuildSpec, ImageSpec, load
+from shoal.sources import context
 
 RECIPE = Path(__file__).with_name("image")
 REPOSITORY = "shoal-oracle"

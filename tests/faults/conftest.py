@@ -14,7 +14,7 @@ import docker
 import pytest
 from testcontainers.core.network import Network
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from ..containers import ROOT, StartHost, client, network, start_host, without_reaper
 from .start import StartJob

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from shoal.project import Project
+from shoal.matrix.project import Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal import base, bundle, engine
+from shoal import engine
+from shoal.build import base, bundle
 from shoal.commands import building
-from shoal.project import Project
+from shoal.matrix.project import Project
 
 
 def test_json_has_what_was_collected(

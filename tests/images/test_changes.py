@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import docker.errors
 import pytest
 
-from shoal import builder, changes, context, engine, wheels
-from shoal.changes import Plan
-from shoal.context import Sources
-from shoal.lock import Pin
-from shoal.project import Project
-from shoal.spec import BuildSpec
-from shoal.steps import Record
+from shoal import engine
+from shoal.build import builder
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec
+from shoal.sources import changes, context, wheels
+from shoal.sources.changes import Plan
+from shoal.sources.context import Sources
+from shoal.sources.lock import Pin
+from shoal.sources.steps import Record
 
 BASE = "debian:bookworm-slim@" + "1" * 64
 

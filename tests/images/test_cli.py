@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal import engine, lock
+from shoal import engine
 from shoal.commands import building
 from shoal.errors import DiskError, ShoalError
-from shoal.project import Project
+from shoal.matrix.project import Project
+from shoal.sources import lock
 
 SHOAL = Path(sys.executable).with_name("shoal")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal import context, machine, wheels
-from shoal.lock import Pin
-from shoal.machine import Machine
-from shoal.project import LAYERS, Project
-from shoal.spec import BuildSpec
+from shoal.host import machine
+from shoal.host.machine import Machine
+from shoal.matrix.project import LAYERS, Project
+from shoal.matrix.spec import BuildSpec
+from shoal.sources import context, wheels
+from shoal.sources.lock import Pin
 
 PLAIN = Machine((), (), (), (), None, (), ())
 

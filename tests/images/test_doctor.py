@@ -29,11 +29,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from shoal import base, doctor, machine, reach
+from shoal import doctor
+from shoal.build import base
 from shoal.doctor import Result, Site
 from shoal.errors import DoctorError, EngineError
-from shoal.machine import Machine
-from shoal.project import Project
+from shoal.host import machine, reach
+from shoal.host.machine import Machine
+from shoal.matrix.project import Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
 PLAIN = Machine((), (), (), (), None, (), ())

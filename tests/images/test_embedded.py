@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.project import Project
+from shoal.matrix.project import Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
 SCRIPT = """\

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal import graph
+from shoal.build import graph
 
 BELOW = {"a": None, "b": None, "a1": "a", "a2": "a", "a11": "a1", "c": "elsewhere"}
 

@@ -17,8 +17,8 @@ from shoal.commands import looking
 from shoal.inside import contents as inside
 from shoal.inside import manifest, sbom, truth
 from shoal.inside.contents import Contents
-from shoal.project import Project
-from shoal.spec import BuildSpec
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec
 
 TAG = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
 FACTS: dict[str, Any] = {

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal import archive, distribution, embedded, job, summary
+from shoal.engine import archive
 from shoal.errors import UsageError
+from shoal.jobs import distribution, embedded, job, summary
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal import buildkit, classic, progress
-from shoal.events import Failed, Output, Step
-from shoal.progress import BuildProgress, one_line
+from shoal.build import buildkit, classic, progress
+from shoal.build.events import Failed, Output, Step
+from shoal.build.progress import BuildProgress
+from shoal.sources.steps import one_line
 
 
 def varint(value: int) -> bytes:

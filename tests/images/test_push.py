@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from shoal import engine as engines
-from shoal import push
+from shoal.build import push
 from shoal.commands import building
 from shoal.errors import PushError
-from shoal.project import Project
+from shoal.matrix.project import Project
 
 DONE = {"aux": {"Digest": "sha256:1"}}
 

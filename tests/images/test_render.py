@@ -10,10 +10,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from shoal.errors import SpecError
-from shoal.lock import read_image, read_lock
-from shoal.project import Project
-from shoal.render import outputs, render
-from shoal.spec import VERSIONS, BuildSpec
+from shoal.matrix.project import Project
+from shoal.matrix.spec import VERSIONS, BuildSpec
+from shoal.sources.lock import read_image, read_lock
+from shoal.sources.render import outputs, render
 
 
 def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:

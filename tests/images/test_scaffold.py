@@ -11,8 +11,8 @@ import pytest
 from shoal import scaffold
 from shoal.commands import beginning
 from shoal.errors import UsageError
-from shoal.project import Project
-from shoal.spec import BuildSpec
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec
 
 
 @pytest.mark.parametrize(("framework", "module"), [("pytorch", "torch"), ("huggingface", "torch"), ("tensorflow",) * 2])

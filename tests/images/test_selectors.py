@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import UsageError
-from shoal.selectors import choose
+from shoal.matrix.selectors import choose
 
 GPU = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
 CPU = "pytorch-training:2.13.0-cpu-py311-debian12"

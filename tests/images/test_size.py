@@ -23,14 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shoal import deflate, engine, inventory
+from shoal import engine
 from shoal.errors import ImageError, UsageError
-from shoal.inventory import Inventory, Sum
-from shoal.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.layers import deflate, inventory
+from shoal.layers.inventory import Inventory, Sum
+from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.matrix.spec import BuildSpec
 from shoal.report import size, sizefigures, sizepage, treemap
 from shoal.report.comparison import compare, title
 from shoal.report.figures import amount
-from shoal.spec import BuildSpec
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
@@ -581,7 +582,7 @@ def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
     program = """
 import io, re, tarfile
 from pathlib import Path
-from shoal import inventory
+from shoal.layers import inventory
 size = 250 * 2**20
 def archive():
     layer = tarfile.TarInfo("big/file"); layer.size = size

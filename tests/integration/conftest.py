@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from ..containers import ROOT, Ended, Host, StartHost, client, network, start_host, without_reaper, write_tree
 

@@ -19,9 +19,10 @@ import docker
 import docker.errors
 import pytest
 
-from shoal import builder, engine
-from shoal.project import LAYERS, Project
-from shoal.spec import BuildSpec
+from shoal import engine
+from shoal.engine.images import find
+from shoal.matrix.project import LAYERS, Project
+from shoal.matrix.spec import BuildSpec
 
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "probe-training:1.0-cpu-py311-debian12"
@@ -53,7 +54,7 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     link_cache(tmp_path, project)
     yield tmp_path
     del os.environ["DOCKER_BUILDKIT"]
-    if builder.find(client, TAG):
+    if find(client, TAG):
         client.images.remove(TAG, force=True)
     for image_id in untagged(client) - before:
         with contextlib.suppress(docker.errors.ImageNotFound):  # its child's removal took it along
@@ -154,7 +155,7 @@ def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: do
     assert process.returncode == 130, stderr
     assert wait_until(lambda: marker not in processes()), "the step still runs"
     assert wait_until(lambda: leftovers(client) == before)
-    assert builder.find(client, TAG) is None
+    assert find(client, TAG) is None
 
 
 def test_an_interrupt_at_any_moment_leaves_nothing(
@@ -178,7 +179,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         time.sleep(share * seconds)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-        built = builder.find(client, TAG)
+        built = find(client, TAG)
         # Before Python hears signals it dies of them; an interrupt after the last step may come too late.
         assert process.returncode in (130, -signal.SIGINT) or (process.returncode == 0 and built), stderr
         if built:

@@ -11,8 +11,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal import builder, engine
-from shoal.project import LAYERS, Project
+from shoal import engine
+from shoal.engine.images import find
+from shoal.matrix.project import LAYERS, Project
 
 from .test_build import link_cache
 
@@ -65,7 +66,7 @@ def offline(
     link_cache(tmp_path, project)
     yield tmp_path
     client = engine.connect()
-    if builder.find(client, TAG):
+    if find(client, TAG):
         client.images.remove(TAG, force=True)
 
 

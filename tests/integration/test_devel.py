@@ -5,7 +5,7 @@ from __future__ import annotations
 import docker
 import pytest
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 # An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline.
 EXTENSION = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import docker
 
 from shoal import doctor
-from shoal.project import Project
+from shoal.matrix.project import Project
 
 SHOAL = Path(sys.executable).with_name("shoal")
 

@@ -9,9 +9,9 @@ from typing import TypedDict
 import docker
 import pytest
 
-from shoal.project import Project
-from shoal.render import read_dropped
-from shoal.spec import load
+from shoal.matrix.project import Project
+from shoal.matrix.spec import load
+from shoal.sources.render import read_dropped
 
 from .conftest import ROOT
 

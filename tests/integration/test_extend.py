@@ -11,7 +11,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from .conftest import ROOT, StartHost
 

@@ -9,7 +9,7 @@ import docker
 import pytest
 
 from shoal.inside import contents, sbom, truth
-from shoal.spec import BuildSpec, load
+from shoal.matrix.spec import BuildSpec, load
 
 from .conftest import ROOT
 

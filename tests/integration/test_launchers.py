@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from testcontainers.core.network import Network
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from .conftest import Ended, Host, StartHost, write_tree
 

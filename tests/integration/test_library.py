@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from testcontainers.core.network import Network
 
-from shoal.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec
 
 from .conftest import ROOT, Ended, StartHost, write_tree
 

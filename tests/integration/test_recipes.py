@@ -17,9 +17,11 @@ import docker
 import pytest
 from docker.utils import exclude_paths
 
-from shoal import base, buildkit, classic, engine, machine
-from shoal.events import Failed, Output
-from shoal.spec import BuildSpec
+from shoal import engine
+from shoal.build import base, buildkit, classic
+from shoal.build.events import Failed, Output
+from shoal.host import machine
+from shoal.matrix.spec import BuildSpec
 
 from .conftest import ROOT, StartHost, write_tree
 

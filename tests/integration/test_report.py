@@ -11,11 +11,11 @@ import pytest
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from shoal import deflate
-from shoal.inventory import Inventory
-from shoal.owners import Owner
+from shoal.layers import deflate
+from shoal.layers.inventory import Inventory
+from shoal.layers.owners import Owner
+from shoal.matrix.spec import BuildSpec
 from shoal.report import size
-from shoal.spec import BuildSpec
 
 PACKAGES = r"${Package} ${Version} ${Architecture} ${db:Status-Status}\n"
 MOST_AROUND_A_FILE = 2560  # bytes: a header, the padding to a block, and two blocks and a header more for a long name

@@ -9,8 +9,8 @@ from typing import Any
 import docker
 import pytest
 
-from shoal import base
-from shoal.spec import ImageSpec, load
+from shoal.build import base
+from shoal.matrix.spec import ImageSpec, load
 
 from .conftest import ROOT, StartHost, write_tree
 

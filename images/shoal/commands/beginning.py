@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shoal import doctor, output, scaffold
+from shoal import doctor, scaffold
+from shoal.commands import output
 from shoal.commands.common import AsJson, app, open_project, say, tell_written
 
 

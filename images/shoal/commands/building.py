@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shoal import builder, bundle, engine, listing, lock, output, push, render
+from shoal import engine
+from shoal.build import builder, bundle, listing, push
+from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
+from shoal.commands.endings import judge, raise_first
 from shoal.errors import ShoalError, SpecError
+from shoal.sources import lock, render
 
 
 @app.command("list")
@@ -125,21 +128,6 @@ def build_images(
     judge(endings, progress)
 
 
-def judge(endings: Iterable[builder.Ending], progress: Console) -> None:
-    """Tell how each image ended, and raise the first failure after telling the others."""
-    for ending in endings:
-        say(builder.told(ending), progress)
-    _raise_first([ending.error for ending in endings if ending.state == "failed"])
-
-
-def _raise_first(errors: Iterable[Exception | None]) -> None:
-    failures = [error for error in errors if error]
-    for error in failures[1:]:
-        print(f"shoal: {error}", file=sys.stderr)
-    if failures:
-        raise failures[0]
-
-
 @app.command("bundle")
 def bundle_images(
     directory: Annotated[Path, typer.Argument(help="Where; what lies there already stays.")],
@@ -171,7 +159,7 @@ def push_images(
     endings = [_pushed(client, tag, target, progress) for tag, target in targets.items()]
     if as_json:
         output.write(endings)
-    _raise_first(ending.error for ending in endings)
+    raise_first(ending.error for ending in endings)
 
 
 def _pushed(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:

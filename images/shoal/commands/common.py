@@ -11,8 +11,9 @@ import requests
 import typer
 from rich.console import Console
 
-from shoal import completion, project, spec
+from shoal.commands import completion
 from shoal.errors import ShoalError, UsageError
+from shoal.matrix import project, spec
 
 app = typer.Typer(
     help="Builds training images, runs jobs in them, and shows what is inside and what happened.",

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal import completion, engine, output
+from shoal import engine
+from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.errors import VulnerableError
 from shoal.inside import advisories, contents, differences, manifest, sbom

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shoal import builder, embedded, output, planning, summary
-from shoal import run as runner
-from shoal.commands.building import judge
+from shoal.build import builder
+from shoal.commands import output
 from shoal.commands.common import AsJson, Image, app, console, open_project, reports, screen, tag_of, tell_written
+from shoal.commands.endings import judge
 from shoal.errors import UsageError
-from shoal.job import JobRequest
+from shoal.jobs import embedded, planning, summary
+from shoal.jobs import run as runner
+from shoal.jobs.job import JobRequest
 from shoal.report import timeline
 
 HYPERPARAMETER_HELP = (

@@ -15,9 +15,9 @@ import pydantic
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from shoal import yamlfile
 from shoal.errors import SpecError
 from shoal.inside.contents import Contents, Distribution
+from shoal.matrix import yamlfile
 
 
 class _Vulnerability(pydantic.BaseModel):

@@ -10,8 +10,7 @@ import docker
 import docker.errors
 from docker.types import LogConfig
 
-from shoal import job
-from shoal import run as runner
+from shoal.engine import containers
 from shoal.errors import ImageError
 
 # As root, whatever the image's user may read; away from its modules; with a log that is kept whole; and without the
@@ -33,10 +32,10 @@ def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     except docker.errors.ImageNotFound:
         raise ImageError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
     text = files("shoal.inside").joinpath(program).read_text()
-    label = job.unique("inside")
-    settings = _SETTINGS | {"labels": {runner.JOB_LABEL: label}}
-    with runner.removing(client, label):
-        container = runner.create(client, tag, ["-c", text], settings)
+    label = containers.unique("inside")
+    settings = _SETTINGS | {"labels": {containers.JOB_LABEL: label}}
+    with containers.removing(client, label):
+        container = containers.create(client, tag, ["-c", text], settings)
         try:
             container.start()
         except docker.errors.APIError as error:

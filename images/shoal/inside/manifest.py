@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.inside import truth
 from shoal.inside.contents import Contents, Distribution, Package
-from shoal.spec import ImageSpec
+from shoal.matrix.spec import ImageSpec
 
 MIB = 1024**2
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from shoal.inside.contents import Contents
-from shoal.spec import ImageSpec
+from shoal.matrix.spec import ImageSpec
 
 # The distribution whose version is that of the framework.
 _FRAMEWORKS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu"), "huggingface": ("transformers",)}

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.inventory import Inventory, Layer, Sum
-from shoal.owners import Owner
-from shoal.progress import one_line
+from shoal.layers.inventory import Inventory, Layer, Sum
+from shoal.layers.owners import Owner
+from shoal.sources.steps import one_line
 
 State = Literal["new", "gone", "grown", "shrunk", "same"]
 _SHELL = re.compile(r"(\|\d+ (\S+=\S* )*)?/bin/sh -c (#\(nop\) +)?|# buildkit\s*$")

@@ -14,13 +14,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shoal import builder, engine, inventory
+from shoal import engine
+from shoal.engine.images import find
 from shoal.errors import UsageError, did_you_mean
-from shoal.inventory import Inventory, Sum
+from shoal.layers import inventory
+from shoal.layers.inventory import Inventory, Sum
+from shoal.matrix.spec import BuildSpec
 from shoal.report import files, sizefigures, sizepage
 from shoal.report.comparison import Change, Comparison, compare, title
 from shoal.report.figures import amount
-from shoal.spec import BuildSpec
 
 _READ = 1024 * 1024  # bytes at once
 _BRIEF = 10  # rows of a table on the terminal
@@ -127,7 +129,7 @@ def _find(word: str, matrix: BuildSpec | None) -> _Archive:
             ) from error
     tag = matrix.defaults.get(word, word) if matrix else word
     client = engine.connect()
-    image = builder.find(client, tag)
+    image = find(client, tag)
     if image is None:
         raise UsageError(_missing(client, tag, matrix))
     return _Archive(tag, int(image.attrs["Size"]), _saved(client, str(image.id)))

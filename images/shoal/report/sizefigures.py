@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.inventory import Inventory, Sum
+from shoal.layers.inventory import Inventory, Sum
 from shoal.report.comparison import Change, Comparison
 from shoal.report.figures import amount, counted, percent
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jinja2
 
-from shoal.inventory import Inventory, Layer, Sum, total
-from shoal.owners import Owner
+from shoal.layers.inventory import Inventory, Layer, Sum, total
+from shoal.layers.owners import Owner
 from shoal.report import figures, sizefigures
 from shoal.report.comparison import Change, Comparison, title
 from shoal.report.treemap import Box, squarified

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 
 from shoal.errors import UsageError
-from shoal.spec import ImageSpec
+from shoal.matrix.spec import ImageSpec
 
 _NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 _FILES = {

@@ -1,0 +1,276 @@
+"""Builds images: sources → context → engine → image, parents first, skipping what is up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, Literal
+
+import docker
+import docker.errors
+import docker.models.images
+import requests
+from docker.types import CancellableStream
+from rich.console import Console
+from rich.progress import Progress
+
+from shoal import engine
+from shoal.build import base, buildkit, bundle, classic, graph
+from shoal.build.progress import BuildProgress, screen
+from shoal.engine.images import find, remove_replaced
+from shoal.errors import BuildError, DiskError
+from shoal.host import machine
+from shoal.host.machine import Machine
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import changes, context
+from shoal.sources.context import Sources
+from shoal.sources.steps import one_line
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image on the engine: its ID, and whether it was `up_to_date` already."""
+
+    image_id: str
+    up_to_date: bool
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the build of an image ended. One that was not tried took no `seconds`; only one that is there has an ID."""
+
+    tag: str
+    state: Literal["built", "up to date", "failed", "not tried"]
+    seconds: float | None = None
+    image_id: str | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the builds of a command share; `sources` are by tag."""
+
+    project: Project
+    spec: BuildSpec
+    base: base.BaseImage
+    has_buildkit: bool
+    sources: Mapping[str, Sources]
+    live: Progress
+    streams: Streams
+    host: Callable[[], Machine]
+    network: str
+
+
+class Streams:
+    """The engine's answers that are being read. Closing a build's makes the engine stop it and drop what it held."""
+
+    def __init__(self) -> None:
+        self._open: set[CancellableStream[bytes]] = set()
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def reading(self, response: requests.Response) -> Iterator[None]:
+        """Read the response, unless all are stopped already."""
+        stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
+        self._open.add(stream)
+        try:
+            if self._stopped:
+                raise BuildError("stopped")
+            yield
+        finally:
+            self._open.discard(stream)
+
+    def stop(self) -> None:
+        self._stopped = True
+        for stream in tuple(self._open):
+            # It ended meanwhile, or is an SSH channel, which closes with this process.
+            with contextlib.suppress(OSError, docker.errors.DockerException):
+                stream.close()
+
+
+def build_all(
+    project: Project,
+    spec: BuildSpec,
+    images: Iterable[ImageSpec],
+    console: Console,
+    jobs: int,
+    bundled: Path | None = None,
+) -> list[Ending]:
+    """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
+
+    `bundled` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
+
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`. An interrupt
+    stops the builds.
+    """
+    wanted = {image.tag: image for image in spec.with_parents(images)}
+    client = engine.connect()
+    has_buildkit = engine.has_buildkit(client)
+    sources = _gather(project, spec, wanted.values(), has_buildkit)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if bundled:
+        bundle.load_base(client, bundled)
+    found = base.ensure(client, machine.read, project.cache, say)
+    seconds: dict[str, float] = {}
+
+    def timed(tag: str) -> Built:
+        started = time.monotonic()
+        try:
+            return build(site, wanted[tag])
+        finally:
+            seconds[tag] = round(time.monotonic() - started, 3)
+
+    with screen(console, wanted) as live:
+        # The machine is asked only where something is built: it takes a while.
+        host = functools.partial(bundle.read, bundled) if bundled else machine.read
+        network = "none" if bundled else "default"
+        site = Site(project, spec, found, has_buildkit, sources, live, Streams(), host, network)
+        below = {tag: image.extends for tag, image in wanted.items()}
+        results = graph.run(below, timed, site.streams.stop, jobs)
+    return [_ending(tag, result, seconds.get(tag)) for tag, result in results.items()]
+
+
+def build(site: Site, image: ImageSpec) -> Built:
+    """Bring one image up to date on the engine; what it extends is there.
+
+    Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`.
+    """
+    client = engine.connect()  # one a thread
+    beneath = _parent(client, image.extends) if image.extends else site.base
+    sources = site.sources[image.tag]
+    record = sources.record(beneath.identity)
+    present = find(client, image.tag)
+    if present is not None and record.made(present.labels):
+        return Built(str(present.id), up_to_date=True)
+    if present is None:
+        engine.check_disk(client, image.disk_gib)
+    host = site.host()
+    labels = {**record.labels(), "org.opencontainers.image.base.name": beneath.origin}
+    options = {
+        "t": image.tag,
+        "version": "2" if site.has_buildkit else "1",
+        "rm": "1",
+        "forcerm": "1",
+        "buildargs": json.dumps({"BASE": beneath.reference, **dict(host.proxies)}),
+        "networkmode": site.network,
+        "labels": json.dumps(labels),
+    }
+    log = site.project.cache / "logs" / f"{image.directory}.log"
+    with TemporaryFile() as archive, BuildProgress(image.tag, log, site.live) as progress:
+        for words in host.left_out:
+            progress.note(f"not used in builds: {words}")
+        context.write_tar(context.files(sources, site.spec, image, host), archive)
+        archive.seek(0)
+        _run(client, archive, options, progress, site.streams)
+    if progress.failure or progress.failed_step:
+        raise _failure(image.tag, progress, str(log))
+    result = find(client, image.tag)
+    if result is None or not record.made(result.labels):
+        raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
+    if present is not None and present.id != result.id:
+        remove_replaced(client, str(present.id))
+    return Built(str(result.id), up_to_date=False)
+
+
+def told(ending: Ending) -> str:
+    """Return in one line how the build of an image ended."""
+    if ending.image_id:
+        return f"✓ {ending.tag} {ending.state} in {ending.seconds:.1f} s ({ending.image_id[7:19]})"
+    if ending.state == "not tried":
+        return f"- {ending.tag} not built: {ending.error}"
+    first, *_ = str(ending.error).removeprefix(f"{ending.tag}: ").splitlines() or [type(ending.error).__name__]
+    return f"✗ {ending.tag} failed: {first[:160]}"
+
+
+def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Ending:
+    if isinstance(result, Built):
+        return Ending(tag, "up to date" if result.up_to_date else "built", seconds, result.image_id)
+    state: Literal["failed", "not tried"] = "not tried" if isinstance(result, graph.NotTriedError) else "failed"
+    return Ending(tag, state, seconds, error=result)
+
+
+def _gather(
+    project: Project, spec: BuildSpec, images: Iterable[ImageSpec], has_buildkit: bool
+) -> dict[str, context.Sources]:
+    own = context.own_wheels(project)
+    return {image.tag: context.gather(project, spec, image, own, buildkit=has_buildkit) for image in images}
+
+
+def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
+    image = find(client, tag)
+    if image is None:
+        raise BuildError(f"{tag}: not on the engine any more, and an image extends it. Build again")
+    return base.BaseImage(tag, str(image.id), f"{tag} {image.id}")
+
+
+def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[changes.Plan]:
+    """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
+    wanted = spec.with_parents(images)
+    client = engine.connect()
+    found = base.find(client)
+    root = found.identity if found else f"{base.UPSTREAM} (not on the engine yet)@"
+    plans: dict[str, changes.Plan] = {}
+    sources = _gather(project, spec, wanted, engine.has_buildkit(client))
+    for image in wanted:
+        if image.extends is None:
+            beneath = root
+        elif plans[image.extends].state == "up to date":
+            beneath = _parent(client, image.extends).identity
+        else:
+            beneath = f"{image.extends} (rebuilt)@"
+        present = find(client, image.tag)
+        record = sources[image.tag].record(beneath)
+        plans[image.tag] = changes.plan(image.tag, present.labels if present else None, record)
+    return list(plans.values())
+
+
+def _run(
+    client: docker.DockerClient,
+    archive: IO[bytes],
+    options: Mapping[str, str],
+    progress: BuildProgress,
+    streams: Streams,
+) -> None:
+    """Send the context and show the answer. The SDK's own `build` has no way to ask for BuildKit or to hang up."""
+    api = client.api
+    url = f"{api.base_url}/v{api.api_version}/build"
+    headers = {"Content-Type": "application/x-tar"}
+    translate = buildkit.events if options["version"] == "2" else classic.events
+    with api.post(url, params=options, data=archive, headers=headers, stream=True) as response:
+        if response.status_code != requests.codes.ok:
+            raise BuildError(f"{options['t']}: the engine refused the build: {response.text.strip()}")
+        with streams.reading(response):
+            for event in translate(_json_lines(response)):
+                progress.show(event)
+
+
+def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:
+    # chunk_size=None hands over each chunk as it comes; the engine ends each object with a line end.
+    rest = b""
+    for chunk in response.iter_content(chunk_size=None):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (json.loads(line) for line in lines if line.strip())
+    if rest.strip():
+        yield json.loads(rest)
+
+
+def _failure(tag: str, progress: BuildProgress, log: str) -> BuildError | DiskError:
+    step = progress.failed_step
+    lines = [f"{tag}: the build failed"]
+    if step:
+        lines = [f"{tag}: step {step.number}/{step.total} failed: {one_line(step.command, 400)}"]
+        lines += [f"    {line}" for line in progress.tail]
+    message = progress.failure or (step.error if step else "")
+    lines += [message.strip(), f"The whole log: {log}"]
+    text = "\n".join(lines)
+    return DiskError(f"{text}\nThe disk is full.") if "no space left on device" in text.lower() else BuildError(text)

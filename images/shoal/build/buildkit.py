@@ -1,0 +1,113 @@
+"""BuildKit's progress stream → events.
+
+BuildKit inside the engine answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
+carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. Few of its fields are needed, so
+they are read here from protobuf's wire format (field number and wire type, then a varint, eight, four or N bytes).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from shoal.build.events import Event, Failed, Output, Step
+
+Fields = dict[int, list[Any]]
+_STEP = re.compile(r"^\[(?:[\w.-]+ +)?(\d+)/(\d+)\] (.*)$", re.DOTALL)
+
+
+def decode(message: bytes) -> Fields:
+    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
+    fields: Fields = defaultdict(list)
+    position = 0
+    while position < len(message):
+        key, position = _varint(message, position)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            value: Any
+            value, position = _varint(message, position)
+        else:
+            size = {1: 8, 5: 4}.get(wire_type)
+            if size is None:
+                if wire_type != 2:
+                    raise ValueError(f"protobuf wire type {wire_type} at byte {position}")
+                size, position = _varint(message, position)
+            value, position = message[position : position + size], position + size
+        fields[number].append(value)
+    return fields
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, position
+
+
+def events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Translate the engine's JSON objects into events."""
+    told: set[tuple[str, str]] = set()
+    partial: dict[str, bytes] = {}
+    for entry in stream:
+        if entry.get("id") == "moby.buildkit.trace":
+            status = decode(base64.b64decode(entry["aux"]))
+            for log in map(decode, status[3]):
+                yield from _lines(log, partial)
+            for vertex in map(decode, status[1]):
+                if (step := _step(vertex)) and (step.key, step.state) not in told:
+                    told.add((step.key, step.state))
+                    if step.state != "started":
+                        yield from _last_words(step.key, partial)
+                    yield step
+        elif "error" in entry:
+            yield Failed(str(entry["error"]))
+
+
+def _step(vertex: Fields) -> Step | None:
+    name = _text(vertex, 3)
+    match = _STEP.match(name)
+    number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)
+    started, completed = _seconds(vertex, 5), _seconds(vertex, 6)
+    error = _text(vertex, 7)
+    if started is None:
+        return None
+    elapsed = completed - started if completed is not None else 0.0
+    if error:
+        return Step(_text(vertex, 1), number, total, command, "failed", elapsed, error)
+    if completed is not None:
+        return Step(_text(vertex, 1), number, total, command, "cached" if any(vertex[4]) else "done", elapsed)
+    return Step(_text(vertex, 1), number, total, command, "started")
+
+
+def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[Output]:
+    """Yield whole lines; the rest waits as bytes, since a chunk may end within a character."""
+    key = _text(log, 1)
+    text = partial.pop(key, b"") + b"".join(log[4][-1:])
+    *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    if rest:
+        partial[key] = rest
+    yield from (Output(key, line.decode(errors="replace")) for line in whole)
+
+
+def _last_words(key: str, partial: dict[str, bytes]) -> Iterator[Output]:
+    if rest := partial.pop(key, b""):
+        yield Output(key, rest.decode(errors="replace"))
+
+
+def _text(fields: Fields, number: int) -> str:
+    return b"".join(fields[number][-1:]).decode(errors="replace")
+
+
+def _seconds(fields: Fields, number: int) -> float | None:
+    """Read a Timestamp (1 seconds, 2 nanoseconds)."""
+    if not fields[number]:
+        return None
+    stamp = decode(fields[number][-1])
+    return float(sum(stamp[1])) + sum(stamp[2]) / 1e9

@@ -1,0 +1,163 @@
+"""What builds take from a network, in one directory: the base image, the locked wheels, Debian's packages.
+
+`shoal bundle` fills it where there is a network, and `shoal build --bundle` builds from it, with the network off.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+import docker
+from docker.models.containers import Container
+
+from shoal import engine
+from shoal.build import base
+from shoal.build.base import Say
+from shoal.engine import containers
+from shoal.errors import BuildError, UsageError
+from shoal.host import machine
+from shoal.host.machine import Machine
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import context, lock, render
+
+_BASE, _WHEELS, _DEBS = "base.tar", "wheels", "debs"
+_INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
+_INDEX = "Packages"
+# Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
+_FETCH = """
+export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive && mkdir -p /debs/partial &&
+apt-get update -qq &&
+apt-get install -y -qq --no-install-recommends --download-only -o Dir::Cache::archives=/debs {names} &&
+cd /debs && rm -rf partial lock && for file in *.deb; do
+    dpkg-deb --field "$file" && echo "Filename: ./$file" && echo "Size: $(stat -c %s "$file")" &&
+    echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)" && echo
+done > {index}
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a directory has been filled with: the base's reference, Debian's packages less those that they need, and
+    the images whose wheels are there. `bytes`: of all files in it.
+    """
+
+    directory: Path
+    base: str
+    packages: tuple[str, ...]
+    images: tuple[str, ...]
+    bytes: int
+
+
+def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
+    """Fill the directory with what builds of these images, and of those that they extend, take from a network.
+
+    What lies there already stays. Raises BuildError with apt's or pip's words, EngineError, BaseImageError.
+    """
+    wanted = spec.with_parents(images)
+    client = engine.connect()
+    found = base.ensure(client, machine.read, project.cache, say)
+    (directory / _WHEELS).mkdir(parents=True, exist_ok=True)
+    say(f"base: {found.reference}")
+    _save(client, found.reference, directory / _BASE)
+    names = sorted({name for image in wanted for name in debian_packages(render.render(project, image))})
+    say(f"Debian packages: {' '.join(names)}, and what they need")
+    _collect_debs(client, found.reference, names, directory)
+    for image in wanted:
+        say(f"wheels: {image.tag}")
+        _collect_wheels(project, spec, image, directory / _WHEELS)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return Bundle(directory, found.reference, tuple(names), tuple(image.tag for image in wanted), size)
+
+
+def read(directory: Path) -> Machine:
+    """Return what a build is given in place of this machine's configuration. Raises UsageError for no bundle."""
+    debs = tuple(sorted((directory / _DEBS).glob("*"))) if (directory / _DEBS / _INDEX).is_file() else ()
+    if not debs or not (directory / _BASE).is_file():
+        raise UsageError(
+            f"--bundle {directory}: not a bundle. Make it where there is a network: shoal bundle {directory}"
+        )
+    return Machine(
+        pip=(("no-index", "true"),),
+        find_links=(directory / _WHEELS,),
+        apt_sources=("deb [trusted=yes] file:/run/machine/debs ./",),
+        apt_proxies=(),
+        ca_bundle=None,
+        proxies=(),
+        left_out=(),
+        debs=debs,
+    )
+
+
+def load_base(client: docker.DockerClient, directory: Path) -> None:
+    """Give the engine the bundle's base image, where it has none. Raises UsageError for no bundle."""
+    read(directory)
+    if base.find(client) is None:
+        with (directory / _BASE).open("rb") as file:
+            client.images.load(file)
+
+
+def debian_packages(dockerfile: str) -> Iterator[str]:
+    """Yield the packages that a Dockerfile's steps ask apt for."""
+    for names in _INSTALLS.findall(dockerfile):
+        yield from names.split()
+
+
+def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        for chunk in client.images.get(reference).save(named=True):
+            file.write(chunk)
+    part.replace(path)
+
+
+def _collect_debs(client: docker.DockerClient, reference: str, names: Iterable[str], directory: Path) -> None:
+    host = machine.read()
+    files = io.BytesIO()
+    context.write_tar({f"machine/{name}": content for name, content in host.files().items()}, files)
+    script = _FETCH.format(names=" ".join(names), index=_INDEX)
+    label = containers.unique("bundle")
+    settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
+    with containers.removing(client, label):
+        container = containers.create(client, reference, ["sh", "-ec", script], settings)
+        container.put_archive("/run", files.getvalue())
+        container.start()
+        if container.wait()["StatusCode"]:
+            log = container.logs().decode(errors="replace")
+            raise BuildError(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
+        _fetch(container, f"/{_DEBS}", directory)
+
+
+def _fetch(container: Container, path: str, directory: Path) -> None:
+    chunks, _ = container.get_archive(path)
+    with TemporaryFile() as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.seek(0)
+        with tarfile.open(fileobj=file) as archive:
+            archive.extractall(directory, filter="data")
+
+
+def _collect_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
+    pins = [pin for layer in lock.read_image(project, spec, image).values() for pin in layer]
+    index = spec.indexes[image.index] if image.index else None
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command += [*lock.target_options(image.python_version), f"--dest={directory}"]
+    with TemporaryDirectory(prefix="shoal-bundle-") as scratch:
+        path = Path(scratch, "requirements.txt")
+        # `===`: a file for the CPU that pip may have at hand is of the same version, and another one.
+        path.write_text("".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pins))
+        command.append(f"--requirement={path}")
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode and index:  # only where pip's own configuration does not hold the file
+            result = subprocess.run([*command, "--extra-index-url", index], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{image.tag}: pip cannot fetch its wheels:\n{result.stderr.strip()[-2000:]}")

@@ -1,0 +1,41 @@
+"""What the shell offers for an IMAGE: the frameworks and tags of buildspec.yml, and nothing where there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.matrix import project, spec
+
+_HEAD = "_SHOAL_COMPLETE_HEAD"
+_SPLIT = "\x1f"
+
+
+def join_words(environment: MutableMapping[str, str]) -> None:
+    """Undo that bash ends words at colons: else the parts of a tag would be taken for several arguments.
+
+    The last word keeps only the part that bash replaces; what stands before that is put beside, for `images`.
+    """
+    if environment.get("_SHOAL_COMPLETE") != "complete_bash":
+        return
+    words = environment["COMP_WORDS"].split("\n")[: int(environment["COMP_CWORD"]) + 1]
+    # An empty word after a colon is one that a space has begun.
+    joined = re.sub(r"\n:(\n(?=.)|\Z)", f":{_SPLIT}", "\n".join(words))
+    *before, last = joined.split("\n")
+    head, _, part = last.rpartition(_SPLIT)
+    words = [*(word.replace(_SPLIT, "") for word in before), part]
+    environment.update({"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(before)), _HEAD: head})
+
+
+def images(incomplete: str) -> list[str]:
+    """Return the frameworks and tags that begin with the word under the cursor; to bash, only the part it replaces."""
+    try:
+        matrix = spec.load(project.find(Path.cwd()).buildspec)
+    except (ShoalError, OSError):
+        return []
+    head = os.environ.get(_HEAD, "")
+    names = (*matrix.defaults, *(image.tag for image in matrix.images))
+    return [name.removeprefix(head) for name in names if name.startswith(head + incomplete)]

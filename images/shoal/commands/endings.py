@@ -1,0 +1,26 @@
+"""How builds ended, told; the first failure is the command's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+
+from shoal.build import builder
+from shoal.commands.common import say
+
+
+def judge(endings: Iterable[builder.Ending], progress: Console) -> None:
+    """Tell how each image ended, and raise the first failure after telling the others."""
+    for ending in endings:
+        say(builder.told(ending), progress)
+    raise_first([ending.error for ending in endings if ending.state == "failed"])
+
+
+def raise_first(errors: Iterable[Exception | None]) -> None:
+    failures = [error for error in errors if error]
+    for error in failures[1:]:
+        print(f"shoal: {error}", file=sys.stderr)
+    if failures:
+        raise failures[0]

@@ -1,0 +1,60 @@
+"""Containers of ours: named, labelled, and removed with their networks at the end, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+import docker
+import docker.errors
+from docker.models.containers import Container
+
+from shoal.errors import EngineError
+
+JOB_LABEL = "shoal.job"
+
+
+def unique(stem: str) -> str:
+    """Return a name that begins like this and that nothing else has."""
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+@contextlib.contextmanager
+def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
+    """Remove all containers and networks of the job at the end: by label, so those half made are found too."""
+    try:
+        yield
+    finally:
+        # A further interrupt must not end this half way; it takes a second or two.
+        old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
+                with contextlib.suppress(docker.errors.NotFound):
+                    container.remove(force=True, v=True)
+            for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
+                network.remove()
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
+    """Create (not start) a container. Raises `EngineError` when the engine does not have the image."""
+    try:
+        return client.containers.create(image, command, **settings)
+    except docker.errors.ImageNotFound as error:
+        raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield whole lines; a progress bar's \\r ends one too."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")

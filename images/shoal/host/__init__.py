@@ -1,0 +1,1 @@
+"""This machine, as builds need to know it: certificates, proxies, mirrors, and what of them answers."""

@@ -1,0 +1,49 @@
+"""`shoal plan-model`: runs the model-parallel library's `plan` where the library is, in an image or here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import docker.types
+from rich.console import Console
+
+from shoal import engine
+from shoal.engine import containers
+from shoal.errors import UsageError
+
+_COMMAND = ("-m", "smdistributed.modelparallel", "plan")
+_ROOM = "/opt/plan"
+
+
+def run_here(factory: str, options: Sequence[str]) -> int:
+    """Run it with this Python. Returns its exit code."""
+    return subprocess.run([sys.executable, *_COMMAND, factory, *options], check=False).returncode
+
+
+def run_in(image: str, factory: str, options: Sequence[str], console: Console) -> int:
+    """Run it in a container of `image`, without a network. The directory that the file is in is mounted, read-only.
+
+    Returns its exit code. Raises `UsageError` when the file is not there, `EngineError` without an engine or image.
+    """
+    where, _, name = factory.rpartition(":")
+    path = Path(where)
+    if not where or not path.is_file():
+        raise UsageError(f"{factory}: expected FILE.py:NAME, a file of this machine and a function in it")
+    label = containers.unique("plan")
+    client = engine.connect()
+    settings = {
+        "entrypoint": ["python"],
+        "mounts": [docker.types.Mount(_ROOM, str(path.parent.resolve()), type="bind", read_only=True)],
+        "working_dir": _ROOM,
+        "network_mode": "none",
+        "labels": {containers.JOB_LABEL: label},
+    }
+    with containers.removing(client, label):
+        container = containers.create(client, image, [*_COMMAND, f"{path.name}:{name}", *options], settings)
+        container.start()
+        for line in containers.lines(container.logs(stream=True, follow=True)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return int(container.wait()["StatusCode"])

@@ -1,0 +1,1 @@
+"""What the layers of a saved image hold, and to whom each file belongs."""

@@ -1,0 +1,199 @@
+"""What is in an image: its layers, the packages in them, and whose how many bytes are. Plain data, for any report.
+
+A byte is a byte of a layer's tar, and all of them are somebody's: the owners' sums add up to the layers' sizes, and
+these to the image's, uncompressed and compressed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from shoal.layers import savedimage
+from shoal.layers.owners import (
+    STATUS,
+    TAR,
+    DebianPackage,
+    Owner,
+    Owners,
+    PythonDistribution,
+    debian_packages,
+    python_distributions,
+)
+from shoal.layers.savedimage import OPAQUE, WHITEOUT, Entry, LayerTar
+
+_Key = tuple[int, int]
+"""An entry: its layer, and its place in it."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Bytes of layers' tars, and of what gzip makes of them; `hidden` is the part that no container sees.
+
+    A file is hidden when a later layer deletes or overwrites it: it is shipped all the same. `files` are all that is no
+    directory.
+    """
+
+    bytes: int = 0
+    compressed: int = 0
+    hidden: int = 0
+    hidden_compressed: int = 0
+    files: int = 0
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(
+            self.bytes + other.bytes,
+            self.compressed + other.compressed,
+            self.hidden + other.hidden,
+            self.hidden_compressed + other.hidden_compressed,
+            self.files + other.files,
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: the digest of its tar and the command that made it (empty: the image does not say), and whose it is."""
+
+    digest: str
+    command: str
+    owners: Mapping[Owner, Sum]
+
+    @property
+    def sum(self) -> Sum:
+        return total(self.owners.values())
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """An image: its layers, lowest first, and the packages that a container of it has, sorted."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    debian: tuple[DebianPackage, ...]
+    python: tuple[PythonDistribution, ...]
+
+    @property
+    def sum(self) -> Sum:
+        return total(layer.sum for layer in self.layers)
+
+    @property
+    def owners(self) -> dict[Owner, Sum]:
+        """Whose the image is, over all layers, the largest first."""
+        sums: dict[Owner, Sum] = {}
+        for owner, of in chain.from_iterable(layer.owners.items() for layer in self.layers):
+            sums[owner] = sums.get(owner, Sum()) + of
+        return dict(sorted(sums.items(), key=lambda item: (-item[1].bytes, item[0])))
+
+    @property
+    def versions(self) -> dict[Owner, str]:
+        """The versions of the packages; several of one name are joined by commas."""
+        found: dict[Owner, str] = {}
+        pairs = chain(
+            ((Owner("debian", package.name), package.version) for package in self.debian),
+            ((Owner("python", distribution.name), distribution.version) for distribution in self.python),
+        )
+        for owner, version in pairs:
+            if version not in found.get(owner, "").split(", "):
+                found[owner] = f"{found[owner]}, {version}" if owner in found else version
+        return found
+
+
+def read(name: str, chunks: Iterable[bytes]) -> Inventory:
+    """Return the inventory of the image whose archive, as `docker save` writes it, comes in `chunks`.
+
+    Raises `ImageError`, naming `name`, for what is no archive of one image.
+    """
+    return take(name, savedimage.read(name, chunks))
+
+
+def take(name: str, layers: Sequence[LayerTar]) -> Inventory:
+    """Return the inventory of an image from its layers, lowest first."""
+    owners = Owners(layer.entries for layer in layers)
+    visible = _visible(layers)
+    seen = Counter(chain.from_iterable(visible.values()))
+    texts = dict(_texts(layers, visible))
+    return Inventory(
+        name,
+        tuple(_layer(number, layer, owners, seen) for number, layer in enumerate(layers)),
+        tuple(sorted(debian_packages(texts.get(STATUS, b"")))),
+        tuple(sorted(python_distributions(texts, owners))),
+    )
+
+
+def total(sums: Iterable[Sum]) -> Sum:
+    """Return the sum of sums."""
+    return sum(sums, Sum())
+
+
+def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
+    sums: dict[Owner, Sum] = {}
+    for place, entry in enumerate(layer.entries):
+        owner = owners.of(entry)
+        is_hidden = owner != TAR and not seen[number, place]
+        sums[owner] = sums.get(owner, Sum()) + _sum(layer, entry.begin, entry.end, owner, is_hidden)
+    end = layer.entries[-1].end if layer.entries else 0
+    sums[TAR] = sums.get(TAR, Sum()) + _sum(layer, end, layer.measured.bytes, TAR, False)
+    return Layer(layer.digest, layer.command, sums)
+
+
+def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
+    size, compressed = end - begin, layer.measured.before(end) - layer.measured.before(begin)
+    return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
+
+
+def _visible(layers: Sequence[LayerTar]) -> dict[str, tuple[_Key, ...]]:
+    """Return what a container sees: for each path but directories the entry and, of a hard link, what it shares."""
+    visible: dict[str, tuple[_Key, ...]] = {}
+    for number, layer in enumerate(layers):
+        gone = _Gone(layer.entries)
+        visible = {path: keys for path, keys in visible.items() if not gone.hides(path)}
+        for place, entry in enumerate(layer.entries):
+            if entry.kind != "directory" and not entry.is_whiteout:
+                shared = visible.get(entry.target, ()) if entry.kind == "hardlink" else ()
+                visible[entry.path] = ((number, place), *shared)
+    return visible
+
+
+class _Gone:
+    """What a layer hides of those below: what it deletes, and what it puts something else in place of."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._trees: set[str] = set()
+        self._paths: set[str] = set()
+        for entry in entries:
+            directory, _, name = entry.path.rpartition("/")
+            if name == OPAQUE:
+                self._trees.add(f"{directory}/")
+            elif entry.is_whiteout:
+                self._remove(f"{directory}/{name.removeprefix(WHITEOUT)}".lstrip("/"))
+            elif entry.kind == "directory":
+                self._paths.add(entry.path)
+            else:
+                self._remove(entry.path)
+
+    def hides(self, path: str) -> bool:
+        return path in self._paths or any(above in self._trees for above in _directories(path))
+
+    def _remove(self, path: str) -> None:
+        self._paths.add(path)
+        self._trees.add(f"{path}/")
+
+
+def _directories(path: str) -> Iterator[str]:
+    """Yield the directories above a path, each with its slash; the root's is the slash alone."""
+    yield "/"
+    end = path.find("/")
+    while end >= 0:
+        yield path[: end + 1]
+        end = path.find("/", end + 1)
+
+
+def _texts(layers: Sequence[LayerTar], visible: Mapping[str, tuple[_Key, ...]]) -> Iterator[tuple[str, bytes]]:
+    """Yield the files that describe packages and can be seen, with their paths."""
+    for path, keys in visible.items():
+        number, place = keys[0]
+        text = layers[number].entries[place].text
+        if text is not None:
+            yield path, text

@@ -1,0 +1,176 @@
+"""Who owns the files of an image: Debian packages by dpkg's lists, Python distributions by their RECORD. Pure."""
+
+from __future__ import annotations
+
+import csv
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from typing import Literal
+
+from packaging.utils import canonicalize_name
+
+from shoal.layers.savedimage import Entry, readable
+
+STATUS = "var/lib/dpkg/status"
+_LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/]+)?\.list")
+_DIST_INFO = re.compile(r"((?:.*/)?)([^/]+)\.dist-info/(METADATA|RECORD)")
+_BYTECODE = re.compile(r"(.*/)?__pycache__/([^/]+?)\.[^/.]+(\.opt-[12])?\.pyc")
+_OTHER_DEPTH = 4  # directories of a path that name what nobody owns
+_MOST_LINKS = 40  # on a way, as the kernel has it
+
+
+@dataclass(frozen=True, order=True)
+class Owner:
+    """Whose a file is: a Python distribution, a Debian package, or (other) the directory where it lies.
+
+    The kind "tar" is what belongs to no file: headers of directories, whiteouts, ends of archives.
+    """
+
+    kind: Literal["python", "debian", "other", "tar"]
+    name: str
+
+
+TAR = Owner("tar", "directories, whiteouts and ends of the layers' archives")
+
+
+@dataclass(frozen=True, order=True)
+class DebianPackage:
+    """A package that dpkg's status says is installed."""
+
+    name: str
+    version: str
+    architecture: str
+    source: str
+    """The source package; the name where it is the same."""
+
+
+@dataclass(frozen=True, order=True)
+class PythonDistribution:
+    """A distribution that is installed; the name is normalised, the path that of its *.dist-info."""
+
+    name: str
+    version: str
+    path: str
+
+
+class Owners:
+    """Answers whose a file is, from the lists in the layers' entries, lowest layer first.
+
+    Lists of lower layers count as well: what they name may be hidden, and is then still somebody's. Debian's own Python
+    distributions are Debian's.
+    """
+
+    def __init__(self, layers: Iterable[Iterable[Entry]]) -> None:
+        entries = [entry for layer in layers for entry in layer]
+        self._tree = _Tree(entries)
+        described = [(entry.path, entry.text) for entry in entries if entry.text is not None]
+        self._claims: dict[str, Owner] = {}
+        # What a distribution carries in itself (setuptools' _vendor) is deeper, and the outer one's.
+        for path, text in sorted(described, key=lambda item: -item[0].count("/")):
+            self._claim_record(path, text)
+        for path, text in described:
+            self._claim_list(path, text)
+
+    def of(self, entry: Entry) -> Owner:
+        """Return whose an entry is. Bytecode is its source's."""
+        if entry.kind == "directory" or entry.is_whiteout:
+            return TAR
+        found = self._claims.get(entry.path)
+        if found is None and (bytecode := _BYTECODE.fullmatch(entry.path)):
+            found = self._claims.get(f"{bytecode[1] or ''}{bytecode[2]}.py")
+        return found or Owner("other", _place(entry.path))
+
+    def carried(self, path: str, name: str) -> bool:
+        """Return whether the metadata at `path` belongs to somebody else than the distribution `name`."""
+        return self._claims.get(path, Owner("python", name)) != Owner("python", name)
+
+    def _claim_record(self, path: str, text: bytes) -> None:
+        found = _DIST_INFO.fullmatch(path)
+        if found and found[3] == "RECORD":
+            owner = Owner("python", _name_and_version(found[2])[0])
+            for row in csv.reader(_decoded(text).splitlines()):
+                if row:
+                    self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
+
+    def _claim_list(self, path: str, text: bytes) -> None:
+        if found := _LIST.fullmatch(path):
+            owner = Owner("debian", found[1])
+            for line in _decoded(text).splitlines():
+                self._claim(line.lstrip("/"), owner)
+
+    def _claim(self, path: str, owner: Owner) -> None:
+        self._claims[self._tree.real(path)] = owner
+
+
+class _Tree:
+    """Follows the symlinks on the way to a file: dpkg's lists say bin/ls where bin leads to usr/bin."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._links: dict[str, str] = {}
+        for entry in entries:
+            if entry.kind == "symlink":
+                self._links[entry.path] = entry.target
+            else:
+                self._links.pop(entry.path, None)
+        self._known: dict[str, str] = {}
+
+    def real(self, path: str) -> str:
+        """Return the path without symlinks among its directories."""
+        directory, _, name = path.rpartition("/")
+        return posixpath.join(self._directory(directory, 0), name)
+
+    def _directory(self, path: str, links: int) -> str:
+        if not path or links > _MOST_LINKS:
+            return path
+        if path not in self._known:
+            parent, _, name = path.rpartition("/")
+            above = self._directory(parent, links)
+            here = posixpath.join(above, name)
+            if here in self._links:
+                target = posixpath.normpath(posixpath.join(above, self._links[here])).lstrip("/")
+                here = self._directory("" if target == "." else target, links + 1)
+            self._known[path] = here
+        return self._known[path]
+
+
+def debian_packages(status: bytes) -> Iterator[DebianPackage]:
+    """Yield the packages that dpkg's status says are installed."""
+    for stanza in re.split(r"\n\s*\n", _shown(status)):
+        fields = dict(line.split(": ", 1) for line in stanza.splitlines() if ": " in line and not line[0].isspace())
+        if "Package" in fields and fields.get("Status", "").endswith(" installed"):
+            name = fields["Package"]
+            source = fields.get("Source", name).split(" ")[0]
+            yield DebianPackage(name, fields.get("Version", ""), fields.get("Architecture", ""), source)
+
+
+def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator[PythonDistribution]:
+    """Yield the distributions whose METADATA is among the texts, which are by path; not what others carry inside."""
+    for path, text in texts.items():
+        found = _DIST_INFO.fullmatch(path)
+        if found and found[3] == "METADATA":
+            name, version = _name_and_version(found[2])
+            if not owners.carried(path, name):
+                said = HeaderParser().parsestr(_shown(text)).get("Version", version)
+                yield PythonDistribution(name, said.strip(), readable(posixpath.dirname(path)))
+
+
+def _name_and_version(directory: str) -> tuple[str, str]:
+    """Return what the name of a *.dist-info directory says; it is written so that the first dash parts them."""
+    name, _, version = directory.partition("-")
+    return canonicalize_name(readable(name)), version
+
+
+def _place(path: str) -> str:
+    directories = path.split("/")[:-1]
+    return readable("/".join(directories[:_OTHER_DEPTH]) or "/")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")  # as tarfile decodes paths
+
+
+def _shown(text: bytes) -> str:
+    return text.decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""What is built: buildspec.yml and the data files under dockerfiles/, read and checked."""

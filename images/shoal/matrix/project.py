@@ -1,0 +1,51 @@
+"""Where things lie in a checkout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import UsageError
+from shoal.matrix.spec import ImageSpec
+
+LAYERS = ("cuda", "framework", "mpi", "aws")
+"""The pip layers of an image, from the one that changes least; each has a lock file."""
+CHILD_LAYERS = ("framework",)
+"""Those of an image that extends another of the matrix: what the other has is not installed again."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A checkout, by its root directory."""
+
+    root: Path
+
+    @property
+    def buildspec(self) -> Path:
+        return self.root / "buildspec.yml"
+
+    @property
+    def templates(self) -> Path:
+        return self.root / "dockerfiles"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / ".cache" / "shoal"
+
+    def schema(self, name: str) -> Path:
+        return self.templates / "schema" / f"{name}.json"
+
+    def lock_directory(self, spec: ImageSpec) -> Path:
+        """Return where an image's locks are; its variants share them."""
+        return self.templates / "requirements" / f"{spec.repository}-{spec.runtime_version_tag}"
+
+    def rendered(self, spec: ImageSpec) -> Path:
+        return self.templates / "rendered" / spec.repository / spec.version_tag / "Dockerfile"
+
+
+def find(start: Path) -> Project:
+    """Return the project that `start` lies in. Raises `UsageError` when no parent holds a buildspec.yml."""
+    for directory in (start, *start.parents):
+        if (directory / "buildspec.yml").is_file():
+            return Project(directory)
+    raise UsageError(f"no buildspec.yml in {start} or above it. Run from a checkout of the project.")

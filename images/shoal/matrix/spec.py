@@ -1,0 +1,316 @@
+"""buildspec.yml and dockerfiles/versions.yml → frozen `ImageSpec`s, the matrix of what is built."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+
+from shoal.errors import SpecError, did_you_mean
+from shoal.matrix import selectors, yamlfile
+from shoal.matrix.yamlfile import Location, Model
+
+VERSIONS = Path("dockerfiles", "versions.yml")
+
+Word = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9._+-]*$")]
+Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
+Device = Literal["cpu", "gpu"]
+Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
+Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
+Variant = Literal["runtime", "devel"]
+Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
+Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
+
+
+class _Needs(Model):
+    """What a version of something needs, whatever it stands on."""
+
+    framework: Word
+    version: Version
+    requirements: Annotated[tuple[str, ...], pydantic.Field(min_length=1)]
+    """pip requirements, resolved to exact files with hashes by `shoal lock`."""
+    index: str | None = None
+    """An entry of buildspec.yml's `indexes`, for files that PyPI does not have."""
+    disk_gib: Annotated[int, pydantic.Field(gt=0)]
+    """The free space that a cold build needs, in GiB."""
+
+
+class Release(_Needs):
+    """A version of a framework for one device: what it needs."""
+
+    device: Device
+    cuda: Cuda | None = None
+    """The CUDA that a gpu release was built for."""
+
+    @pydantic.model_validator(mode="after")
+    def _cuda_belongs_to_gpu(self) -> Release:
+        if (self.device == "gpu") != (self.cuda is not None):
+            raise ValueError("a gpu image names its cuda version (cuda: cu117), a cpu image has none")
+        return self
+
+
+class Child(_Needs):
+    """A version of something on top of images: what it needs besides what they have."""
+
+    extends: str
+    """A glob on the tags of the images before it that it is built on, each for itself; devel variants are none."""
+
+
+class ImageSpec(Release):
+    """One image of the matrix."""
+
+    python: Python
+    os: Word
+    variant: Variant = "runtime"
+    """`devel` has compilers too; its tag ends with that word."""
+    packages: tuple[Package, ...] = ()
+    """What it takes from its system besides what every image does."""
+    extends: str | None = None
+    """The tag of the image that it stands on, where that is one of the matrix."""
+
+    @property
+    def repository(self) -> str:
+        return f"{self.framework}-training"
+
+    @property
+    def version_tag(self) -> str:
+        return "-".join(part for part in (self.runtime_version_tag, self.variant) if part != "runtime")
+
+    @property
+    def runtime_version_tag(self) -> str:
+        """The same for all variants, as their locks are."""
+        parts = (self.version, self.device, self.python, self.cuda, self.os)
+        return "-".join(part for part in parts if part)
+
+    @property
+    def tag(self) -> str:
+        """The image's name in AWS's form, e.g. `pytorch-training:2.0.1-gpu-py311-cu117-debian12`."""
+        return f"{self.repository}:{self.version_tag}"
+
+    @property
+    def directory(self) -> str:
+        """The image's name as one path component."""
+        return f"{self.repository}-{self.version_tag}"
+
+    @property
+    def python_version(self) -> str:
+        return f"3.{self.python.removeprefix('py3')}"
+
+
+class System(Model):
+    """An operating system that images stand on."""
+
+    python: tuple[Python, ...]
+    """The versions of Python that it has."""
+    devel: tuple[Package, ...] = ()
+    """Its packages that a devel variant has besides: what compiles. Without any, there is none."""
+
+    def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
+        """Yield the variants of images, and what they take from the system besides."""
+        yield "runtime", ()
+        if self.devel:
+            yield "devel", self.devel
+
+
+class VersionsFile(Model):
+    """dockerfiles/versions.yml: what there is to choose from."""
+
+    systems: dict[Word, System]
+    releases: tuple[Release, ...]
+    children: tuple[Child, ...] = ()
+
+    def combinations(self) -> list[tuple[Location, ImageSpec]]:
+        """Return every image that could be built, parents first, after the entry that it comes from."""
+        found: list[tuple[Location, ImageSpec]] = []
+        for number, release in enumerate(self.releases):
+            for name, system in self.systems.items():
+                for python, (variant, packages) in itertools.product(system.python, system.variants()):
+                    place = {"os": name, "python": python, "variant": variant, "packages": packages}
+                    found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
+        for number, child in enumerate(self.children):
+            parents = [image for _, image in found if image.variant == "runtime"]
+            for parent in parents:
+                if selectors.matches(child.extends, parent.tag):
+                    found.append((("children", number), _on(parent, child)))
+        return found
+
+
+def _on(parent: ImageSpec, child: Child) -> ImageSpec:
+    place = parent.model_dump(include={"device", "cuda", "python", "os"})
+    return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
+
+
+class Axes(Model):
+    """The values of each axis that images are built for; an axis that is left out takes all of versions.yml."""
+
+    framework: tuple[Word, ...] | None = None
+    version: tuple[Version, ...] | None = None
+    device: tuple[Device, ...] | None = None
+    python: tuple[Python, ...] | None = None
+    cuda: tuple[Cuda, ...] | None = None
+    """For gpu images; a cpu image has none."""
+    os: tuple[Word, ...] | None = None
+    variant: tuple[Variant, ...] | None = None
+
+    def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the axes that are given."""
+        for axis in type(self).model_fields:
+            if (values := getattr(self, axis)) is not None:
+                yield axis, values
+
+    def hold(self, image: ImageSpec) -> bool:
+        return all(getattr(image, axis) in (None, *values) for axis, values in self.values())
+
+
+class Exclusion(Model):
+    """Images that are not built: those that match the glob of each axis that is given."""
+
+    framework: str = "*"
+    version: str = "*"
+    device: str = "*"
+    python: str = "*"
+    cuda: str = "*"
+    """The glob of a cpu image's is ''."""
+    os: str = "*"
+    variant: str = "*"
+
+    def matches(self, image: ImageSpec) -> bool:
+        return all(fnmatchcase(getattr(image, axis) or "", glob) for axis, glob in self)
+
+
+class BuildFile(Model):
+    """buildspec.yml: what of it is built, and what is the same in every image."""
+
+    indexes: Mapping[str, str] = pydantic.Field(default_factory=dict)
+    """Package indexes by name."""
+    mpi: tuple[str, ...]
+    """pip requirements of the MPI in every image."""
+    aws: tuple[str, ...] = ()
+    """pip requirements in every image that leave its other packages as they are."""
+    defaults: Mapping[str, str]
+    """The image that a framework's name means, by its tag."""
+    axes: Axes = Axes()
+    exclude: tuple[Exclusion, ...] = ()
+
+
+class Dropped(Model):
+    """Files of wheels that no image has."""
+
+    what: str
+    reason: str
+    """Why nothing misses them."""
+    files: Annotated[tuple[Glob, ...], pydantic.Field(min_length=1)]
+    """Globs of `find` on paths in site-packages; `*` also stands for `/`. What lies below a directory goes with it."""
+
+
+class DroppedFile(Model):
+    """dockerfiles/dropped.yml: what images leave out of the wheels that they install."""
+
+    dropped: tuple[Dropped, ...]
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """The images, and what is the same in all of them; the names are those of `BuildFile`."""
+
+    indexes: Mapping[str, str]
+    mpi: tuple[str, ...]
+    aws: tuple[str, ...]
+    defaults: Mapping[str, str]
+    images: tuple[ImageSpec, ...]
+
+    def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
+        """Return the images that the words mean, as `selectors.choose` does."""
+        by_tag = {image.tag: image for image in self.images}
+        return [by_tag[tag] for tag in selectors.choose(by_tag, self.defaults, wanted, skip)]
+
+    def parent(self, image: ImageSpec) -> ImageSpec | None:
+        """Return the image that `image` extends."""
+        return next((parent for parent in self.images if parent.tag == image.extends), None)
+
+    def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
+        """Return the images and all that they extend, in the matrix's order, which has parents first."""
+        wanted = {image.tag for image in images}
+        for image in reversed(self.images):
+            if image.tag in wanted and image.extends:
+                wanted.add(image.extends)
+        return [image for image in self.images if image.tag in wanted]
+
+    def select(self, word: str) -> ImageSpec:
+        """Return the one image that `word` means. Raises `UsageError` when that is none or several."""
+        return self.choose([selectors.only(word, [image.tag for image in self.images], self.defaults)])[0]
+
+
+def load(path: Path) -> BuildSpec:
+    """Read and check a buildspec and the versions.yml beside it. Raises `SpecError` with file, line and key."""
+    file, document = yamlfile.read(path, BuildFile)
+    versions, versions_document = yamlfile.read(path.parent / VERSIONS, VersionsFile)
+    combinations = versions.combinations()
+    told = [versions_document.told(*problem) for problem in _problems_of_versions(versions, combinations, file)]
+    candidates = [image for _, image in combinations]
+    held = [image for image in candidates if file.axes.hold(image)]
+    images = tuple(_built(held, file.exclude))
+    told += [document.told(*problem) for problem in _problems_of_axes(file, candidates)]
+    told += [document.told(*problem) for problem in _problems_of_choice(file, held, images)]
+    if told:
+        raise SpecError("\n".join(told))
+    return BuildSpec(file.indexes, file.mpi, file.aws, file.defaults, images)
+
+
+def _built(held: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:
+    """Yield the images that are not excluded; one whose parent is not built is not built either."""
+    built: set[str | None] = {None}
+    for image in held:
+        if image.extends in built and not any(exclusion.matches(image) for exclusion in exclude):
+            built.add(image.tag)
+            yield image
+
+
+def _problems_of_versions(
+    versions: VersionsFile, combinations: Iterable[tuple[Location, ImageSpec]], file: BuildFile
+) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of what does not fit together in versions.yml."""
+    seen: dict[str, Location] = {}
+    for location, image in combinations:
+        if image.tag in seen:
+            yield location, f"makes the same tag as {'.'.join(map(str, seen[image.tag]))}: {image.tag}"
+        seen[image.tag] = location
+    for number, child in enumerate(versions.children):
+        if ("children", number) not in seen.values():
+            hint = did_you_mean(child.extends, seen, cutoff=0.3)
+            yield ("children", number, "extends"), f"{child.extends!r} is no image that stands before it.{hint}"
+    for key, entries in (("releases", versions.releases), ("children", versions.children)):
+        for number, entry in enumerate(entries):
+            if entry.index is not None and entry.index not in file.indexes:
+                hint = did_you_mean(entry.index, file.indexes)
+                yield (key, number, "index"), f"{entry.index!r} is not among buildspec.yml's indexes.{hint}"
+
+
+def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of the values that versions.yml does not have."""
+    for axis, values in file.axes.values():
+        known = sorted({getattr(image, axis) or "" for image in candidates} - {""})
+        for number, value in enumerate(values):
+            if value not in known:
+                hint = f"{did_you_mean(value, known)} There are: {', '.join(known)}"
+                yield ("axes", axis, number), f"{value!r} is nothing that {VERSIONS} has.{hint}"
+
+
+def _problems_of_choice(
+    file: BuildFile, held: list[ImageSpec], images: tuple[ImageSpec, ...]
+) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of exclusions and defaults that mean nothing."""
+    for number, exclusion in enumerate(file.exclude):
+        if not any(exclusion.matches(image) for image in held):
+            yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"
+    tags = [image.tag for image in images]
+    for framework, tag in file.defaults.items():
+        if tag not in tags:
+            yield ("defaults", framework), f"{tag!r} is no image of the matrix.{did_you_mean(tag, tags)}"
+    if not images:
+        yield (), "the axes and exclusions leave no image"

@@ -1,0 +1,190 @@
+"""Resolves an image's requirements to exact files with hashes, one lock file a layer: `shoal lock`.
+
+pip does the resolving (`--dry-run --report`), on a machine with the image's Python and platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from shoal.errors import SpecError
+from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
+from shoal.matrix.spec import BuildSpec, ImageSpec
+
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
+    "manylinux2014_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux1_x86_64",
+]
+_LINE = re.compile(r"^(?P<name>\S+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})$")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One locked file: canonical name, version, SHA-256 (hexadecimal)."""
+
+    name: str
+    version: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
+
+
+def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
+    """Resolve and write the image's lock files; return them. Raises `SpecError` with pip's words when it fails."""
+    index = spec.indexes[image.index] if image.index else None
+    if parent := spec.parent(image):
+        given = list(_installed(project, spec, parent))
+        layers = {"framework": _resolve_on(given, image.requirements, image.python_version, index)}
+    else:
+        layers = _layers(spec, image, index)
+    directory = project.lock_directory(image)
+    directory.mkdir(parents=True, exist_ok=True)
+    return [
+        _write(directory / f"{layer}.txt", _asked(project, spec, image, layer), pins) for layer, pins in layers.items()
+    ]
+
+
+def _layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
+    pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
+    mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
+    layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
+    for pin in pins:
+        layers[_layer_of(pin.name, mpi)].append(pin)
+    if spec.aws:  # its own wishes change nothing of the layers below it
+        layers["aws"] = _resolve_on(pins, spec.aws, image.python_version, index)
+    return layers
+
+
+def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
+    """Return the image's pins by layer. Raises `SpecError` when a lock is missing or made for other requirements."""
+    directory = project.lock_directory(image)
+    return {
+        layer: tuple(read_lock(directory / f"{layer}.txt", _asked(project, spec, image, layer)))
+        for layer in (CHILD_LAYERS if image.extends else LAYERS)
+    }
+
+
+def _installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
+    """Yield what is installed in an image, from its parents on."""
+    if parent := spec.parent(image):
+        yield from _installed(project, spec, parent)
+    for pins in read_image(project, spec, image).values():
+        yield from pins
+
+
+def _asked(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
+    """Return what is asked for, as the first line of a lock file; for a child also on what, which another lock says."""
+    if parent := spec.parent(image):
+        given = "\n".join(map(str, _installed(project, spec, parent)))
+        on = f"on {parent.tag} ({hashlib.sha256(given.encode()).hexdigest()[:12]})"
+        return f"# Made by `shoal lock` for: {' '.join(image.requirements)} {on}"
+    requirements = [*image.requirements, *spec.mpi, *(spec.aws if layer == "aws" else ())]
+    return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
+
+
+def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
+    """Return the pins of a lock file; its first line must be `asked`. Raises `SpecError` naming the file and line."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
+    if asked is not None and lines[:1] != [asked]:
+        raise SpecError(
+            f"{path}:1: made for other requirements than are asked for now. Run: .venv/bin/shoal lock <tag>"
+        )
+    pins = []
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.match(line)
+        if not match:
+            raise SpecError(f"{path}:{number}: expected 'name==version --hash=sha256:…', found {line!r}")
+        pins.append(Pin(**match.groupdict()))
+    return pins
+
+
+def _resolve_on(
+    given: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
+) -> list[Pin]:
+    """Return the files that pip adds where `given` is installed and stays as it is, sorted by name.
+
+    For pip, that is empty wheels of these names and versions, and nothing else: none of it is downloaded.
+    """
+    with TemporaryDirectory(prefix="shoal-lock-") as scratch:
+        lines = [f"{pin.name} @ {_empty_wheel(pin, Path(scratch)).as_uri()}\n" for pin in given]
+        constraints = Path(scratch, "constraints.txt")
+        constraints.write_text("".join(lines))
+        pins = _resolve(requirements, python_version, index, f"--constraint={constraints}")
+    names = {pin.name for pin in given}
+    return [pin for pin in pins if pin.name not in names]
+
+
+def _empty_wheel(pin: Pin, directory: Path) -> Path:
+    name = f"{pin.name.replace('-', '_')}-{pin.version}"
+    path = directory / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        metadata = f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: {pin.version}\n"
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    return path
+
+
+def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
+    """Return the files that pip chooses, sorted by name."""
+    here = (platform.system(), platform.machine(), f"{sys.version_info[0]}.{sys.version_info[1]}")
+    if here != (
+        "Linux",
+        "x86_64",
+        python_version,
+    ):  # pip picks files for another machine, but reads markers on this one
+        raise SpecError(f"locking needs Linux, x86_64 and Python {python_version}; this is {' '.join(here)}")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    command += [*target_options(python_version), "--target=unused", *options]
+    result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+    if result.returncode and index:  # the extra index only where pip's own configuration does not hold the file
+        command += ["--extra-index-url", index]
+        result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
+    return sorted(map(_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
+
+
+def target_options(python_version: str) -> list[str]:
+    """Return pip's options for files of the images' platform and Python, whatever this machine has."""
+    platforms = [f"--platform={name}" for name in _PLATFORMS]
+    return ["--only-binary=:all:", "--implementation=cp", f"--python-version={python_version}", *platforms]
+
+
+def _pin(entry: dict[str, Any]) -> Pin:
+    metadata = entry["metadata"]
+    digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
+    return Pin(canonicalize_name(metadata["name"]), metadata["version"], digest)
+
+
+def _layer_of(name: str, mpi: Collection[str]) -> str:
+    if name in mpi:
+        return "mpi"
+    return "cuda" if name.startswith(("nvidia-", "cuda-")) else "framework"
+
+
+def _write(path: Path, asked: str, pins: Iterable[Pin]) -> Path:
+    lines = [asked, *map(str, pins)]
+    path.write_text("\n".join(lines) + "\n")
+    return path

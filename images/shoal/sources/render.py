@@ -1,0 +1,118 @@
+"""What is generated and committed: Dockerfiles, through the Jinja templates in dockerfiles/, and JSON schemas.
+
+Same templates, tables and image, same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+import jinja2.meta
+
+from shoal.errors import SpecError
+from shoal.matrix import yamlfile
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
+from shoal.matrix.yamlfile import Model
+
+SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
+"""What every image takes from Debian."""
+
+
+def render(project: Project, image: ImageSpec, *, buildkit: bool = True) -> str:
+    """Return the Dockerfile of `image`; `buildkit=False` gives the variant for the classic builder.
+
+    Raises `SpecError` for a missing template and for a name that no one defined (StrictUndefined).
+    """
+    name = f"{image.framework}.j2"
+    try:
+        template = _environment(project).get_template(name)
+        dropped = [glob for entry in read_dropped(project).dropped for glob in entry.files]
+        text = template.render(image=image, system_packages=SYSTEM_PACKAGES, dropped=dropped, buildkit=buildkit)
+    except jinja2.TemplateNotFound as error:
+        known = ", ".join(sorted(path.name for path in project.templates.glob("*.j2")))
+        raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
+    except jinja2.UndefinedError as error:
+        raise SpecError(f"{project.templates / name}: {error.message}") from error
+    return text.lstrip()
+
+
+def read_dropped(project: Project) -> DroppedFile:
+    """Return what images leave out of the wheels that they install. Raises `SpecError` with file, line and key."""
+    path = project.templates / "dropped.yml"
+    return yamlfile.read(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
+
+
+def templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
+    """Return the template of `image` and those that it extends or imports, by name, and the table that they use."""
+    table = project.templates / "dropped.yml"
+    found = {table.name: table.read_bytes()} if table.exists() else {}
+    wanted = [f"{image.framework}.j2"]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found[name] = (project.templates / name).read_bytes()
+            wanted += _referenced(project, found[name].decode())
+    return found
+
+
+@functools.cache
+def _referenced(project: Project, source: str) -> list[str]:
+    return [name for name in jinja2.meta.find_referenced_templates(_environment(project).parse(source)) if name]
+
+
+@functools.cache
+def _environment(project: Project) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(project.templates),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def outputs(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
+    """Return what is generated and committed, by path: the images' Dockerfiles, and the schemas for editors."""
+    schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
+    return {project.rendered(image): render(project, image) for image in images} | {
+        project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
+    }
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A generated file: `same` as it was, `written` because it was not, or `stale` and left so."""
+
+    path: Path
+    state: Literal["same", "written", "stale"]
+
+
+def is_fresh(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text() == text
+
+
+def compare(outputs: Mapping[Path, str]) -> list[Rendered]:
+    """Return which of the generated files are stale; write nothing."""
+    return [Rendered(path, "same" if is_fresh(path, text) else "stale") for path, text in outputs.items()]
+
+
+def write(outputs: Mapping[Path, str]) -> list[Rendered]:
+    """Write the generated files that are stale; return what became of each."""
+    results = []
+    for path, text in outputs.items():
+        fresh = is_fresh(path, text)
+        if not fresh:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        results.append(Rendered(path, "same" if fresh else "written"))
+    return results

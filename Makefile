@@ -33,7 +33,7 @@ engine: ## make a Docker Engine answer (installs and starts Debian's as root)
 
 # The name is checked before an engine is set up for it.
 known-image: setup
-	@$(SHOAL) list $(IMAGE) >/dev/null
+	@scripts/engine.sh check || $(SHOAL) list $(IMAGE) >/dev/null
 
 image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggingface, or IMAGE=<tag>
 	@$(SHOAL) build $(IMAGE)

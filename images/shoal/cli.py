@@ -1,41 +1,20 @@
-"""The command `shoal`: runs a command of `shoal.commands`, and gives each kind of failure its words and exit code."""
+"""The command `shoal`: says at once what is known already, else loads the commands and runs one."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
+from pathlib import Path
 
-import docker.errors
-import requests
-
-from shoal.commands import beginning, building, completion, looking, running
-from shoal.commands.common import app
-from shoal.errors import EngineError, ShoalError
-
-__all__ = ["app", "beginning", "building", "looking", "main", "running"]
+from shoal.build import unchanged
 
 
 def main() -> None:
-    """Run the command line; every expected failure prints its text and exits with its own code.
+    """Run the command line; every expected failure prints its text and exits with its own code."""
+    asked = unchanged.question(sys.argv[1:], Path.cwd())
+    if asked and (lines := unchanged.answer(asked)):
+        print("\n".join(lines))
+        return
+    # Not at the top: this takes ten times as long as the answer above.
+    from shoal.commands import application
 
-    SIGTERM and SIGHUP end it as an interrupt does: what runs is stopped and removed on the way out.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    completion.join_words(os.environ)
-    try:
-        app(standalone_mode=True)
-    except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except docker.errors.APIError as error:
-        print(f"shoal: the engine refused: {error.explanation or error}", file=sys.stderr)
-        sys.exit(EngineError.exit_code)
-    except (docker.errors.DockerException, requests.RequestException) as error:
-        print(f"shoal: the engine could not be asked: {error}", file=sys.stderr)
-        sys.exit(EngineError.exit_code)
-
-
-def _end(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
+    application.main(asked)

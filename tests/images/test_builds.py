@@ -49,6 +49,7 @@ class FakeEngine(ThreadingMixIn, UnixStreamServer):
         self.failing: tuple[str, ...] = ()
         self.hanging: tuple[str, ...] = ()
         self.under_way: set[str] = set()
+        self.asked: list[str] = []
         self.most = 0
 
 
@@ -57,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.server.asked.append(path)
         if path.endswith("/version"):
             self._answer({"ApiVersion": "1.41", "Components": [{"Name": "Engine"}]})
         elif path.endswith("/info"):

@@ -111,8 +111,9 @@ def _upstream(client: docker.DockerClient) -> BaseImage | None:
 
 
 def _bootstrapped(client: docker.DockerClient) -> BaseImage | None:
-    images = client.images.list(filters={"label": f"{RECIPE_LABEL}={RECIPE}"})
-    tagged = sorted(tag for image in images for tag in image.tags if tag.startswith(f"{REPOSITORY}:"))
+    # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
+    images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={RECIPE}"})
+    tagged = sorted(tag for image in images for tag in image["RepoTags"])
     if not tagged:
         return None
     image = client.images.get(tagged[0])

@@ -7,6 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -113,6 +114,9 @@ def build_all(
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()
     has_buildkit = engine.has_buildkit(client)
+    # Asking pip takes as long as all that comes before its answer is needed, which is in nearly every build.
+    read = functools.partial(bundle.read, bundled) if bundled else machine.read
+    host = ThreadPoolExecutor(1, "host").submit(read).result
     sources = _gather(project, spec, wanted.values(), has_buildkit)
 
     def say(text: str) -> None:
@@ -120,7 +124,7 @@ def build_all(
 
     if bundled:
         bundle.load_base(client, bundled)
-    found = base.ensure(client, machine.read, project.cache, say)
+    found = base.ensure(client, host, project.cache, say)
     seconds: dict[str, float] = {}
 
     def timed(tag: str) -> Built:
@@ -131,8 +135,6 @@ def build_all(
             seconds[tag] = round(time.monotonic() - started, 3)
 
     with screen(console, wanted) as live:
-        # The machine is asked only where something is built: it takes a while.
-        host = functools.partial(bundle.read, bundled) if bundled else machine.read
         network = "none" if bundled else "default"
         site = Site(project, spec, found, has_buildkit, sources, live, Streams(), host, network)
         below = {tag: image.extends for tag, image in wanted.items()}
@@ -180,6 +182,12 @@ def build(site: Site, image: ImageSpec) -> Built:
     if present is not None and present.id != result.id:
         remove_replaced(client, str(present.id))
     return Built(str(result.id), up_to_date=False)
+
+
+def decisive(endings: Iterable[Ending]) -> list[str]:
+    """Return the tags whose images on the engine decide whether these are up to date: theirs, and the base's."""
+    found = base.find(engine.connect())
+    return [base.UPSTREAM, *([found.reference] if found else []), *(ending.tag for ending in endings)]
 
 
 def told(ending: Ending) -> str:

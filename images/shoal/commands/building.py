@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal import engine
-from shoal.build import builder, bundle, listing, push
+from shoal.build import builder, bundle, listing, push, unchanged
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
 from shoal.commands.endings import judge, raise_first
@@ -103,6 +103,7 @@ def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
 
 @app.command("build")
 def build_images(
+    context: typer.Context,
     images: Images = None,
     skip: Skip = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Builds at once.")] = 2,
@@ -126,6 +127,8 @@ def build_images(
     if as_json:
         output.write(endings)
     judge(endings, progress)
+    if context.obj and all(ending.state == "up to date" for ending in endings):
+        unchanged.remember(context.obj, map(builder.told, endings), builder.decisive(endings))
 
 
 @app.command("bundle")

@@ -23,7 +23,8 @@ Content = bytes | Path
 class Sources:
     """What of the project goes into an image; the machine's configuration is not part of it.
 
-    `own` are our wheels, by layer; `templates` are what the Dockerfile was rendered from.
+    `own` are our wheels, by layer, and `installer` what unpacks them; `templates` are what the Dockerfile was rendered
+    from.
     """
 
     dockerfile: bytes
@@ -31,6 +32,7 @@ class Sources:
     locks: Mapping[str, tuple[Pin, ...]]
     engine: Mapping[str, bytes]
     own: Mapping[str, wheels.Wheel]
+    installer: Mapping[str, bytes]
 
     def record(self, base: str) -> steps.Record:
         """Return what the image made of this on `base` (`reference@ID`) remembers of it."""
@@ -38,6 +40,7 @@ class Sources:
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
         contents["engine"] = _digests(self.engine)
+        contents["installer"] = _digests(self.installer)
         contents |= {layer: wheel.files for layer, wheel in self.own.items()}
         return steps.record(self.dockerfile.decode(), contents, base, _digests(self.templates))
 
@@ -48,7 +51,7 @@ def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def own_wheels(project: Project) -> dict[str, wheels.Wheel]:
     """Build our two wheels, by the layer that they make."""
-    return {layer: wheels.build(project.root / layer) for layer in ("library", "toolkit")}
+    return {layer: wheels.build(project.root / layer, project.cache) for layer in ("library", "toolkit")}
 
 
 def gather(
@@ -61,6 +64,7 @@ def gather(
         locks=read_image(project, spec, image),
         engine=_engine(project.root / "library" / "native"),
         own=own,
+        installer=wheels.installer(),
     )
 
 
@@ -75,6 +79,7 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
         context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
         context |= {f"{layer}/{path.name}": path for path in local}
     context |= {f"engine/{name}": content for name, content in sources.engine.items()}
+    context |= {f"installer/{name}": content for name, content in sources.installer.items()}
     for layer, wheel in sources.own.items():
         context[f"{layer}/{wheel.name}"] = wheel.content
     context |= {f"machine/debs/{path.name}": path for path in machine.debs}

@@ -1,15 +1,17 @@
-"""Wheels: our own, built in this process, and the locked ones that already lie in pip's find-links directories."""
+"""Wheels: our own, built in this process, the locked ones that already lie in pip's find-links directories, and what
+unpacks ours in an image."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.metadata
 import io
 import os
+import shutil
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,17 +41,49 @@ class Wheel:
             return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in names}
 
 
-def build(package: Path) -> Wheel:
+def build(package: Path, cache: Path) -> Wheel:
     """Build the wheel of the package directory `package` with the build backend that its pyproject.toml names.
 
-    It is the same on every host: hatchling's hooks, which compile, do not run. What an image needs compiled is compiled
-    in the image's own build.
+    One that was built of the same files by the same backend is taken from the directory `cache`. It is the same on
+    every host: hatchling's hooks, which compile, do not run. What an image needs compiled is compiled in the image's
+    own build.
     """
-    os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend = tomllib.loads((package / "pyproject.toml").read_text())["build-system"]["build-backend"]
+    kept = cache / "wheels" / f"{package.name}-{_identity(package, backend.partition('.')[0])}"
+    with contextlib.suppress(FileNotFoundError):  # another build has just replaced it
+        for path in kept.glob("*.whl"):
+            return Wheel(path.name, path.read_bytes())
+    os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     with TemporaryDirectory(prefix="shoal-wheel-") as directory, contextlib.chdir(package):
         name = importlib.import_module(backend).build_wheel(directory)
-        return Wheel(name, Path(directory, name).read_bytes())
+        wheel = Wheel(name, Path(directory, name).read_bytes())
+    _keep(wheel, kept)
+    return wheel
+
+
+def _identity(package: Path, backend: str) -> str:
+    """Return a digest of what a wheel is made of: every file that may go into it, and what makes it."""
+    state = hashlib.sha256(f"{backend} {importlib.metadata.version(backend)} {SOURCE_DATE_EPOCH}".encode())
+    for path in sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts and path.is_file()):
+        state.update(f"{path.relative_to(package)}\0{path.stat().st_mode:o}\0{_sha256(path)}\n".encode())
+    return state.hexdigest()[:16]
+
+
+def _keep(wheel: Wheel, directory: Path) -> None:
+    """Write a wheel into the cache, in the place of those of the same package that were there."""
+    for old in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{wheel.name}.{os.getpid()}"
+    part.write_bytes(wheel.content)
+    part.replace(directory / wheel.name)
+
+
+@functools.cache
+def installer() -> Mapping[str, bytes]:
+    """Return the modules of pypa/installer as this process would import them, by path."""
+    modules = [path for path in importlib.metadata.files("installer") or () if path.suffix == ".py"]
+    return {str(path): Path(str(path.locate())).read_bytes() for path in modules}
 
 
 def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept
+from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept, seconds
 from report import Figure, finish, print_machine
 
 from shoal import engine
@@ -71,6 +71,12 @@ def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:
     ]
 
 
+def make_image(root: Path, tag: str) -> Figure:
+    """Time `make image` with nothing changed: what `shoal build` takes, and make, the checks of .venv and engine."""
+    command: list[str | Path] = ["make", "image", f"IMAGE={tag}"]
+    return Figure("make-image", statistics.median(seconds(command, root) for _ in range(REPEATS)), "s", goal=1.0)
+
+
 def cold(ours: Shoal, rival: Plain, tag: str) -> Figure:
     """Time builds of every step, with the wheels in the builder's cache."""
     change_first_step(ours.project)
@@ -79,11 +85,11 @@ def cold(ours: Shoal, rival: Plain, tag: str) -> Figure:
 
 def whole_matrix(ours: Shoal) -> Figure:
     """Time builds of every step of all images, two at once against one after the other."""
-    seconds = []
+    took = []
     for jobs in ("--jobs=2", "--jobs=1"):
         change_first_step(ours.project)
-        seconds.append(ours.build(jobs))
-    return figure("whole-matrix", [(seconds[0], seconds[1])], ceiling=0.8, rival_name="one-by-one")
+        took.append(ours.build(jobs))
+    return figure("whole-matrix", [(took[0], took[1])], ceiling=0.8, rival_name="one-by-one")
 
 
 def figure(
@@ -94,7 +100,7 @@ def figure(
     rival_name: str = "docker-build",
 ) -> Figure:
     """The medians of seconds, ours and the rival's."""
-    ours, rival = (statistics.median(seconds) for seconds in zip(*pairs))
+    ours, rival = (statistics.median(column) for column in zip(*pairs))
     return Figure(name, ours, "s", goal=goal, rival=rival, rival_name=rival_name, ceiling=ceiling)
 
 
@@ -106,6 +112,7 @@ def main() -> int:
     figures = sizes(image.tag)
     with kept([other.tag for other in matrix.images]), TemporaryDirectory(prefix="shoal-bench-") as scratch:
         ours, rival = Shoal(here, Path(scratch, "ours")), Plain(here, image, Path(scratch, "plain"))
+        figures.append(make_image(here.root, image.tag))
         figures += rebuilds(ours, rival, image.tag)
         figures.append(cold(ours, rival, image.tag))
         if "--quick" not in sys.argv:

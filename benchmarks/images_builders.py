@@ -59,7 +59,7 @@ class Shoal:
 
     def build(self, *arguments: str) -> float:
         """Return the seconds that the whole command took."""
-        return _seconds([Path(sys.executable).with_name("shoal"), "build", *arguments], self.project.root)
+        return seconds([Path(sys.executable).with_name("shoal"), "build", *arguments], self.project.root)
 
 
 class Plain:
@@ -83,7 +83,7 @@ class Plain:
 
     def build(self, *options: str) -> float:
         """Return the seconds that the whole command took."""
-        return _seconds([*self._command, *options, str(self.directory)], self.directory)
+        return seconds([*self._command, *options, str(self.directory)], self.directory)
 
 
 def _client() -> str:
@@ -102,7 +102,8 @@ def _printed(*command: str | Path) -> str:
     return "" if ended.returncode else ended.stdout
 
 
-def _seconds(command: list[str | Path], directory: Path) -> float:
+def seconds(command: list[str | Path], directory: Path) -> float:
+    """Return how long a whole command takes; one that fails ends the benchmark with what it said."""
     started = time.monotonic()
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     ended = subprocess.run(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 
 from shoal.build import unchanged
 
 
 def main() -> None:
     """Run the command line; every expected failure prints its text and exits with its own code."""
-    asked = unchanged.question(sys.argv[1:], Path.cwd())
+    asked = unchanged.question(sys.argv[1:], os.getcwd())
     if asked and (lines := unchanged.answer(asked)):
         print("\n".join(lines))
         return

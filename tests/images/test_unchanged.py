@@ -1,4 +1,4 @@
-"""What is remembered of builds that found all up to date: it says what the builder said, and only while that holds."""
+"""What is remembered of builds that found all up to date: what the builder said, and only while that holds."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def known(fake: FakeEngine, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def asked(root: Path, *words: str) -> Question:
     """Return what `build one-*`, or another command, asks, as if the files had lain there for long."""
-    found = unchanged.question(["build", *(words or ["one-*"])], root)
+    found = unchanged.question(["build", *(words or ["one-*"])], str(root))
     assert found
-    return found._replace(settled=True)
+    found.settled = True
+    return found
 
 
 def answer(root: Path, *words: str) -> list[str] | None:
@@ -67,7 +68,7 @@ def test_other_words_are_another_question(known: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["plan"], ["build", "--json"], ["build", "one-*", "-j", "1"], []])
 def test_only_plain_builds_are_remembered(known: Path, arguments: list[str]) -> None:
-    assert unchanged.question(arguments, known) is None
+    assert unchanged.question(arguments, str(known)) is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_torn_file_is_nothing(known: Path) -> None:
 def test_inputs_that_just_changed_are_not_remembered(known: Path) -> None:
     """On a file system with a coarse clock, they could change again unseen."""
     (known / "buildspec.yml").touch()
-    found = unchanged.question(["build"], known)
+    found = unchanged.question(["build"], str(known))
     assert found
     assert not found.settled
     unchanged.remember(found, ["text"], [])
@@ -131,7 +132,7 @@ def test_inputs_that_just_changed_are_not_remembered(known: Path) -> None:
 
 
 def test_answering_imports_neither_the_builder_nor_the_engines_client(project: Project) -> None:
-    code = "import sys, shoal.cli; print({'docker', 'typer', 'pydantic', 'rich', 'http', 'email'} & {*sys.modules})"
+    code = "import sys, shoal.cli; print({'docker', 'typer', 'pydantic', 'rich', 'http', 'pathlib'} & {*sys.modules})"
     command = [sys.executable, "-S", "-c", code]
     path = {"PYTHONPATH": str(project.root / "images")}
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=path).stdout == "set()\n"

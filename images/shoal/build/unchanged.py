@@ -2,23 +2,26 @@
 
 Remembered is that all of a command's images were up to date, with the state of every file that goes into an answer (as
 git's index does: size, inode, time of the last change of status, which nothing can set back) and with the images that
-the engine had. Where one differs, this knows nothing, and the builder finds out as it always does. The standard library
-only, and of that what loads in milliseconds: the builder's own imports take longer than Docker's client needs in all.
+the engine had. Where one differs, this knows nothing, and the builder finds out as it always does. Of the standard
+library, only what loads in a few milliseconds: not pathlib, typing, hashlib, http.
+docs/decisions/remembering-builds.md.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any
 
 _INPUTS = ("buildspec.yml", "dockerfiles", "library", "toolkit")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _VARIABLES = ("DOCKER_BUILDKIT", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION")
 _SOCKET = "/var/run/docker.sock"
 _PATIENCE = 10
@@ -27,39 +30,38 @@ _SETTLED = 2 * 10**9
 """Nanoseconds: the coarsest clock of a file system (FAT's). Files that changed later than this may change unseen."""
 
 
-class Question(NamedTuple):
-    """The words of a command, the file of what is remembered, the state of all inputs, and whether that has settled."""
+class Question:
+    """What a command asks: its words, and the state of all inputs, unless they have not `settled`."""
 
-    words: tuple[str, ...]
-    file: Path
-    state: str
-    settled: bool
+    def __init__(self, words: list[str], file: str, state: list[str], settled: bool) -> None:
+        self.key = json.dumps(words)
+        self.file = file
+        self.state = state
+        self.settled = settled
 
 
-def question(arguments: list[str], start: Path) -> Question | None:
+def question(arguments: list[str], start: str) -> Question | None:
     """Return what a command line asks; None where it is not `build` of nothing but names, or outside a checkout."""
     if arguments[:1] != ["build"] or any(word.startswith("-") for word in arguments):
         return None
-    root = next((directory for directory in (start, *start.parents) if (directory / "buildspec.yml").is_file()), None)
-    if root is None:
-        return None
+    root = os.path.abspath(start)
+    while not os.path.isfile(os.path.join(root, "buildspec.yml")):
+        if root == (root := os.path.dirname(root)):
+            return None
     started = time.time_ns()
-    state = hashlib.sha256()
-    newest = 0
     try:
-        for path, status in _files(root):
-            newest = max(newest, status.st_ctime_ns)
-            state.update(f"{path}\0{status.st_size}\0{status.st_ino}\0{status.st_ctime_ns}\n".encode())
+        files = list(_files(root))
     except OSError:
         return None  # the builder has the words for what is missing
-    state.update("\0".join([sys.version, *(os.environ.get(name, "") for name in _VARIABLES)]).encode())
-    file = root / ".cache" / "shoal" / "unchanged.json"
-    return Question(tuple(arguments), file, state.hexdigest(), newest < started - _SETTLED)
+    state = [f"{path} {status.st_size} {status.st_ino} {status.st_ctime_ns}" for path, status in files]
+    state += [sys.version, *(os.environ.get(name, "") for name in _VARIABLES)]
+    settled = max(status.st_ctime_ns for _, status in files) < started - _SETTLED
+    return Question(arguments, os.path.join(root, ".cache", "shoal", "unchanged.json"), state, settled)
 
 
 def answer(asked: Question) -> list[str] | None:
     """Return the lines that `build` printed last time, if it would print them again; else None."""
-    found = _known(asked).get(json.dumps(asked.words))
+    found = _known(asked).get(asked.key)
     try:
         if found and all(_held(tag) == held for tag, held in found["images"].items()):
             return [str(line) for line in found["lines"]]
@@ -79,37 +81,38 @@ def remember(asked: Question, lines: Iterable[str], tags: Iterable[str]) -> None
         held = {tag: _held(tag) for tag in tags}
     except (OSError, ValueError, KeyError):
         return
-    known = _known(asked)
-    known[json.dumps(asked.words)] = {"lines": list(lines), "images": held}
-    asked.file.parent.mkdir(parents=True, exist_ok=True)
-    part = asked.file.with_name(f"{asked.file.name}.{os.getpid()}")
-    part.write_text(json.dumps({"state": asked.state, "answers": known}))
-    part.replace(asked.file)
+    known = {**_known(asked), asked.key: {"lines": list(lines), "images": held}}
+    os.makedirs(os.path.dirname(asked.file), exist_ok=True)
+    part = f"{asked.file}.{os.getpid()}"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump({"state": asked.state, "answers": known}, file)
+    os.replace(part, asked.file)
 
 
 def _known(asked: Question) -> dict[str, Any]:
     """Return the answers that hold for this state of the inputs."""
     try:
-        document = json.loads(asked.file.read_bytes())
+        with open(asked.file, encoding="utf-8") as file:
+            document = json.load(file)
         return dict(document["answers"]) if document["state"] == asked.state else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the inputs under the checkout, this package, and the directory of the packages that it stands on."""
     for name in _INPUTS:
-        yield from _walk(root / name)
-    yield from _walk(Path(__file__).parents[1])
+        yield from _walk(os.path.join(root, name))
+    yield from _walk(_PACKAGE)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = Path(sys.prefix, "lib", version, "site-packages")
-    yield str(packages), packages.stat()
+    packages = os.path.join(sys.prefix, "lib", version, "site-packages")
+    yield packages, os.stat(packages)
 
 
-def _walk(path: Path | str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files under a directory, or the one file; `scandir`, because `Path` takes three times as long."""
-    if isinstance(path, Path) and path.is_file():
-        yield str(path), path.stat()
+def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files under a directory, or the one file."""
+    if not os.path.isdir(path):
+        yield path, os.stat(path)
         return
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.name != "__pycache__":

@@ -7,7 +7,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -114,9 +113,6 @@ def build_all(
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()
     has_buildkit = engine.has_buildkit(client)
-    # Asking pip takes as long as all that comes before its answer is needed, which is in nearly every build.
-    read = functools.partial(bundle.read, bundled) if bundled else machine.read
-    host = ThreadPoolExecutor(1, "host").submit(read).result
     sources = _gather(project, spec, wanted.values(), has_buildkit)
 
     def say(text: str) -> None:
@@ -124,6 +120,7 @@ def build_all(
 
     if bundled:
         bundle.load_base(client, bundled)
+    host = functools.partial(bundle.read, bundled) if bundled else machine.read
     found = base.ensure(client, host, project.cache, say)
     seconds: dict[str, float] = {}
 

@@ -10,10 +10,11 @@ import functools
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from shoal.host import pipconfig
 
 SUITE = "bookworm"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -75,8 +76,8 @@ class Machine:
 
 @functools.cache
 def read() -> Machine:
-    """Read this machine's configuration, once a process; pip and, where there is one, apt-config are asked."""
-    pip = _pip_config()
+    """Read this machine's configuration, once a process; apt-config is asked where there is one."""
+    pip = pipconfig.read()
     kept, left_out = _usable_pip(pip)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
     bundles = dict(_ca_files(pip))
@@ -92,18 +93,6 @@ def read() -> Machine:
         ca_origin=f"{origin} {path}" if path else "",
         ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
     )
-
-
-def _pip_config() -> dict[str, str]:
-    """Return pip's settings with the precedence that pip gives them: file, then environment."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    settings: dict[str, str] = {}
-    environment: dict[str, str] = {}
-    for scope, key, value in re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", listing, re.MULTILINE):
-        words = value.replace("\\n", " ").strip()
-        (environment if scope == ":env:" else settings)[key] = words
-    return settings | environment
 
 
 def _usable_pip(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:

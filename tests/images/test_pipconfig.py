@@ -1,0 +1,71 @@
+"""pip's settings: the same as pip itself says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.host import pipconfig
+
+LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
+
+
+def told_by_pip(environment: dict[str, str]) -> dict[str, str]:
+    """Return what `pip config list` says of `pip install`: files, then variables."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    found = [
+        (scope == ":env:", scope, key, value.replace("\\n", " ").strip()) for scope, key, value in LIST.findall(listing)
+    ]
+    return {key: value for _, _, key, value in sorted(found)}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """A home and a directory of the system's with settings that overlap, and the variables that lead there."""
+    files = {
+        "etc/pip/pip.conf": "[global]\nindex-url = https://one.example/simple\ntimeout = 1\n[install]\nno-binary = a\n",
+        "home/.pip/pip.conf": "[global]\nindex-url = https://two.example/simple\nretries = 2\n",
+        "home/.config/pip/pip.conf": "[global]\nextra_index_url =\n    https://a.example\n    https://b.example\n"
+        "[install]\ntimeout = 3\n[freeze]\ntimeout = 9\n",
+        "own.conf": "[global]\ntrusted-host = a.example\nretries = 7\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return {"HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "etc"), "PATH": "/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"PIP_TIMEOUT": "60", "PIP_FIND_LINKS": "/a /b", "PIP_VERSION": "1"},
+        {"PIP_CONFIG_FILE": "own.conf"},
+        {"PIP_CONFIG_FILE": "missing.conf"},
+        {"PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "5"},
+        {"XDG_CONFIG_HOME": "etc"},
+    ],
+)
+def test_pip_says_the_same(
+    machine: dict[str, str], variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = machine | variables
+    found = pipconfig.read(environment)
+    assert found == told_by_pip(environment)
+
+
+def test_the_environment_is_stronger_than_files(machine: dict[str, str]) -> None:
+    assert pipconfig.read(machine)["timeout"] == "3"
+    assert pipconfig.read(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
+    assert pipconfig.read(machine)["extra-index-url"] == "https://a.example https://b.example"
+
+
+def test_a_file_that_is_no_configuration_is_left_to_pip(machine: dict[str, str]) -> None:
+    Path(machine["HOME"], ".pip", "pip.conf").write_text("no section\n")
+    assert pipconfig.read(machine)["timeout"] == "3"

@@ -1,6 +1,6 @@
 """Resolves an image's requirements to exact files with hashes, one lock file a layer: `shoal lock`.
 
-pip does the resolving (`--dry-run --report`), on a machine with the image's Python and platform.
+pip does the resolving (`--dry-run --report`), on a machine with the images' platform; its Python may be another one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,27 @@ from shoal.errors import SpecError
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 
+# Up to the C library of Debian 12, which later ones are compatible with.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
+# pip picks files for the Python that --python-version names, but reads markers (`; python_version < "3.13"`) with the
+# one that it runs in, and has no option for that. So it is told here, and asked whether it has heard.
+_PIP_FOR = """
+import sys
+from pip._internal.cli.main import main
+from pip._vendor.packaging import markers
+version, sys.argv = sys.argv[1], ["pip", *sys.argv[2:]]
+environment = markers.default_environment() | {
+    "python_version": version, "python_full_version": version + ".0", "implementation_version": version + ".0"
+}
+markers.default_environment = lambda: environment
+if not markers.Marker("python_version == '" + version + "'").evaluate():
+    sys.exit("this pip cannot read markers for another Python")
+sys.exit(main())
+"""
 _LINE = re.compile(r"^(?P<name>\S+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})$")
 
 
@@ -148,14 +164,10 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
     """Return the files that pip chooses, sorted by name."""
-    here = (platform.system(), platform.machine(), f"{sys.version_info[0]}.{sys.version_info[1]}")
-    if here != (
-        "Linux",
-        "x86_64",
-        python_version,
-    ):  # pip picks files for another machine, but reads markers on this one
-        raise SpecError(f"locking needs Linux, x86_64 and Python {python_version}; this is {' '.join(here)}")
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    here = (platform.system(), platform.machine())
+    if here != ("Linux", "x86_64"):  # pip picks files for another machine, but reads markers on this one
+        raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
+    command = [*_pip(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += [*target_options(python_version), "--target=unused", *options]
     result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if result.returncode and index:  # the extra index only where pip's own configuration does not hold the file
@@ -164,6 +176,13 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     if result.returncode:
         raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
     return sorted(map(_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
+
+
+def _pip(python_version: str) -> list[str]:
+    """Return the command of a pip that resolves for that Python."""
+    if python_version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return [sys.executable, "-m", "pip"]
+    return [sys.executable, "-P", "-c", _PIP_FOR, python_version]
 
 
 def target_options(python_version: str) -> list[str]:

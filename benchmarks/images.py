@@ -18,9 +18,9 @@ from images_builders import Plain, Shoal, change_first_step, change_toolkit, kep
 from report import Figure, finish, print_machine
 
 from shoal import engine
-from shoal.build.base import REPOSITORY, UPSTREAM
+from shoal.build.base import REPOSITORY
 from shoal.matrix import project
-from shoal.matrix.spec import load
+from shoal.matrix.spec import ImageSpec, load
 
 MIB = 1024**2
 REPEATS = 5
@@ -34,12 +34,12 @@ print(json.dumps(sum(path.stat().st_size for path in {path for path, _ in files}
 """
 
 
-def sizes(tag: str) -> list[Figure]:
+def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
-    client = engine.connect()
+    client, tag = engine.connect(), spec.tag
     image = client.images.get(tag)
     wheels = json.loads(client.containers.run(tag, ["python", "-c", WHEELS], remove=True))
-    bases = [*client.images.list(REPOSITORY), *client.images.list(UPSTREAM)]
+    bases = [*client.images.list(REPOSITORY), *client.images.list(spec.system.upstream)]
     base = next(base.attrs["Size"] for base in bases if is_base(base.attrs, image.attrs))
     total = image.attrs["Size"]
     print(f"{tag}: {total / MIB:.0f} MiB = base {base / MIB:.0f} + wheels {wheels / MIB:.0f} + other", end=" ")
@@ -109,7 +109,7 @@ def main() -> int:
     matrix = load(here.buildspec)
     image = matrix.select(sys.argv[1] if len(sys.argv) > 1 else "pytorch")
     print_machine()
-    figures = sizes(image.tag)
+    figures = sizes(image)
     with kept([other.tag for other in matrix.images]), TemporaryDirectory(prefix="shoal-bench-") as scratch:
         ours, rival = Shoal(here, Path(scratch, "ours")), Plain(here, image, Path(scratch, "plain"))
         figures.append(make_image(here.root, image.tag))

@@ -73,9 +73,9 @@ class Plain:
         pins = read_image(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
         (directory / "machine").mkdir()
-        for name, content in machine.read().files().items():
+        for name, content in machine.read().files(image.system.suite).items():
             (directory / "machine" / name).write_bytes(content)
-        found = base.find(engine.connect())
+        found = base.find(engine.connect(), image.system)
         assert found is not None
         file = Path(__file__).with_name("plain.Dockerfile")
         self._command = [_client(), "build", "--quiet", f"--tag={PLAIN}", f"--file={file}"]

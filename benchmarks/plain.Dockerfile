@@ -24,7 +24,7 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 COPY requirements.txt /src/requirements.txt
 RUN --mount=type=bind,source=machine,target=/run/machine --mount=type=cache,target=/root/.cache/pip \
     PIP_CONFIG_FILE=/run/machine/pip.conf pip install --require-hashes --no-deps -r /src/requirements.txt \
-    && ls -d /opt/venv/lib/python3.11/site-packages/nvidia/*/lib > /etc/ld.so.conf.d/nvidia-wheels.conf \
+    && ls -d /opt/venv/lib/python3.*/site-packages/nvidia/*/lib > /etc/ld.so.conf.d/nvidia-wheels.conf \
     && ldconfig
 COPY --from=wheels /wheels /wheels
 RUN pip install --no-index --no-deps /wheels/*.whl

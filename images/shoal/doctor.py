@@ -164,7 +164,8 @@ def package_index(site: Site) -> Result:
 
 def debian_mirror(site: Site) -> Result:
     """Whether the Debian mirrors that builds install from answer."""
-    answers = reach.mirrors(site.machine())
+    here = site.machine()
+    answers = [answer for system in site.matrix.systems() for answer in reach.mirrors(here, system.suite)]
     return _reached(answers, "look at /etc/apt/sources.list and sources.list.d, and the proxies (HTTP_PROXY, apt's)")
 
 
@@ -175,7 +176,7 @@ def _reached(answers: list[reach.Answer], advice: str) -> Result:
 
 
 def _joined(answers: Iterable[reach.Answer]) -> str:
-    return "; ".join(map(str, answers))
+    return "; ".join(dict.fromkeys(map(str, answers)))
 
 
 def ca_bundle(site: Site) -> Result:
@@ -261,20 +262,28 @@ def loopback(site: Site) -> Result:
 
 
 def base_image(site: Site) -> Result:
-    """Whether the base of all images is on the engine, can be pulled, or can be bootstrapped here."""
-    client = site.connect()
-    if found := base.find(client):
+    """Whether the bases of all images are on the engine, can be pulled, or can be bootstrapped here."""
+    results = [_base_of(site, system) for system in site.matrix.systems()]
+    state: State = "failed" if any(result.state == "failed" for result in results) else "ok"
+    told = [result for result in results if result.state == state]
+    found, advice = ("; ".join(dict.fromkeys(filter(None, words))) for words in zip(*(each[1:] for each in told)))
+    return Result(state, found, advice)
+
+
+def _base_of(site: Site, system: spec.System) -> Result:
+    client, upstream = site.connect(), system.upstream
+    if found := base.find(client, system):
         return Result("ok", f"{found.reference} is on the engine")
-    kept = base.kept_archive(site.project.cache)
+    kept = base.kept_archive(site.project.cache, system)
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
-        client.images.get_registry_data(base.UPSTREAM)
-        return Result("ok", f"{base.UPSTREAM} can be pulled")
+        client.images.get_registry_data(upstream)
+        return Result("ok", f"{upstream} can be pulled")
     if kept.is_file():
-        return Result("ok", f"{base.UPSTREAM} cannot be pulled; one that was bootstrapped before is kept in {kept}")
-    found_not, _, advice = base.obstacle().partition(". What to do: ")
+        return Result("ok", f"{upstream} cannot be pulled; one that was bootstrapped before is kept in {kept}")
+    found_not, _, advice = base.obstacle(system).partition(". What to do: ")
     if found_not:
-        return Result("failed", found_not, advice or f"give the engine a {base.UPSTREAM} (docker load)")
-    return Result("ok", f"{base.UPSTREAM} cannot be pulled; the first build bootstraps one from the Debian mirror")
+        return Result("failed", found_not, advice or f"give the engine a {upstream} (docker load)")
+    return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps one from the Debian mirror")
 
 
 CHECKS: Mapping[str, Check] = {

@@ -63,7 +63,7 @@ def _tag(client: docker.DockerClient, parent: ImageSpec) -> str:
 def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_parent: ImageSpec) -> None:
     host = machine.read()
     files: dict[str, bytes | Path] = {path.name: path for path in RECIPE.iterdir()}
-    files |= {f"machine/{name}": content for name, content in host.files().items()}
+    files |= {f"machine/{name}": content for name, content in host.files(parent.system.suite).items()}
     arguments = {
         "PARENT": parent.tag,
         "PARTS_PARENT": parts_parent.tag,

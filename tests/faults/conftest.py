@@ -14,7 +14,7 @@ import docker
 import pytest
 from testcontainers.core.network import Network
 
-from shoal.matrix.spec import BuildSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec
 
 from ..containers import ROOT, StartHost, client, network, start_host, without_reaper
 from .start import StartJob
@@ -23,7 +23,6 @@ from .table import Table
 __all__ = ["client", "network", "start_host"]
 
 _PASSED = pytest.StashKey[bool]()
-_INSTALLED = "/opt/venv/lib/python3.11/site-packages/shoal_toolkit"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,16 +31,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def image(matrix: BuildSpec) -> str:
-    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+def chosen(matrix: BuildSpec) -> ImageSpec:
+    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
+
+
+@pytest.fixture(scope="session")
+def image(chosen: ImageSpec) -> str:
+    return chosen.tag
 
 
 @pytest.fixture
-def start(client: docker.DockerClient, image: str, network: Network, start_host: StartHost, tmp_path: Path) -> StartJob:
+def start(
+    client: docker.DockerClient, chosen: ImageSpec, network: Network, start_host: StartHost, tmp_path: Path
+) -> StartJob:
     """Start a job: start(script, launcher, ...)."""
     toolkit = os.environ.get("SHOAL_TEST_TOOLKIT")
-    volumes: dict[Path | str, str] = {Path(toolkit).resolve(): _INSTALLED} if toolkit else {}
-    return StartJob(client, start_host, image, network, tmp_path, volumes)
+    installed = f"/opt/venv/lib/python{chosen.python_version}/site-packages/shoal_toolkit"
+    volumes: dict[Path | str, str] = {Path(toolkit).resolve(): installed} if toolkit else {}
+    return StartJob(client, start_host, chosen.tag, network, tmp_path, volumes)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,7 +24,8 @@ from shoal.matrix.project import Project
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
 VERSIONS = """\
-systems: {debian12: {python: [py311]}}
+systems:
+  debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
 releases:
   - {framework: one, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
   - {framework: two, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}

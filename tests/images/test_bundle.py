@@ -25,7 +25,7 @@ def test_json_has_what_was_collected(
     building.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
-    assert (document["directory"], document["base"]) == (str(tmp_path), "debian:bookworm-slim")
+    assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
     assert [tag.partition(":")[0] for tag in document["images"]] == ["pytorch-training", "huggingface-training"]
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim")

@@ -231,6 +231,7 @@ def test_bash_is_offered_frameworks_and_tags(project: Project, command: list[str
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12-devel",
+        "pytorch-training:2.13.0-gpu-py313-cu130-debian13",
         "pytorch-training:2.13.0-cpu-py311-debian12",
         "pytorch-training:2.13.0-cpu-py311-debian12-devel",
     ]

@@ -133,7 +133,7 @@ def test_pip_and_apt_configuration_enter_as_files() -> None:
         apt_proxies=('Acquire::http::Proxy "http://proxy.example:3128";',),
         ca_bundle=b"certificate",
     )
-    files = host.files()
+    files = host.files("bookworm")
     assert files["pip.conf"] == b"[global]\nindex-url = https://index.example/simple\ncert = /run/machine/ca.crt\n"
     assert b'Acquire::http::Proxy "http://proxy.example:3128";' in files["apt.conf"]
     assert b'Dir::Etc::SourceList "/run/machine/sources.list";' in files["apt.conf"]
@@ -141,26 +141,78 @@ def test_pip_and_apt_configuration_enter_as_files() -> None:
     assert files["ca.crt"] == b"certificate"
 
 
-def test_only_sources_of_the_suite_are_read(tmp_path: Path) -> None:
+def test_sources_are_read_in_both_forms(tmp_path: Path) -> None:
     (tmp_path / "sources.list").write_text(
         "# deb http://old.example/debian bookworm main\n"
         "deb [arch=amd64] http://one.example/debian bookworm main contrib # comment\n"
         "deb-src http://one.example/debian bookworm main\n"
-        "deb http://one.example/ubuntu jammy main\n"
+        "deb http://flat.example/debs ./\n"
+        "deb http://one.example/debian bookworm-security main\n"
     )
     parts = tmp_path / "sources.list.d"
     parts.mkdir()
     (parts / "debian.sources").write_text(
-        "Types: deb\n# a comment\nURIs: http://two.example/debian\nSuites: bookworm bookworm-updates trixie\n"
+        "Types: deb\n# a comment\nURIs: http://two.example/debian\nSuites: bookworm bookworm-updates\n"
         "Components: main\nSigned-By: /usr/share/keyrings/x.gpg\n\n"
         "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
     )
     (parts / "notes.txt").write_text("deb http://three.example/debian bookworm main\n")
-    assert list(machine.debian_sources(tmp_path)) == [
+    assert list(machine.read_sources(tmp_path)) == [
         "deb http://one.example/debian bookworm main contrib",
+        "deb http://flat.example/debs ./",
+        "deb http://one.example/debian bookworm-security main",
         "deb http://two.example/debian bookworm main",
         "deb http://two.example/debian bookworm-updates main",
     ]
+
+
+HERE = (
+    "deb http://one.example/debian bookworm main contrib",
+    "deb http://one.example/debian bookworm-updates main",
+    "deb http://one.example/debian bookworm-backports main",
+    "deb http://two.example/security bookworm-security main",
+    "deb http://vendor.example/apt tool-bookworm main",
+    "deb http://vendor.example/apt stable main",
+)
+
+
+def test_a_build_is_given_the_sources_of_its_suite() -> None:
+    """Backports and other vendors' are none of it."""
+    host = replace(PLAIN, apt_sources=HERE, release="bookworm")
+    assert host.sources("bookworm") == (HERE[0], HERE[1], HERE[3])
+    assert host.sources("trixie") == (
+        "deb http://one.example/debian trixie main contrib",
+        "deb http://one.example/debian trixie-updates main",
+        "deb http://two.example/security trixie-security main",
+    )
+    assert host.files("trixie")["sources.list"].decode().splitlines() == list(host.sources("trixie"))
+
+
+def test_sources_that_are_of_the_suite_already_are_not_made_of_another() -> None:
+    both = (*HERE, "deb http://three.example/debian trixie main")
+    host = replace(PLAIN, apt_sources=both, release="bookworm")
+    assert host.sources("trixie") == ("deb http://three.example/debian trixie main",)
+    assert host.sources("bookworm") == (HERE[0], HERE[1], HERE[3])
+
+
+def test_a_machine_that_is_no_debian_leaves_the_sources_to_the_base_image() -> None:
+    host = replace(PLAIN, apt_sources=("deb http://one.example/ubuntu noble main", "deb http://x.example/apt ./"))
+    assert host.sources("trixie") == ()
+    assert "sources.list" not in host.files("trixie")
+    assert b"SourceList" not in host.files("trixie")["apt.conf"]
+
+
+@pytest.mark.parametrize(
+    ("release", "suite"),
+    [
+        ({"ID": "debian", "VERSION_CODENAME": "trixie"}, "trixie"),
+        ({"ID": "ubuntu", "VERSION_CODENAME": "noble"}, ""),
+        ({"ID": "debian"}, ""),
+    ],
+)
+def test_the_release_of_this_machine(monkeypatch: pytest.MonkeyPatch, release: dict[str, str], suite: str) -> None:
+    monkeypatch.setattr("platform.freedesktop_os_release", lambda: release)
+    assert machine.read.__wrapped__().release == suite
 
 
 def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

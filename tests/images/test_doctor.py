@@ -111,7 +111,7 @@ def no_engine() -> docker.DockerClient:
 
 
 def with_machine(site: Site, **fields: Any) -> Site:
-    return replace(site, machine=lambda: replace(PLAIN, **fields))
+    return replace(site, machine=lambda: replace(PLAIN, release="bookworm", **fields))
 
 
 # The engine
@@ -181,22 +181,30 @@ def test_a_network_is_made_and_removed(site: Site, fake: FakeEngine) -> None:
 
 
 def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the best to the worst: on the engine, from a registry, kept, bootstrapped, nothing."""
-    (tmp_path / "buildspec.yml").touch()
+    """Of each system, from the best to the worst: on the engine, from a registry, kept, bootstrapped, nothing."""
+    shutil.copytree(site.project.templates, tmp_path / "dockerfiles")
+    shutil.copy(site.project.buildspec, tmp_path)
     site = replace(site, start=tmp_path)
+    first, second = site.matrix.systems()
+
+    def both(words: str) -> str:
+        return "; ".join(words.format(system.upstream) for system in (first, second))
+
     fake.answers["GET images"] = (200, {"Id": "sha256:1", "RepoDigests": []})
-    assert doctor.base_image(site) == Result("ok", f"{base.UPSTREAM} is on the engine")
+    assert doctor.base_image(site) == Result("ok", both("{} is on the engine"))
     fake.answers["GET images"] = (404, {"message": "no such image"})
-    assert doctor.base_image(site) == Result("ok", f"{base.UPSTREAM} can be pulled")
+    assert doctor.base_image(site) == Result("ok", both("{} can be pulled"))
     fake.answers["GET distribution"] = (500, {"message": "no route to host"})
-    monkeypatch.setattr(base, "obstacle", lambda: "mmdebstrap is not here. What to do: run this as root")
+    monkeypatch.setattr(base, "obstacle", lambda _: "mmdebstrap is not here. What to do: run this as root")
     assert doctor.base_image(site) == Result("failed", "mmdebstrap is not here", "run this as root")
-    monkeypatch.setattr(base, "obstacle", lambda: "")
-    assert "bootstraps one" in doctor.base_image(site).found
-    kept = base.kept_archive(Project(tmp_path).cache)
+    monkeypatch.setattr(base, "obstacle", lambda _: "")
+    assert doctor.base_image(site).found.count("bootstraps one") == 2
+    kept = base.kept_archive(Project(tmp_path).cache, second)
     kept.parent.mkdir(parents=True)
     kept.touch()
-    assert str(kept) in doctor.base_image(site).found
+    told, of_second = doctor.base_image(site).found.split("; the first build")[0], str(kept)
+    assert told == f"{first.upstream} cannot be pulled"
+    assert of_second in doctor.base_image(site).found
 
 
 # The network
@@ -253,7 +261,8 @@ def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
     assert doctor.package_index(with_machine(site, pip=pip)).state == "ok"
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/debian bookworm-updates main")
     assert doctor.debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
-    files = [f"/debian/dists/{suite}/InRelease" for suite in ("bookworm", "bookworm-updates")]
+    suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all that images stand on
+    files = [f"/debian/dists/{suite}/InRelease" for suite in suites]
     assert server.asked == ["/simple/pip/", "/more/pip/", *files]
 
 
@@ -263,6 +272,14 @@ def test_an_index_that_answers_otherwise(site: Site, server: Server, status: int
     result = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert result.state == state
     assert result.found.startswith(f"{server.url}: HTTP status {status}")
+
+
+def test_a_mirror_that_lacks_a_suite(site: Site, server: Server) -> None:
+    """Both are asked at the addresses that this machine has for its own."""
+    sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/lean bookworm-security main")
+    state, found, _ = doctor.debian_mirror(with_machine(site, apt_sources=sources))
+    lacking = [f"{server.url}/lean: HTTP status 404 for {suite}-security" for suite in ("bookworm", "trixie")]
+    assert (state, found) == ("failed", "; ".join(lacking))
 
 
 def test_an_extra_index_need_not_have_everything(site: Site, server: Server, closed: str) -> None:
@@ -297,7 +314,8 @@ def test_proxies_of_pip_and_apt_are_used(site: Site, server: Server, closed: str
     sources = ("deb http://mirror.invalid/debian bookworm main",)
     lines = (f'Acquire::http::Proxy "{closed}";', f'Acquire::http::Proxy::mirror.invalid "{server.url}";')
     assert doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=lines)).state == "ok"
-    assert server.asked == ["http://index.invalid/simple/pip/", "http://mirror.invalid/debian/dists/bookworm/InRelease"]
+    files = [f"http://mirror.invalid/debian/dists/{suite}/InRelease" for suite in ("bookworm", "trixie")]
+    assert server.asked == ["http://index.invalid/simple/pip/", *files]
     refused = (f'Acquire::http::Proxy "{closed}";',)
     state, found, _ = doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=refused))
     assert (state, found.partition(": ")[2]) == ("failed", "its proxy cannot be reached, or refuses")

@@ -37,6 +37,17 @@ def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Pr
     assert locks == {project.lock_directory(image) for image in matrix.images}
 
 
+def test_an_image_is_rendered_for_the_base_and_the_python_of_its_os(project: Project, matrix: BuildSpec) -> None:
+    old, new = (render(project, matrix.select(f"pytorch-*-cu130-{name}")) for name in ("debian12", "debian13"))
+    assert "ARG BASE=debian:bookworm-slim\n" in old
+    assert "ARG BASE=debian:trixie-slim\n" in new
+    assert "python3.11/" in old
+    assert "python3.11/" not in new
+    assert new.replace("3.13/", "3.11/").replace("py313", "py311").replace("trixie", "bookworm") == old.replace(
+        "debian12", "debian13"
+    )
+
+
 def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix: BuildSpec) -> None:
     text = render(project, matrix.select("pytorch"))
     titles = ["# system", "# CUDA", "# framework", "# Open MPI + mpi4py", "# boto3", "# library", "# toolkit", "LABEL"]

@@ -21,8 +21,8 @@ exclude:
 """
 VERSIONS = """\
 systems:
-  debian12: {python: [py311]}
-  debian13: {python: [py311, py313]}
+  debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
+  debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}
 releases:
   - framework: pytorch
     version: 2.0.1
@@ -51,6 +51,7 @@ def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
         "tensorflow-training:2.14.1-gpu-py311-cu118-debian12-devel",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
         "pytorch-training:2.13.0-gpu-py311-cu130-debian12-devel",
+        "pytorch-training:2.13.0-gpu-py313-cu130-debian13",
         "pytorch-training:2.13.0-cpu-py311-debian12",
         "pytorch-training:2.13.0-cpu-py311-debian12-devel",
         "tensorflow-training:2.14.1-cpu-py311-debian12",
@@ -99,7 +100,7 @@ def test_children_are_built_on_each_image_that_they_extend(tmp_path: Path) -> No
 
 
 def test_a_system_with_compilers_has_a_devel_variant_of_each_release(tmp_path: Path) -> None:
-    versions = VERSIONS.replace("debian12: {python: [py311]}", "debian12: {python: [py311], devel: [g++, make]}")
+    versions = VERSIONS.replace("py311}", "py311, devel: [g++, make]}")
     both = BUILDSPEC.replace("[pytorch]", "[pytorch, huggingface, tuner]")
     spec = load_text(tmp_path, both, versions + CHILDREN)
     devel, *more = [image for image in spec.images if image.variant == "devel"]
@@ -136,14 +137,47 @@ def test_a_glob_for_one_image_must_mean_one(matrix: BuildSpec) -> None:
 
 def test_axes_and_exclusions_choose_from_the_releases(tmp_path: Path) -> None:
     gpu = "pytorch-training:2.0.1-gpu-{}-cu117-{}"
-    systems = [("py311", "debian12"), ("py311", "debian13"), ("py313", "debian13")]
+    systems = [("py311", "debian12"), ("py313", "debian13")]
     assert [image.tag for image in load_text(tmp_path).images] == [gpu.format(*system) for system in systems]
     one = BUILDSPEC.replace("  device:", "  os: [debian12]\n  device:")
     assert [image.tag for image in load_text(tmp_path, one).images] == [gpu.format("py311", "debian12")]
-    less = BUILDSPEC.replace("exclude:\n", 'exclude:\n  - {python: py313}\n  - {cuda: "cu*", os: debian13}\n')
+    less = BUILDSPEC.replace("exclude:\n", 'exclude:\n  - {cuda: "cu*", os: debian13}\n')
     assert [image.tag for image in load_text(tmp_path, less).images] == [gpu.format("py311", "debian12")]
     more = BUILDSPEC.replace("[pytorch]", "[pytorch, mxnet]").replace("[gpu, cpu]", "[gpu, cpu]\n  cuda: [cu117]")
     assert "mxnet-training:1.9.1-cpu-py313-debian13" in {image.tag for image in load_text(tmp_path, more).images}
+
+
+@pytest.mark.parametrize(
+    ("axes", "line", "words"),
+    [
+        (
+            ["python: [py313]", "os: [debian12]"],
+            5,
+            [
+                "axes.python.0: 'py313' is no Python of axes.os, which lists debian12",
+                "axes.os.0: 'debian12' has no Python of axes.python, which lists py313",
+                "What there is: debian12 has py311, debian13 has py313",
+            ],
+        ),
+        (["python: [py311, py313]", "os: [debian12]"], 5, ["axes.python.1: 'py313'"]),
+        (["python: [py311]", "os: [debian12, debian13]"], 6, ["axes.os.1: 'debian13'"]),
+        (["python: [py311, py312]"], 5, ["axes.python.1: 'py312'", "There are: py311, py313"]),
+    ],
+)
+def test_a_python_that_its_system_does_not_have_is_told(
+    tmp_path: Path, axes: list[str], line: int, words: list[str]
+) -> None:
+    text = BUILDSPEC.replace("axes:\n", "axes:\n" + "".join(f"  {axis}\n" for axis in axes))
+    with pytest.raises(SpecError) as caught:
+        load_text(tmp_path, text)
+    check_told(tmp_path / "buildspec.yml", line, words, str(caught.value))
+    assert "'py311' is no" not in str(caught.value)
+
+
+def test_an_image_stands_on_the_system_of_its_os(tmp_path: Path) -> None:
+    spec = load_text(tmp_path)
+    assert {image.os: image.system.suite for image in spec.images} == {"debian12": "bookworm", "debian13": "trixie"}
+    assert [system.upstream for system in spec.systems()] == ["debian:bookworm-slim", "debian:trixie-slim"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +190,8 @@ def test_axes_and_exclusions_choose_from_the_releases(tmp_path: Path) -> None:
         ("    disk_gib: 16\n", "", 5, ["releases.0.disk_gib", "missing"]),
         ("    requirements: [torch==2.0.1]\n", "    requirements: []\n", 9, ["releases.0.requirements", "at least 1"]),
         ("    disk_gib: 16\n", "    disk_gib: 16\n    index: whl\n", 11, ["releases.0.index: 'whl' is not among"]),
-        ("12: {python", "12: {pyton", 2, ["systems.debian12.pyton", "Did you mean 'python'?"]),
+        ("python: py311", "pyton: py311", 2, ["systems.debian12.pyton", "Did you mean 'python'?"]),
+        ("sources: sources.list", "sources: apt", 2, ["systems.debian12.sources", "or 'debian.sources'"]),
         ("mxnet, version: 1.9.1", "pytorch, version: 2.0.1", 12, ["releases.2: makes the same tag as releases.1"]),
     ],
 )

@@ -8,11 +8,12 @@ import importlib.metadata
 import json
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-SITE = Path("/opt/venv/lib/python3.11/site-packages")
+SITE = Path(sysconfig.get_path("platlib"))
 IMPORTS = re.compile(r"^[ \t]*(?:from|import)\b(?:[^\n(]*\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 

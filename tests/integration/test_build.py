@@ -31,7 +31,7 @@ mpi: []
 defaults: {probe: "probe-training:1.0-cpu-py311-debian12"}
 """
 VERSIONS = """\
-systems: {debian12: {python: [py311]}}
+systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
 releases:
   - {framework: probe, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
 """

@@ -21,7 +21,7 @@ SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "offline-training:1.0-cpu-py311-debian12"
 SPEC = "mpi: []\ndefaults: {}\n"
 VERSIONS = """\
-systems: {debian12: {python: [py311]}}
+systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
 releases:
   - {framework: offline, version: "1.0", device: cpu, requirements: [six], disk_gib: 1}
 """
@@ -87,8 +87,8 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert collected.returncode == 0, collected.stderr
     assert "Debian packages: python3-venv, and what they need" in collected.stdout
     assert [path.name.split("-")[0] for path in (bundle / "wheels").iterdir()] == ["six"]
-    assert any(path.name.startswith("python3-venv_") for path in (bundle / "debs").iterdir())
-    assert (bundle / "base.tar").stat().st_size > 1024**2
+    assert any(path.name.startswith("python3-venv_") for path in (bundle / "bookworm" / "debs").iterdir())
+    assert (bundle / "bookworm" / "base.tar").stat().st_size > 1024**2
     built = run(offline, "build", "--bundle", bundle)
     assert built.returncode == 0, built.stdout + built.stderr
     said = client.containers.run(

@@ -14,8 +14,8 @@ from shoal.matrix.spec import BuildSpec, load
 from .conftest import ROOT
 
 LOAD_NVIDIA = """
-import ctypes, glob, json, sys
-paths = sorted(glob.glob("/opt/venv/lib/python3.11/site-packages/nvidia/*/lib/lib*.so*"))
+import ctypes, glob, json, sysconfig
+paths = sorted(glob.glob(sysconfig.get_path("platlib") + "/nvidia/*/lib/lib*.so*"))
 failed = {}
 for path in paths:
     try:
@@ -41,8 +41,8 @@ OPENED_BY_TENSORFLOW = (
 
 # TensorFlow looks for both in this directory beside its package, among others; it says so in its own library.
 XLA_TOOLS = """
-import pathlib, subprocess
-site = pathlib.Path("/opt/venv/lib/python3.11/site-packages")
+import pathlib, subprocess, sysconfig
+site = pathlib.Path(sysconfig.get_path("platlib"))
 assert b"/../nvidia/cuda_nvcc" in (site / "tensorflow/libtensorflow_framework.so.2").read_bytes()
 tools = site / "nvidia/cuda_nvcc"
 assert (tools / "nvvm/libdevice/libdevice.10.bc").stat().st_size
@@ -74,10 +74,10 @@ def test_pytorch_is_built_for_cuda_11(client: docker.DockerClient, pytorch: str)
     assert run(client, pytorch, "python", "-c", program).split() == ["2.0.1+cu117", "11.7", "True"]
 
 
-def test_a_current_pytorch_is_built_for_cuda_13(client: docker.DockerClient, matrix: BuildSpec) -> None:
+@pytest.mark.parametrize("name", ["pytorch-*-cu130-debian12", "pytorch-*-cu130-debian13"])
+def test_a_current_pytorch_is_built_for_cuda_13(client: docker.DockerClient, matrix: BuildSpec, name: str) -> None:
     program = "import torch; print(torch.__version__, torch.version.cuda, torch.distributed.is_nccl_available())"
-    image = matrix.select("pytorch-*-cu130-debian12").tag
-    assert run(client, image, "python", "-c", program).split() == ["2.13.0+cu130", "13.0", "True"]
+    assert run(client, matrix.select(name).tag, "python", "-c", program).split() == ["2.13.0+cu130", "13.0", "True"]
 
 
 def test_tensorflow_is_built_for_cuda_11(client: docker.DockerClient, matrix: BuildSpec) -> None:

@@ -26,7 +26,7 @@ PASSWORD = "of-this-test-only"
 TAG = "one-training:1.0-cpu-py311-debian12"
 BUILDSPEC = f"mpi: []\ndefaults: {{one: {TAG}}}\n"
 VERSIONS = """\
-systems: {debian12: {python: [py311]}}
+systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
 releases:
   - {framework: one, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
 """

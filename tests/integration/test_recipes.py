@@ -88,10 +88,10 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
 
 
 def write_context(directory: Path, dockerfile: str) -> Path:
-    """A context with the Dockerfile and the machine's configuration."""
+    """A context with the Dockerfile and the machine's configuration for Debian 12, which these images stand on."""
     (directory / "machine").mkdir()
     (directory / "Dockerfile").write_text(dockerfile)
-    for name, content in machine.read().files().items():
+    for name, content in machine.read().files("bookworm").items():
         (directory / "machine" / name).write_bytes(content)
     return directory
 
@@ -101,10 +101,10 @@ def on_own_base(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The recipe's image, on a base that has nothing of ours."""
-    debian = base.find(client)
+    chosen = matrix.select("pytorch-*-cpu-*-debian12")
+    pytorch, debian = chosen.tag, base.find(client, chosen.system)
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
-    pytorch = matrix.select("pytorch-*-cpu-*-debian12").tag
     with (
         built("own-base-by-test:latest", directory, DEBIAN=debian.reference, PYTORCH=pytorch) as own,
         built("on-own-base-by-test:latest", ROOT, "examples/own-base/Dockerfile", BASE=own) as image,

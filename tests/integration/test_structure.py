@@ -10,11 +10,12 @@ import docker
 import pytest
 
 from shoal.build import base
-from shoal.matrix.spec import ImageSpec, load
+from shoal.matrix.spec import ImageSpec, System, load
 
 from .conftest import ROOT, StartHost, write_tree
 
-IMAGES = load(ROOT / "buildspec.yml").images
+MATRIX = load(ROOT / "buildspec.yml")
+IMAGES, SYSTEMS = MATRIX.images, MATRIX.systems()
 FIND = "find / -xdev"
 CACHES = ("*/.cache", "/var/cache", "/var/lib/apt/lists", "/tmp", "/var/tmp", "/run", "/root")
 IN_CACHES = " ".join(f"-o -path '{directory}/*'" for directory in CACHES)
@@ -85,7 +86,7 @@ def image(request: pytest.FixtureRequest) -> ImageSpec:
 def test_nothing_is_inside_that_should_not_be(client: docker.DockerClient, image: ImageSpec, what: str) -> None:
     allowed: frozenset[str] = frozenset()
     if what in AS_IN_THE_BASE:
-        beneath = base.find(client)
+        beneath = base.find(client, image.system)
         assert beneath is not None
         allowed = found(beneath.reference)[what]
     known = [words for kind, words in KNOWN if kind == what]
@@ -93,17 +94,19 @@ def test_nothing_is_inside_that_should_not_be(client: docker.DockerClient, image
     assert more == set()
 
 
-def test_the_searches_find_what_they_are_for(client: docker.DockerClient) -> None:
+@pytest.mark.parametrize("system", SYSTEMS, ids=[system.suite for system in SYSTEMS])
+def test_the_searches_find_what_they_are_for(client: docker.DockerClient, system: System) -> None:
     """In the base, with one of each put in."""
     plant = " && ".join(PLANTED)
-    beneath = base.find(client)
+    beneath = base.find(client, system)
     assert beneath is not None
     container = client.containers.run(beneath.reference, ["sh", "-c", plant], detach=True)
     try:
         assert container.wait()["StatusCode"] == 0, container.logs()
-        planted = container.commit("shoal-test-structure")
+        tag = f"shoal-test-structure-{system.suite}"
+        planted = container.commit(tag)
         for what in SEARCHES:
-            assert found("shoal-test-structure")[what] - found(beneath.reference)[what], what
+            assert found(tag)[what] - found(beneath.reference)[what], what
         client.images.remove(str(planted.id), force=True)
     finally:
         container.remove()

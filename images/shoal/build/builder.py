@@ -28,7 +28,7 @@ from shoal.errors import BuildError, DiskError
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.sources import changes, context
 from shoal.sources.context import Sources
 from shoal.sources.steps import one_line
@@ -55,11 +55,11 @@ class Ending:
 
 @dataclass(frozen=True)
 class Site:
-    """What the builds of a command share; `sources` are by tag."""
+    """What the builds of a command share; `bases` are by system, `sources` by tag."""
 
     project: Project
     spec: BuildSpec
-    base: base.BaseImage
+    bases: Mapping[System, base.BaseImage]
     has_buildkit: bool
     sources: Mapping[str, Sources]
     live: Progress
@@ -118,10 +118,11 @@ def build_all(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    systems = dict.fromkeys(image.system for image in wanted.values())
     if bundled:
-        bundle.load_base(client, bundled)
+        bundle.load_bases(client, bundled, systems)
     host = functools.partial(bundle.read, bundled) if bundled else machine.read
-    found = base.ensure(client, host, project.cache, say)
+    bases = {system: base.ensure(client, system, host, project.cache, say) for system in systems}
     seconds: dict[str, float] = {}
 
     def timed(tag: str) -> Built:
@@ -133,7 +134,7 @@ def build_all(
 
     with screen(console, wanted) as live:
         network = "none" if bundled else "default"
-        site = Site(project, spec, found, has_buildkit, sources, live, Streams(), host, network)
+        site = Site(project, spec, bases, has_buildkit, sources, live, Streams(), host, network)
         below = {tag: image.extends for tag, image in wanted.items()}
         results = graph.run(below, timed, site.streams.stop, jobs)
     return [_ending(tag, result, seconds.get(tag)) for tag, result in results.items()]
@@ -145,7 +146,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`.
     """
     client = engine.connect()  # one a thread
-    beneath = _parent(client, image.extends) if image.extends else site.base
+    beneath = _parent(client, image.extends) if image.extends else site.bases[image.system]
     sources = site.sources[image.tag]
     record = sources.record(beneath.identity)
     present = find(client, image.tag)
@@ -181,10 +182,14 @@ def build(site: Site, image: ImageSpec) -> Built:
     return Built(str(result.id), up_to_date=False)
 
 
-def decisive(endings: Iterable[Ending]) -> list[str]:
-    """Return the tags whose images on the engine decide whether these are up to date: theirs, and the base's."""
-    found = base.find(engine.connect())
-    return [base.UPSTREAM, *([found.reference] if found else []), *(ending.tag for ending in endings)]
+def decisive(images: Iterable[ImageSpec]) -> list[str]:
+    """Return the tags whose images on the engine decide whether these are up to date: theirs, and those of bases."""
+    images = tuple(images)
+    systems = dict.fromkeys(image.system for image in images)
+    client = engine.connect()
+    found = filter(None, (base.find(client, system) for system in systems))
+    bases = {*(system.upstream for system in systems), *(one.reference for one in found)}
+    return [*sorted(bases), *(image.tag for image in images)]
 
 
 def told(ending: Ending) -> str:
@@ -222,13 +227,13 @@ def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list
     """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
     wanted = spec.with_parents(images)
     client = engine.connect()
-    found = base.find(client)
-    root = found.identity if found else f"{base.UPSTREAM} (not on the engine yet)@"
+    bases = {image.system: base.find(client, image.system) for image in wanted}
     plans: dict[str, changes.Plan] = {}
     sources = _gather(project, spec, wanted, engine.has_buildkit(client))
     for image in wanted:
         if image.extends is None:
-            beneath = root
+            found = bases[image.system]
+            beneath = found.identity if found else f"{image.system.upstream} (not on the engine yet)@"
         elif plans[image.extends].state == "up to date":
             beneath = _parent(client, image.extends).identity
         else:

@@ -1,4 +1,5 @@
-"""What builds take from a network, in one directory: the base image, the locked wheels, Debian's packages.
+"""What builds take from a network, in one directory: the locked wheels, and of each suite of Debian, in a directory of
+its name, the base image and packages.
 
 `shoal bundle` fills it where there is a network, and `shoal build --bundle` builds from it, with the network off.
 """
@@ -26,7 +27,7 @@ from shoal.errors import BuildError, UsageError
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.sources import context, lock, render
 
 _BASE, _WHEELS, _DEBS = "base.tar", "wheels", "debs"
@@ -46,12 +47,12 @@ done > {index}
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a directory has been filled with: the base's reference, Debian's packages less those that they need, and
+    """What a directory has been filled with: the bases' references, Debian's packages less those that they need, and
     the images whose wheels are there. `bytes`: of all files in it.
     """
 
     directory: Path
-    base: str
+    bases: tuple[str, ...]
     packages: tuple[str, ...]
     images: tuple[str, ...]
     bytes: int
@@ -64,45 +65,62 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     """
     wanted = spec.with_parents(images)
     client = engine.connect()
-    found = base.ensure(client, machine.read, project.cache, say)
     (directory / _WHEELS).mkdir(parents=True, exist_ok=True)
-    say(f"base: {found.reference}")
-    _save(client, found.reference, directory / _BASE)
-    names = sorted({name for image in wanted for name in debian_packages(render.render(project, image))})
-    say(f"Debian packages: {' '.join(names)}, and what they need")
-    _collect_debs(client, found.reference, names, directory)
+    bases: list[str] = []
+    packages: set[str] = set()
+    for system in dict.fromkeys(image.system for image in wanted):
+        found = base.ensure(client, system, machine.read, project.cache, say)
+        own = directory / system.suite
+        own.mkdir(exist_ok=True)
+        say(f"base: {found.reference}")
+        _save(client, found.reference, own / _BASE)
+        files = [render.render(project, image) for image in wanted if image.system == system]
+        names = sorted({name for file in files for name in debian_packages(file)})
+        say(f"Debian packages: {' '.join(names)}, and what they need")
+        _collect_debs(client, found.reference, system.suite, names, own)
+        bases.append(found.reference)
+        packages.update(names)
     for image in wanted:
         say(f"wheels: {image.tag}")
         _collect_wheels(project, spec, image, directory / _WHEELS)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return Bundle(directory, found.reference, tuple(names), tuple(image.tag for image in wanted), size)
+    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
 
 
 def read(directory: Path) -> Machine:
     """Return what a build is given in place of this machine's configuration. Raises UsageError for no bundle."""
-    debs = tuple(sorted((directory / _DEBS).glob("*"))) if (directory / _DEBS / _INDEX).is_file() else ()
-    if not debs or not (directory / _BASE).is_file():
+    suites = [path.parent for path in directory.glob(f"*/{_BASE}") if (path.parent / _DEBS / _INDEX).is_file()]
+    if not suites:
         raise UsageError(
             f"--bundle {directory}: not a bundle. Make it where there is a network: shoal bundle {directory}"
         )
     return Machine(
         pip=(("no-index", "true"),),
         find_links=(directory / _WHEELS,),
-        apt_sources=("deb [trusted=yes] file:/run/machine/debs ./",),
+        apt_sources=(),
         apt_proxies=(),
         ca_bundle=None,
         proxies=(),
         left_out=(),
-        debs=debs,
+        debs={suite.name: tuple(sorted((suite / _DEBS).glob("*"))) for suite in suites},
     )
 
 
-def load_base(client: docker.DockerClient, directory: Path) -> None:
-    """Give the engine the bundle's base image, where it has none. Raises UsageError for no bundle."""
-    read(directory)
-    if base.find(client) is None:
-        with (directory / _BASE).open("rb") as file:
-            client.images.load(file)
+def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[System]) -> None:
+    """Give the engine the bundle's base images of these systems, where it has none.
+
+    Raises UsageError for no bundle, and for one that lacks a system.
+    """
+    suites = read(directory).debs
+    for system in systems:
+        if system.suite not in suites:
+            raise UsageError(
+                f"--bundle {directory}: it is for Debian {', '.join(sorted(suites))}, not for {system.suite}."
+                f" Add the images where there is a network: shoal bundle {directory}"
+            )
+        if base.find(client, system) is None:
+            with (directory / system.suite / _BASE).open("rb") as file:
+                client.images.load(file)
 
 
 def debian_packages(dockerfile: str) -> Iterator[str]:
@@ -119,10 +137,12 @@ def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
     part.replace(path)
 
 
-def _collect_debs(client: docker.DockerClient, reference: str, names: Iterable[str], directory: Path) -> None:
+def _collect_debs(
+    client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path
+) -> None:
     host = machine.read()
     files = io.BytesIO()
-    context.write_tar({f"machine/{name}": content for name, content in host.files().items()}, files)
+    context.write_tar({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
     script = _FETCH.format(names=" ".join(names), index=_INDEX)
     label = containers.unique("bundle")
     settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}

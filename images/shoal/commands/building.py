@@ -128,7 +128,7 @@ def build_images(
         output.write(endings)
     judge(endings, progress)
     if context.obj and all(ending.state == "up to date" for ending in endings):
-        unchanged.remember(context.obj, map(builder.told, endings), builder.decisive(endings))
+        unchanged.remember(context.obj, map(builder.told, endings), builder.decisive(matrix.with_parents(chosen)))
 
 
 @app.command("bundle")

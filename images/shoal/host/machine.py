@@ -6,17 +6,18 @@ mounted for the length of a step, and as the proxy build arguments that an engin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.host import pipconfig
 
-SUITE = "bookworm"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
 # What of pip's configuration a build step can use as it is. Where one of its words is a local path, that word is left
 # out and said so; wheels in local find-links directories enter the context instead.
@@ -27,6 +28,9 @@ _PIP_KEYS = (
 _UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feature")
 _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+# What Debian calls a suite's own parts; backports and the suites of others are no part of a build.
+_POCKETS = ("", "-updates", "-security")
+_BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
 _ADDED_CA = Path("/usr/local/share/ca-certificates")
 
 
@@ -34,9 +38,10 @@ _ADDED_CA = Path("/usr/local/share/ca-certificates")
 class Machine:
     """The host's configuration, as far as builds use it.
 
-    `find_links` are directories with wheels; `apt_sources` are one-line sources of Debian's suite; `left_out` says in
-    words what of the configuration a container cannot use. `ca_origin` is the setting that names the bundle, and
-    `ca_missing` are settings that name a file which is not there.
+    `find_links` are directories with wheels; `apt_sources` are all of apt's sources, in one-line form, and `release`
+    is the suite of this machine itself where that is Debian; `left_out` says in words what of the configuration a
+    container cannot use. `ca_origin` is the setting that names the bundle, and `ca_missing` are settings that name a
+    file which is not there.
     """
 
     pip: tuple[tuple[str, str], ...]
@@ -46,16 +51,30 @@ class Machine:
     ca_bundle: bytes | None
     proxies: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
-    debs: tuple[Path, ...] = ()
-    """A repository of Debian packages that goes into builds as it is, with its index; of a bundle."""
+    release: str = ""
+    debs: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """By suite, a repository of Debian packages that goes into builds as it is, with its index; of a bundle."""
     ca_origin: str = ""
     ca_missing: tuple[str, ...] = ()
 
-    def files(self) -> dict[str, bytes]:
-        """Return the files of the context's `machine/` directory, by name."""
-        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf()}
-        if self.apt_sources:
-            files["sources.list"] = "\n".join(self.apt_sources) + "\n"
+    def sources(self, suite: str) -> tuple[str, ...]:
+        """Return the sources that builds on Debian's `suite` install from; none: those of the base image itself.
+
+        They are this machine's own of that suite. Where it has none, those of its own release with the suite's name in
+        its place, for a mirror of Debian holds all suites at the same addresses: on a bookworm that builds for trixie,
+        `URL bookworm-security main` becomes `URL trixie-security main`.
+        """
+        if suite in self.debs:
+            return (_BUNDLED,)
+        own = tuple(_of_suite(self.apt_sources, suite, suite))
+        return own or tuple(_of_suite(self.apt_sources, self.release, suite))
+
+    def files(self, suite: str) -> dict[str, bytes]:
+        """Return the files of the context's `machine/` directory for a build on Debian's `suite`, by name."""
+        sources = self.sources(suite)
+        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources))}
+        if sources:
+            files["sources.list"] = "\n".join(sources) + "\n"
         encoded = {name: text.encode() for name, text in files.items()}
         return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
 
@@ -65,9 +84,9 @@ class Machine:
             lines.append("cert = /run/machine/ca.crt")
         return "\n".join(lines) + "\n"
 
-    def _apt_conf(self) -> str:
+    def _apt_conf(self, has_sources: bool) -> str:
         lines = list(self.apt_proxies)
-        if self.apt_sources:
+        if has_sources:
             lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
         if self.ca_bundle:
             lines.append('Acquire::https::CAInfo "/run/machine/ca.crt";')
@@ -85,7 +104,8 @@ def read() -> Machine:
     return Machine(
         pip=tuple(sorted(kept.items())),
         find_links=find_links,
-        apt_sources=tuple(debian_sources()),
+        apt_sources=tuple(read_sources()),
+        release=_own_release(),
         apt_proxies=tuple(_apt_proxies()),
         ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
@@ -137,8 +157,24 @@ def _apt_proxies() -> Iterator[str]:
             yield line
 
 
-def debian_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
-    """Yield this machine's sources of Debian's suite as one-line entries; other suites and vendors are left out."""
+def _own_release() -> str:
+    """Return the suite of this machine; empty where it is no Debian, whose mirrors have other suites."""
+    with contextlib.suppress(OSError):
+        release = platform.freedesktop_os_release()
+        return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
+    return ""
+
+
+def _of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
+    """Yield the sources of `suite`, as those of the suite that is `wanted`."""
+    for source in sources:
+        kind, uri, name, *components = source.split()
+        if suite and name in {f"{suite}{pocket}" for pocket in _POCKETS}:
+            yield " ".join([kind, uri, wanted + name.removeprefix(suite), *components])
+
+
+def read_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
+    """Yield apt's sources of binary packages, of all suites and vendors, as one-line entries without options."""
     for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
         if path.suffix == ".list" and path.is_file():
             yield from _one_line_sources(path.read_text())
@@ -146,14 +182,9 @@ def debian_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
             yield from _deb822_sources(path.read_text())
 
 
-def _is_debian(suite: str) -> bool:
-    return suite in (SUITE, f"{SUITE}-updates", f"{SUITE}-security")
-
-
 def _one_line_sources(text: str) -> Iterator[str]:
-    for uri, suite, components in re.findall(r"^deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s+([^#\n]+)", text, re.MULTILINE):
-        if _is_debian(suite):
-            yield f"deb {uri} {suite} {components.strip()}"
+    for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
+        yield " ".join(["deb", *words.split()])
 
 
 def _deb822_sources(text: str) -> Iterator[str]:
@@ -162,5 +193,5 @@ def _deb822_sources(text: str) -> Iterator[str]:
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":
             continue
         for uri in fields.get("URIs", "").split():
-            for suite in filter(_is_debian, fields.get("Suites", "").split()):
+            for suite in fields.get("Suites", "").split():
                 yield f"deb {uri} {suite} {' '.join(fields.get('Components', 'main').split())}"

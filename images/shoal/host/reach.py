@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import NamedTemporaryFile
 from urllib.parse import urlsplit, urlunsplit
 
 import requests
 import urllib3
 
-from shoal.host.machine import SUITE, Machine
+from shoal.host.machine import Machine
 
 SECONDS = 5.0
 """How long an address may be silent."""
 DEFAULT_INDEX = "https://pypi.org/simple"
 """pip's, where its configuration names none."""
-DEFAULT_SOURCE = f"deb http://deb.debian.org/debian {SUITE} main"
-"""That of the base image, where this machine's apt has none of Debian's suite."""
+DEFAULT_MIRROR = "http://deb.debian.org/debian"
+"""That of the base images, where this machine's apt has none of Debian's."""
 _PROBE = "pip"
 """A package that every mirror of PyPI has."""
 _WORDS: tuple[tuple[type[Exception], str], ...] = (  # the first that fits
@@ -31,18 +31,23 @@ _WORDS: tuple[tuple[type[Exception], str], ...] = (  # the first that fits
 
 @dataclass(frozen=True)
 class Answer:
-    """What an address answered: its HTTP status, or in words why there was none. No password is in `url`."""
+    """What an address answered: its HTTP status, or in words why there was none. No password is in `url`.
+
+    `suite` is what was asked for there, of a Debian mirror.
+    """
 
     url: str
     status: int | None
     problem: str = ""
+    suite: str = ""
 
     @property
     def good(self) -> bool:
         return self.status is not None and self.status < requests.codes.bad_request
 
     def __str__(self) -> str:
-        return f"{self.url}: {self.problem or f'HTTP status {self.status}'}"
+        asked = f" for {self.suite}" if self.suite else ""
+        return f"{self.url}: {self.problem or f'HTTP status {self.status}{asked}'}"
 
 
 def indexes(machine: Machine) -> list[Answer]:
@@ -59,13 +64,13 @@ def indexes(machine: Machine) -> list[Answer]:
     ]
 
 
-def mirrors(machine: Machine) -> list[Answer]:
-    """Ask each Debian source that builds and a bootstrap install from for its release file."""
+def mirrors(machine: Machine, suite: str) -> list[Answer]:
+    """Ask each source that builds on Debian's `suite` and its bootstrap install from for its release file."""
     proxies = dict(_proxies(machine.apt_proxies))
-    entries = [source.split()[1:3] for source in machine.apt_sources or (DEFAULT_SOURCE,)]
+    entries = [source.split()[1:3] for source in machine.sources(suite)] or [[DEFAULT_MIRROR, suite]]
     return [
-        _ask(uri, f"{uri.rstrip('/')}/dists/{suite}/InRelease", machine, proxies)
-        for uri, suite in entries
+        replace(_ask(uri, f"{uri.rstrip('/')}/dists/{name}/InRelease", machine, proxies), suite=name)
+        for uri, name in entries
         if uri.startswith(("http://", "https://"))
     ]
 

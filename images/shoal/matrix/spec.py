@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -61,11 +60,34 @@ class Child(_Needs):
     """A glob on the tags of the images before it that it is built on, each for itself; devel variants are none."""
 
 
+class System(Model):
+    """A release of Debian that images stand on."""
+
+    suite: Word
+    """Its name in a mirror, such as bookworm; of its updates, `<suite>-updates` and `<suite>-security`."""
+    upstream: Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9._/:-]*$")]
+    """The base image that is pulled, where a registry answers."""
+    sources: Literal["sources.list", "debian.sources"]
+    """What its apt gives as an example of its sources: those of a base image that is made here."""
+    python: Python
+    """The Python that its package python3 is: it has no other."""
+    devel: tuple[Package, ...] = ()
+    """Its packages that a devel variant has besides: what compiles. Without any, there is none."""
+
+    def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
+        """Yield the variants of images, and what they take from the system besides."""
+        yield "runtime", ()
+        if self.devel:
+            yield "devel", self.devel
+
+
 class ImageSpec(Release):
     """One image of the matrix."""
 
     python: Python
     os: Word
+    system: System
+    """What `os` names."""
     variant: Variant = "runtime"
     """`devel` has compilers too; its tag ends with that word."""
     packages: tuple[Package, ...] = ()
@@ -102,21 +124,6 @@ class ImageSpec(Release):
         return f"3.{self.python.removeprefix('py3')}"
 
 
-class System(Model):
-    """An operating system that images stand on."""
-
-    python: tuple[Python, ...]
-    """The versions of Python that it has."""
-    devel: tuple[Package, ...] = ()
-    """Its packages that a devel variant has besides: what compiles. Without any, there is none."""
-
-    def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
-        """Yield the variants of images, and what they take from the system besides."""
-        yield "runtime", ()
-        if self.devel:
-            yield "devel", self.devel
-
-
 class VersionsFile(Model):
     """dockerfiles/versions.yml: what there is to choose from."""
 
@@ -129,8 +136,9 @@ class VersionsFile(Model):
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
             for name, system in self.systems.items():
-                for python, (variant, packages) in itertools.product(system.python, system.variants()):
-                    place = {"os": name, "python": python, "variant": variant, "packages": packages}
+                for variant, packages in system.variants():
+                    place = {"os": name, "system": system, "python": system.python}
+                    place |= {"variant": variant, "packages": packages}
                     found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
         for number, child in enumerate(self.children):
             parents = [image for _, image in found if image.variant == "runtime"]
@@ -141,7 +149,7 @@ class VersionsFile(Model):
 
 
 def _on(parent: ImageSpec, child: Child) -> ImageSpec:
-    place = parent.model_dump(include={"device", "cuda", "python", "os"})
+    place = parent.model_dump(include={"device", "cuda", "python", "os", "system"})
     return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
 
 
@@ -229,6 +237,10 @@ class BuildSpec:
         by_tag = {image.tag: image for image in self.images}
         return [by_tag[tag] for tag in selectors.choose(by_tag, self.defaults, wanted, skip)]
 
+    def systems(self) -> list[System]:
+        """Return what the images stand on, each once."""
+        return list(dict.fromkeys(image.system for image in self.images))
+
     def parent(self, image: ImageSpec) -> ImageSpec | None:
         """Return the image that `image` extends."""
         return next((parent for parent in self.images if parent.tag == image.extends), None)
@@ -256,6 +268,7 @@ def load(path: Path) -> BuildSpec:
     held = [image for image in candidates if file.axes.hold(image)]
     images = tuple(_built(held, file.exclude))
     told += [document.told(*problem) for problem in _problems_of_axes(file, candidates)]
+    told += [document.told(*problem) for problem in _problems_of_systems(file.axes, versions.systems)]
     told += [document.told(*problem) for problem in _problems_of_choice(file, held, images)]
     if told:
         raise SpecError("\n".join(told))
@@ -299,6 +312,21 @@ def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[
             if value not in known:
                 hint = f"{did_you_mean(value, known)} There are: {', '.join(known)}"
                 yield ("axes", axis, number), f"{value!r} is nothing that {VERSIONS} has.{hint}"
+
+
+def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[tuple[Location, str]]:
+    """Yield (key path, message) of the values of `os` and `python` that do not fit those of the other axis."""
+    pythons = axes.python or [system.python for system in systems.values()]
+    chosen = {name: system.python for name, system in systems.items() if name in (axes.os or systems)}
+    there_is = ", ".join(f"{name} has {system.python}" for name, system in systems.items())
+    for number, name in enumerate(axes.os or ()):
+        if name in systems and systems[name].python not in pythons:
+            message = f"{name!r} has no Python of axes.python, which lists {', '.join(pythons)}"
+            yield ("axes", "os", number), f"{message}. What there is: {there_is}"
+    for number, python in enumerate(axes.python or ()):
+        if python not in chosen.values() and python in {system.python for system in systems.values()}:
+            message = f"{python!r} is no Python of axes.os, which lists {', '.join(axes.os or ())}"
+            yield ("axes", "python", number), f"{message}. What there is: {there_is}"
 
 
 def _problems_of_choice(

@@ -82,8 +82,9 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
     context |= {f"installer/{name}": content for name, content in sources.installer.items()}
     for layer, wheel in sources.own.items():
         context[f"{layer}/{wheel.name}"] = wheel.content
-    context |= {f"machine/debs/{path.name}": path for path in machine.debs}
-    return context | {f"machine/{name}": content for name, content in machine.files().items()}
+    suite = image.system.suite
+    context |= {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
+    return context | {f"machine/{name}": content for name, content in machine.files(suite).items()}
 
 
 def _engine(native: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class FakeEngine(ThreadingMixIn, UnixStreamServer):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), _Handler)
         self.address = f"unix://{path}"
-        self.images: dict[str, dict[str, str]] = {"debian:bookworm-slim": {}}
+        self.images: dict[str, dict[str, str]] = {"debian:bookworm-slim": {}, "debian:trixie-slim": {}}
         self.bases: dict[str, str] = {}
         self.failing: tuple[str, ...] = ()
         self.hanging: tuple[str, ...] = ()
@@ -64,6 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"ApiVersion": "1.41", "Components": [{"Name": "Engine"}]})
         elif path.endswith("/info"):
             self._answer({"DockerRootDir": "/nonexistent"})
+        elif path.endswith("/images/json"):
+            self._answer([])
         else:
             tag = path.partition("/images/")[2].removesuffix("/json")
             labels = self.server.images.get(tag)
@@ -89,10 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.images[tag] = json.loads(options["labels"])
         self.server.under_way.discard(tag)
 
-    def _write(self, document: dict[str, Any]) -> None:
+    def _write(self, document: dict[str, Any] | list[Any]) -> None:
         self.wfile.write(json.dumps(document).encode() + b"\n")
 
-    def _answer(self, document: dict[str, Any], status: int = 200) -> None:
+    def _answer(self, document: dict[str, Any] | list[Any], status: int = 200) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -156,6 +159,22 @@ def test_parents_are_built_first_and_what_is_there_is_left(fake: FakeEngine, che
     assert endings(out) == [f"✓ {ONE} up", f"✓ {TWO} built", f"✓ {CHILD} up", f"✓ {GRANDCHILD} up"]
     _, out, _ = shoal(fake, checkout, "plan")
     assert out.splitlines() == [f"{tag}: up to date" for tag in (ONE, TWO, CHILD, GRANDCHILD)]
+
+
+def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checkout: Path) -> None:
+    versions = checkout / "dockerfiles" / "versions.yml"
+    system = '  debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}\n'
+    versions.write_text(VERSIONS.replace("releases:\n", f"{system}releases:\n"))
+    newer = ONE.replace("py311-debian12", "py313-debian13")
+    locks = checkout / "dockerfiles" / "requirements"
+    shutil.copytree(locks / ONE.replace(":", "-"), locks / newer.replace(":", "-"))
+    code, _, err = shoal(fake, checkout, "build", "one-*")
+    assert (code, err) == (0, "")
+    assert fake.bases == {ONE: "debian:bookworm-slim", newer: "debian:trixie-slim"}
+    del fake.images["debian:trixie-slim"]
+    plans = {plan["tag"]: plan for plan in json.loads(shoal(fake, checkout, "plan", "one-*", "--json")[1])}
+    assert plans[ONE]["state"] == "up to date"
+    assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (not on the engine yet)"]
 
 
 def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import SpecError
 from shoal.sources import lock
 
 DEPENDENCIES = (
@@ -48,5 +49,5 @@ def test_markers_are_read_for_the_python_of_the_image(
 
 def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(lock.SpecError, match="locking needs Linux and x86_64; this is Linux aarch64"):
+    with pytest.raises(SpecError, match="locking needs Linux and x86_64; this is Linux aarch64"):
         lock._resolve(["main"], "3.13", None)

@@ -19,15 +19,18 @@ from .test_build import link_cache
 
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "offline-training:1.0-cpu-py311-debian12"
+TAGS = (TAG, "offline-training:1.0-cpu-py313-debian13")
 SPEC = "mpi: []\ndefaults: {}\n"
 VERSIONS = """\
-systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
+systems:
+  debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
+  debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}
 releases:
   - {framework: offline, version: "1.0", device: cpu, requirements: [six], disk_gib: 1}
 """
 TEMPLATE = """\
 {% import "macros.j2" as install with context %}
-ARG BASE=debian:bookworm-slim
+ARG BASE={{ image.system.upstream }}
 
 {{ install.stage("") }}
 
@@ -47,7 +50,7 @@ RUN ls /sys/class/net > /networks
 def offline(
     request: pytest.FixtureRequest, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """A project whose image has a Debian package and a wheel."""
+    """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
     monkeypatch.setenv("DOCKER_BUILDKIT", request.param)
     (tmp_path / "buildspec.yml").write_text(SPEC)
     for room in ("library", "toolkit"):
@@ -57,17 +60,19 @@ def offline(
     (templates / "versions.yml").write_text(VERSIONS)
     (templates / "offline.j2").write_text(TEMPLATE)
     shutil.copy(project.templates / "macros.j2", templates)
-    locks = templates / "requirements" / TAG.replace(":", "-")
-    locks.mkdir(parents=True)
-    for layer in LAYERS:
-        (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: six\n")
-    with (locks / "framework.txt").open("a") as file:
-        file.write(six(project))
+    for tag in TAGS:
+        locks = templates / "requirements" / tag.replace(":", "-")
+        locks.mkdir(parents=True)
+        for layer in LAYERS:
+            (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: six\n")
+        with (locks / "framework.txt").open("a") as file:
+            file.write(six(project))
     link_cache(tmp_path, project)
     yield tmp_path
     client = engine.connect()
-    if find(client, TAG):
-        client.images.remove(TAG, force=True)
+    for tag in TAGS:
+        if find(client, tag):
+            client.images.remove(tag, force=True)
 
 
 def six(project: Project) -> str:
@@ -78,7 +83,7 @@ def six(project: Project) -> str:
 
 def run(directory: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [str(SHOAL), *map(str, arguments)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.DockerClient) -> None:
@@ -87,22 +92,28 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert collected.returncode == 0, collected.stderr
     assert "Debian packages: python3-venv, and what they need" in collected.stdout
     assert [path.name.split("-")[0] for path in (bundle / "wheels").iterdir()] == ["six"]
-    assert any(path.name.startswith("python3-venv_") for path in (bundle / "bookworm" / "debs").iterdir())
-    assert (bundle / "bookworm" / "base.tar").stat().st_size > 1024**2
+    for suite, version in (("bookworm", "3.11"), ("trixie", "3.13")):
+        names = [path.name for path in (bundle / suite / "debs").iterdir()]
+        assert any(name.startswith(f"python3-venv_{version}.") for name in names)
+        assert (bundle / suite / "base.tar").stat().st_size > 1024**2
     built = run(offline, "build", "--bundle", bundle)
     assert built.returncode == 0, built.stdout + built.stderr
-    said = client.containers.run(
-        TAG, ["sh", "-c", "cat /networks; python -c 'import six; print(six.__name__)'"], remove=True
-    )
-    assert said.split() == [b"lo", b"six"]
+    for tag, version in zip(TAGS, ("3.11", "3.13")):
+        program = "import six, sys; print(six.__name__, sys.version[:4])"
+        said = client.containers.run(tag, ["sh", "-c", f"cat /networks; python -c '{program}'"], remove=True)
+        assert said.decode().split() == ["lo", "six", version]
     assert not [container for container in client.containers.list(all=True) if "shoal.job" in container.labels]
     # What it lacks is told, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
     for wheel in (bundle / "wheels").iterdir():
         wheel.unlink()
-    lacking = run(offline, "build", "--bundle", bundle)
+    lacking = run(offline, "build", TAG, "--bundle", bundle)
     assert lacking.returncode == 6
     assert "No matching distribution found for six" in lacking.stderr
+    shutil.rmtree(bundle / "trixie")
+    other = run(offline, "build", "--bundle", bundle)
+    assert other.returncode == 2
+    assert "it is for Debian bookworm, not for trixie" in other.stderr
 
 
 def test_another_directory_is_refused(offline: Path) -> None:

@@ -1,0 +1,109 @@
+"""The base images: a recipe for each system, and what mmdebstrap is given; no engine and no mirror are asked here."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import docker.errors
+import pytest
+
+from shoal.build import base
+from shoal.host.machine import Machine
+from shoal.matrix.spec import BuildSpec, System
+
+HOST = Machine((), (), ("deb http://one.example/debian bookworm main",), (), None, (), (), release="bookworm")
+MMDEBSTRAP = """\
+#!/bin/sh
+for word; do last=$word; echo "$word" >> {log}; done
+cat "$last" >> {log}
+for word; do case $word in */base.tar) tar -cf "$word" -T /dev/null;; esac; done
+"""
+
+
+@dataclass
+class FakeImages:
+    """An engine's images: none can be pulled; what is loaded is there, by its tag."""
+
+    there: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def get(self, tag: str) -> SimpleNamespace:
+        if tag not in self.there:
+            raise docker.errors.ImageNotFound(tag)
+        return SimpleNamespace(id=f"sha256:{tag}", tags=[tag], attrs={})
+
+    def pull(self, tag: str) -> None:
+        raise docker.errors.APIError(f"no registry has {tag}")
+
+    def list(self, filters: dict[str, str]) -> list[SimpleNamespace]:
+        name, _, value = filters["label"].partition("=")
+        return [self.get(tag) for tag, labels in self.there.items() if labels.get(name) == value]
+
+    def load(self, file: IO[bytes]) -> None:
+        with tarfile.open(fileobj=file) as archive:
+            config, manifest = (
+                json.load(archive.extractfile(name))  # type: ignore[arg-type]
+                for name in ("config.json", "manifest.json")
+            )
+        self.there[manifest[0]["RepoTags"][0]] = config["config"]["Labels"]
+
+
+@pytest.fixture
+def client() -> Any:
+    return SimpleNamespace(images=FakeImages())
+
+
+@pytest.fixture
+def systems(matrix: BuildSpec) -> dict[str, System]:
+    return {system.suite: system for system in matrix.systems()}
+
+
+def test_the_recipe_of_a_base_that_many_have_made_is_as_it_was(systems: dict[str, System]) -> None:
+    """Another one is another image: all that stand on it would be built again, everywhere."""
+    assert base.recipe_digest(systems["bookworm"]) == "800976e43a98"
+
+
+def test_each_system_has_a_recipe_of_its_own(systems: dict[str, System]) -> None:
+    """The sources of a base are where its apt looks for them, and no other is left there."""
+    old, new = (base.recipe(systems[suite]) for suite in ("bookworm", "trixie"))
+    assert (old[-1], new[-1]) == ("bookworm", "trixie")
+    assert any(word.endswith('> "$1/etc/apt/sources.list"') for word in old)
+    assert any(word.endswith('> "$1/etc/apt/sources.list.d/debian.sources"') for word in new)
+    assert any('rm -rf "$1"/etc/apt/sources.list.d/*' in word and '"$1"/etc/apt/sources.list' in word for word in new)
+
+
+def test_bases_are_bootstrapped_for_each_system_from_the_mirror_of_this_machine(
+    client: Any, systems: dict[str, System], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "mmdebstrap").write_text(MMDEBSTRAP.format(log=log))
+    (tmp_path / "mmdebstrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(base, "obstacle", lambda _: "")
+    said: list[str] = []
+    for suite in ("bookworm", "trixie"):
+        made = base.ensure(client, systems[suite], lambda: HOST, tmp_path / "cache", said.append)
+        assert made.reference.startswith(f"shoal-base:{suite}-")
+        assert base.find(client, systems[suite]) == made
+        *_, given, source = log.read_text().splitlines()
+        assert (Path(given).name, source) == ("sources.list", f"deb http://one.example/debian {suite} main")
+        assert suite in log.read_text().splitlines()
+        log.unlink()
+    assert [line for line in said if line.startswith("base: pulling")] == [
+        f"base: pulling debian:{suite}-slim" for suite in ("bookworm", "trixie")
+    ]
+    client.images.there.clear()
+    assert base.ensure(client, systems["trixie"], lambda: HOST, tmp_path / "cache", said.append) == made
+    assert not log.exists(), "it is kept, and not made again"
+
+
+def test_a_base_of_another_system_is_none(client: Any, systems: dict[str, System]) -> None:
+    client.images.there["debian:trixie-slim"] = {}
+    found = base.find(client, systems["trixie"])
+    assert found is not None
+    assert found.reference == "debian:trixie-slim"
+    assert base.find(client, systems["bookworm"]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -76,6 +77,40 @@ class VulnerableError(ShoalError):
     """What is inside an image has known vulnerabilities that nobody has accepted."""
 
     exit_code = 12
+
+
+class FileError(ShoalError):
+    """A file or directory of this machine cannot be read or written."""
+
+    exit_code = 13
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ADVICE = {
+    errno.EACCES: "give this user access to it, or name another place",
+    errno.EPERM: "give this user access to it, or name another place",
+    errno.EROFS: "name a place on a file system that can be written",
+    errno.ENOENT: "see that it is there, and the directory that it is in",
+    errno.ENOTDIR: "name a directory; a part of this is a file",
+    errno.EISDIR: "name a file; this is a directory",
+}
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether it says that a disk, or this user's part of it, is full."""
+    return error.errno in _FULL
+
+
+def of_system(error: OSError) -> ShoalError | None:
+    """Return what the system's refusal is to a user; None for one that names no file, unless a disk is full."""
+    words = error.strerror or type(error).__name__
+    if is_full(error):
+        where = f"{error.filename}: " if error.filename else ""
+        return DiskError(f"{where}{words}. What to do: free some (df shows which disk is full), or name another place")
+    if error.filename is None:
+        return None
+    advice = _ADVICE.get(error.errno or 0)
+    return FileError(f"{error.filename}: {words}{f'. What to do: {advice}' if advice else ''}")
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.5) -> str:

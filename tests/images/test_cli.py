@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
+import urllib3.exceptions
 
-from shoal import engine
+from shoal import cli, engine
 from shoal.commands import building
 from shoal.errors import DiskError, ShoalError
 from shoal.matrix.project import Project
@@ -98,21 +102,89 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     assert words in result.stderr
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root; CI runs as root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 def test_too_little_disk_is_told_with_both_numbers(small_disk: Path) -> None:
     with pytest.raises(DiskError, match=r"0\.0 GiB free, and this build needs 16 GiB"):
         engine.check_free(small_disk, 16)
     engine.check_free(small_disk, 0)
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written_exits_5(project: Project, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    result = shoal("new", str(small_disk / "mine"), cwd=project.root)
+    assert result.returncode == 5
+    assert "No space left on device. What to do: free some" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_what_cannot_be_written_exits_13_with_its_name_and_the_reason(project: Project, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    result = shoal("new", str(small_disk / "mine"), cwd=project.root)
+    assert result.returncode == 13
+    assert result.stderr == (
+        f"shoal: {small_disk}/mine: Read-only file system. What to do: name a place on a file system that can be"
+        " written\n"
+    )
+
+
+def test_a_file_where_a_directory_is_needed_exits_13(project: Project, tmp_path: Path) -> None:
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles", ignore=shutil.ignore_patterns("rendered"))
+    (tmp_path / "dockerfiles" / "rendered").write_text("")
+    result = shoal("render", "pytorch", cwd=tmp_path)
+    assert result.returncode == 13
+    assert "dockerfiles/rendered" in result.stderr
+    assert "Not a directory. What to do: name a directory; a part of this is a file" in result.stderr
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names no file and no engine is ours to mend."""
+
+    def wrong() -> None:
+        raise OSError("of no file")
+
+    monkeypatch.setattr(cli, "app", lambda **_: wrong())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(OSError, match="of no file"):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (requests.ConnectionError("gone"), 4, "the engine could not be asked: gone"),
+        (urllib3.exceptions.ProtocolError("broken off"), 4, "the engine could not be asked: broken off"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. What to do: give"),
+        (OSError(errno.EIO, "Input/output error", "/x"), 13, "/x: Input/output error"),
+        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. What to do: free"),
+    ],
+)
+def test_each_kind_of_failure_has_words(
+    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err.startswith(f"shoal: {words}")
+
+
+@pytest.mark.parametrize("command", ["sbom", "manifest"])
+def test_where_a_page_goes_is_looked_at_before_an_engine_is_asked(
+    project: Project, tmp_path: Path, command: str
+) -> None:
+    result = shoal(command, "pytorch", "-o", str(tmp_path / "no" / "page"), cwd=project.root, **NO_ENGINE)
+    assert result.returncode == 2
+    assert f"{tmp_path / 'no'} is no directory. Make it: mkdir -p" in result.stderr
+
+
+def test_advisories_are_looked_at_before_an_engine_is_asked(project: Project, tmp_path: Path) -> None:
+    result = shoal("audit", "pytorch", "--advisories", str(tmp_path), cwd=project.root, **NO_ENGINE)
+    assert result.returncode == 3
+    assert f"{tmp_path}: cannot be read: Is a directory" in result.stderr
 
 
 def test_the_engine_script_refuses_to_replace_a_named_engine(project: Project) -> None:

@@ -52,3 +52,10 @@ def test_nothing_is_overwritten(tmp_path: Path, matrix: BuildSpec) -> None:
         scaffold.write(tmp_path / "mine", matrix.select("pytorch"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.py"]
     assert (tmp_path / "mine" / "train.py").read_text() == "precious"
+
+
+def test_a_file_is_no_directory_to_write_to(tmp_path: Path, matrix: BuildSpec) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(UsageError, match="mine: is a file; expected a directory, new or empty"):
+        scaffold.write(tmp_path / "mine", matrix.select("pytorch"))
+    assert (tmp_path / "mine").read_text() == "precious"

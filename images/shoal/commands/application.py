@@ -9,11 +9,12 @@ import sys
 
 import docker.errors
 import requests
+import urllib3.exceptions
 
 from shoal.build.unchanged import Question
 from shoal.commands import completion
 from shoal.commands.common import app
-from shoal.errors import EngineError, ShoalError
+from shoal.errors import EngineError, ShoalError, of_system
 
 _ROOMS = ("beginning", "building", "looking", "running")
 """The modules with commands; importing one adds its own to `app`."""
@@ -34,15 +35,24 @@ def main(asked: Question | None) -> None:
         importlib.import_module(f"shoal.commands.{room}")
     try:
         app(standalone_mode=True, obj=asked)
-    except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except docker.errors.APIError as error:
-        print(f"shoal: the engine refused: {error.explanation or error}", file=sys.stderr)
-        sys.exit(EngineError.exit_code)
-    except (docker.errors.DockerException, requests.RequestException) as error:
-        print(f"shoal: the engine could not be asked: {error}", file=sys.stderr)
-        sys.exit(EngineError.exit_code)
+    except Exception as error:
+        told = _told(error)
+        if told is None:  # a defect of ours, which its traceback tells best
+            raise
+        print(f"shoal: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)
+
+
+def _told(error: Exception) -> ShoalError | None:
+    """Return the words and the exit code of a failure that a user can act on; None for any other."""
+    if isinstance(error, ShoalError):
+        return error
+    if isinstance(error, docker.errors.APIError):
+        return EngineError(f"the engine refused: {error.explanation or error}")
+    # Before the system's: what requests raises is of that kind too.
+    if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
+        return EngineError(f"the engine could not be asked: {error}")
+    return of_system(error) if isinstance(error, OSError) else None
 
 
 def _end(number: int, _frame: object) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import docker.errors
 import requests
 import typer
+import urllib3.exceptions
 from rich.console import Console
 
 from shoal.commands import completion
@@ -24,8 +25,8 @@ reports = typer.Typer(help="Pictures and tables of images, and of what a job did
 app.add_typer(reports, name="report")
 console = Console(highlight=False)
 
-EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException)
-"""The failures that have words and an exit code."""
+EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
+"""The failures of builds and pushes that have words and an exit code, and do not keep the next from being tried."""
 
 _IMAGES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'; none: all images."
 Images = Annotated[

@@ -14,7 +14,7 @@ from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.errors import VulnerableError
 from shoal.inside import advisories, contents, differences, manifest, sbom
-from shoal.report import size
+from shoal.report import files, size
 
 _SIZE_HELP = "A tag, a framework of buildspec.yml, any image of the engine, or a .tar that docker save wrote."
 Foreign = Annotated[
@@ -28,6 +28,7 @@ ToFile = Annotated[Path | None, typer.Option("-o", "--output", help="Into this f
 def bill_of_materials(image: Foreign, file: ToFile = None) -> None:
     """Write what is inside an image as a CycloneDX bill of materials: Debian's packages, Python's, their licences."""
     tag = tag_of(image)
+    _check(file)
     _give(output.text(sbom.cyclonedx(contents.read(engine.connect(), tag))), file, console)
 
 
@@ -35,6 +36,7 @@ def bill_of_materials(image: Foreign, file: ToFile = None) -> None:
 def show_manifest(image: Foreign, file: ToFile = None, as_json: AsJson = False) -> None:
     """Write what is inside an image as a page of Markdown, and whether its tag tells the truth."""
     tag = tag_of(image)
+    _check(file)
     matrix = matrix_here()
     known = next((one for one in (matrix.images if matrix else ()) if one.tag == tag), None)
     found = manifest.of(contents.read(engine.connect(), tag), known)
@@ -51,7 +53,8 @@ def audit_image(
     """Say which Python packages in an image have known vulnerabilities; nothing is asked over a network."""
     tag = tag_of(image)
     accepted = advisories.read_accepted(allow)
-    inside, told = contents.read(engine.connect(), tag), advisories.read(known)
+    told = advisories.read(known)
+    inside = contents.read(engine.connect(), tag)
     found = advisories.findings(inside, told, accepted)
     unused, unaudited = advisories.unused(found, accepted), advisories.unaudited(inside, told)
     today = datetime.date.today()
@@ -73,11 +76,17 @@ def audit_image(
     say(f"✓ {tag}: nothing known of it that is not accepted", progress)
 
 
+def _check(file: Path | None) -> None:
+    """Raise UsageError for a file that cannot be written, before the long reading."""
+    if file is not None:
+        files.targets(file, as_json=False, read=())
+
+
 def _give(text: str, file: Path | None, progress: Console) -> None:
     if file is None:
         print(text)
     else:
-        file.write_text(text + "\n")
+        files.write(file, {file: text + "\n"})
         tell_written([file], progress)
 
 

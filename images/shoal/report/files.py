@@ -1,4 +1,4 @@
-"""The files of a report: a page, and what stands beside it."""
+"""The files of a report: a page, and what stands beside it; also those of others that a command has `-o` for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal.errors import DiskError, UsageError, is_full
 
 
 def targets(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path]:
@@ -31,9 +31,21 @@ def targets(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path]:
 
 
 def write(output: Path, texts: Mapping[Path, str]) -> None:
-    """Write the texts. Raises `UsageError`, naming the option, for one that cannot be written."""
+    """Write the texts. Raises `UsageError`, or `DiskError` for a full one, naming the option and the file."""
     for path, text in texts.items():
         try:
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
         except OSError as error:
-            raise UsageError(f"-o {output}: {path} cannot be written: {error.strerror}") from error
+            kind = DiskError if is_full(error) else UsageError
+            raise kind(f"-o {output}: {path} cannot be written: {error.strerror}. Choose another place") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file; a new one that an error or an interrupt cuts off does not stay."""
+    was_there = path.exists()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except BaseException:
+        if not was_there:
+            path.unlink(missing_ok=True)
+        raise

@@ -23,7 +23,8 @@ _FILES = {
 def write(directory: Path, image: ImageSpec) -> list[Path]:
     """Write a project for an image of its own on top of `image`, named as its directory; return the files.
 
-    Raises UsageError for a name that no image can have, and where something is there already: nothing is overwritten.
+    Raises UsageError for a name that no image can have, and where something is there already: nothing is
+    overwritten.
     """
     name = directory.name
     if not _NAME.fullmatch(name):
@@ -31,6 +32,8 @@ def write(directory: Path, image: ImageSpec) -> list[Path]:
             f"{name!r} cannot be an image's name: small letters and digits, with single '.', '_' or '-' between them,"
             " such as my-training"
         )
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory}: is a file; expected a directory, new or empty. Choose another name")
     if directory.exists() and any(directory.iterdir()):
         raise UsageError(f"{directory}: is there already, and not empty. Choose another name, or remove it")
     directory.mkdir(parents=True, exist_ok=True)

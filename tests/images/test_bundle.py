@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,10 @@ import pytest
 from shoal import engine
 from shoal.build import base, bundle
 from shoal.commands import building
-from shoal.errors import UsageError
+from shoal.errors import BuildError, DiskError, UsageError
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec
-from shoal.sources import context
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import context, lock, wheels
 
 
 def write_bundle(directory: Path, *suites: str) -> Path:
@@ -68,3 +71,91 @@ def test_json_has_what_was_collected(
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim")
     assert "wheels: huggingface-training" in told.err
+
+
+def test_a_file_is_refused_before_the_engine_is_asked(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    monkeypatch.chdir(project.root)
+    with pytest.raises(UsageError, match="file: is a file; expected a directory, new or of a bundle"):
+        building.bundle_images(tmp_path / "file", ["pytorch"])
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+class Saved:
+    """An engine with one image, whose archive comes in these chunks."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.images, self._chunks = self, chunks
+
+    def get(self, _: str) -> Saved:
+        return self
+
+    def save(self, *, named: bool) -> Iterable[bytes]:
+        assert named
+        return self._chunks
+
+
+def save(chunks: Iterable[bytes], path: Path) -> None:
+    bundle._save(Saved(chunks), "base", path)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_told_and_keeps_nothing_that_is_cut_off(small_disk: Path) -> None:
+    with pytest.raises(DiskError, match=rf"^{small_disk}: No space left on device. What to do: free some"):
+        save([bytes(2**20)] * 2, small_disk / "base.tar")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_an_interrupt_keeps_nothing_that_is_cut_off(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyboardInterrupt
+
+    (tmp_path / "base.tar").write_bytes(b"from before")
+    with pytest.raises(KeyboardInterrupt):
+        save(chunks(), tmp_path / "base.tar")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"base.tar": b"from before"}
+    save([b"whole", b"!"], tmp_path / "base.tar")
+    assert (tmp_path / "base.tar").read_bytes() == b"whole!"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [("ERROR: no such file", BuildError), ("OSError: [Errno 28] No space left on device", DiskError)]
+)
+def test_wheels_that_cannot_be_fetched_are_told_with_pips_words(
+    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, kind: type
+) -> None:
+    def download(_: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
+        (scratch / "wheels" / "half.whl").write_bytes(b"half")
+        return subprocess.CompletedProcess([], 1, "", words)
+
+    monkeypatch.setattr(bundle, "_pip_download", download)
+    (tmp_path / "wheels").mkdir()
+    with pytest.raises(kind, match=re.escape(words)):
+        bundle._collect_wheels(project, matrix, matrix.select("pytorch"), tmp_path / "wheels")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "wheels"]
+
+
+def test_only_the_wheels_that_are_not_there_are_fetched(
+    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = matrix.select("pytorch")
+    asked: list[str] = []
+
+    def download(_: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
+        asked.append((scratch / "requirements.txt").read_text())
+        (scratch / "wheels" / "one.whl").write_bytes(b"whole")
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    pins = [pin for layer in lock.read_image(project, matrix, image).values() for pin in layer]
+    first, *others = pins
+    monkeypatch.setattr(bundle, "_pip_download", download)
+    monkeypatch.setattr(wheels, "found", lambda *_: iter([(first, tmp_path)]))
+    (tmp_path / "wheels").mkdir()
+    bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
+    assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
+    assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
+    monkeypatch.setattr(wheels, "found", lambda *_: ((pin, tmp_path) for pin in pins))
+    bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
+    assert len(asked) == 1

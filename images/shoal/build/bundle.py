@@ -6,12 +6,15 @@ its name, the base image and packages.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -23,12 +26,12 @@ from shoal import engine
 from shoal.build import base
 from shoal.build.base import Say
 from shoal.engine import containers
-from shoal.errors import BuildError, UsageError
+from shoal.errors import BuildError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import context, lock, render
+from shoal.sources import context, lock, render, wheels
 
 _BASE, _WHEELS, _DEBS = "base.tar", "wheels", "debs"
 _INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
@@ -43,6 +46,9 @@ cd /debs && rm -rf partial lock && for file in *.deb; do
     echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)" && echo
 done > {index}
 """
+
+
+_WHEN_FULL = "What to do: free some, or name a directory on another disk; what is whole there is not fetched again"
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,19 @@ class Bundle:
 def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
     """Fill the directory with what builds of these images, and of those that they extend, take from a network.
 
-    What lies there already stays. Raises BuildError with apt's or pip's words, EngineError, BaseImageError.
+    What lies there already stays, and nothing that is cut off: each file comes to its place when it is whole. Raises
+    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, EngineError,
+    BaseImageError.
     """
     wanted = spec.with_parents(images)
+    _make(directory)
     client = engine.connect()
-    (directory / _WHEELS).mkdir(parents=True, exist_ok=True)
     bases: list[str] = []
     packages: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):
         found = base.ensure(client, system, machine.read, project.cache, say)
         own = directory / system.suite
-        own.mkdir(exist_ok=True)
+        (own / _DEBS).mkdir(parents=True, exist_ok=True)
         say(f"base: {found.reference}")
         _save(client, found.reference, own / _BASE)
         files = [render.render(project, image) for image in wanted if image.system == system]
@@ -129,12 +137,35 @@ def debian_packages(dockerfile: str) -> Iterator[str]:
         yield from names.split()
 
 
+def _make(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
+    (directory / _WHEELS).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """Give a directory on the bundle's own disk, which is gone in the end: what is whole can be moved out of it."""
+    try:
+        with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
+            yield Path(name)
+    except OSError as error:
+        if is_full(error):
+            raise DiskError(f"{directory}: {error.strerror}. {_WHEN_FULL}") from error
+        raise
+
+
+def _failure(text: str) -> BuildError | DiskError:
+    """Return what another program's failure is, by its words."""
+    return DiskError(f"{text}\n{_WHEN_FULL}") if os.strerror(errno.ENOSPC) in text else BuildError(text)
+
+
 def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        for chunk in client.images.get(reference).save(named=True):
-            file.write(chunk)
-    part.replace(path)
+    with _scratch(path.parent) as scratch:
+        with (scratch / path.name).open("wb") as file:
+            for chunk in client.images.get(reference).save(named=True):
+                file.write(chunk)
+        (scratch / path.name).replace(path)
 
 
 def _collect_debs(
@@ -152,13 +183,15 @@ def _collect_debs(
         container.start()
         if container.wait()["StatusCode"]:
             log = container.logs().decode(errors="replace")
-            raise BuildError(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
-        _fetch(container, f"/{_DEBS}", directory)
+            raise _failure(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
+        with _scratch(directory) as scratch:
+            _fetch(container, f"/{_DEBS}", scratch)
+            _move(scratch / _DEBS, directory / _DEBS, last=_INDEX)
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
     chunks, _ = container.get_archive(path)
-    with TemporaryFile() as file:
+    with TemporaryFile(dir=directory) as file:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
@@ -166,18 +199,37 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
             archive.extractall(directory, filter="data")
 
 
+def _move(source: Path, target: Path, last: str = "") -> None:
+    """Move the files there; `last` says that the others are."""
+    for path in sorted(source.iterdir(), key=lambda path: path.name == last):
+        path.replace(target / path.name)
+
+
 def _collect_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
     pins = [pin for layer in lock.read_image(project, spec, image).values() for pin in layer]
-    index = spec.indexes[image.index] if image.index else None
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    command += [*lock.target_options(image.python_version), f"--dest={directory}"]
-    with TemporaryDirectory(prefix="shoal-bundle-") as scratch:
-        path = Path(scratch, "requirements.txt")
+    there = {pin for pin, _ in wheels.found(pins, [directory])}
+    if not (lacking := [pin for pin in pins if pin not in there]):
+        return
+    with _scratch(directory.parent) as scratch:
+        for name in ("wheels", "temporary"):
+            (scratch / name).mkdir()
         # `===`: a file for the CPU that pip may have at hand is of the same version, and another one.
-        path.write_text("".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pins))
-        command.append(f"--requirement={path}")
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode and index:  # only where pip's own configuration does not hold the file
-            result = subprocess.run([*command, "--extra-index-url", index], capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise BuildError(f"{image.tag}: pip cannot fetch its wheels:\n{result.stderr.strip()[-2000:]}")
+        lines = [f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in lacking]
+        (scratch / "requirements.txt").write_text("".join(lines))
+        result = _pip_download(spec, image, scratch)
+        if result.returncode:
+            raise _failure(f"{image.tag}: pip cannot fetch its wheels:\n{result.stderr.strip()[-2000:]}")
+        _move(scratch / "wheels", directory)
+
+
+def _pip_download(spec: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command += [*lock.target_options(image.python_version), f"--dest={scratch / 'wheels'}"]
+    command.append(f"--requirement={scratch / 'requirements.txt'}")
+    # An interrupt kills it, with no time to remove what it has begun.
+    environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode and image.index:  # only where pip's own configuration does not hold the file
+        command += ["--extra-index-url", spec.indexes[image.index]]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return result

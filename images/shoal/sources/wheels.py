@@ -88,6 +88,12 @@ def installer() -> Mapping[str, bytes]:
 
 def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:
     """Yield the files in `directories` that are locked: same name, version and SHA-256."""
+    for _, path in found(pins, directories):
+        yield path
+
+
+def found(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
+    """Yield them after the pins that they are."""
     wanted = {(pin.name, Version(pin.version)): pin for pin in pins}
     for directory in directories:
         for path in sorted(directory.glob("*.whl")):
@@ -97,7 +103,7 @@ def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:
                 continue
             pin = wanted.get((canonicalize_name(name), version))
             if pin and _sha256(path) == pin.sha256:
-                yield path
+                yield pin, path
 
 
 def _sha256(path: Path) -> str:

@@ -6,7 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import docker.errors
 import pytest
+import requests
+import urllib3.exceptions
 from rich.console import Console
 
 from shoal import engine as engines
@@ -113,3 +116,54 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_told(
         assert [first["state"], second["state"], third["state"]] == ["failed", "failed", "pushed"]
         assert first["error"].startswith(f"localhost:5000/{tags[0]}: denied: the first. What to do: docker login")
         assert (third["digest"], third["tries"], third["error"]) == ("sha256:1", 1, None)
+
+
+class Leaving(Engine):
+    """An engine that goes away during the first push, as the SDK tells it; `back`: it is there for the next."""
+
+    def __init__(self, error: Exception, *, back: bool) -> None:
+        super().__init__()
+        self._error: Exception | None = error
+        self._gone, self._back = False, back
+
+    def _ask(self) -> None:
+        if self._gone:
+            self._gone = not self._back
+            raise requests.ConnectionError("connection refused")
+
+    def get(self, name: str) -> Engine:
+        self._ask()
+        return super().get(name)
+
+    def remove(self, name: str) -> None:
+        self._ask()
+        super().remove(name)
+
+    def push(self, _: str, **options: Any) -> Iterator[dict[str, Any]]:
+        if self._error:
+            error, self._error, self._gone = self._error, None, True
+            yield {"id": "1", "progressDetail": {"current": 1, "total": 2}}
+            raise error
+        yield from super().push(_, **options)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        urllib3.exceptions.ProtocolError("Connection broken: IncompleteRead"),
+        requests.ConnectionError("reset"),
+        docker.errors.StreamParseError("half a line"),
+    ],
+)
+def test_an_engine_that_goes_away_is_told_for_each_image(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, back: bool
+) -> None:
+    answers = Leaving(error, back=back)
+    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.chdir(project.root)
+    with pytest.raises(PushError, match=r"pytorch.*the engine went away during the push: .* What to do: see that it"):
+        building.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["state"], second["state"]) == ("failed", "pushed" if back else "failed")
+    assert back or "the engine went away" in second["error"]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import docker
 import docker.errors
+import requests
+import urllib3.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from shoal.engine import containers
 from shoal.errors import PushError
 
 TRIES = 5
@@ -59,10 +62,10 @@ def push(
     """Push the engine's image `tag` as `target`, with the credentials that `docker login` has stored.
 
     What the network or the registry may do better a moment later is tried again, with 1, 2, 4, 8 seconds between; all
-    else is not. Raises PushError with the registry's words.
+    else is not. Raises PushError with the registry's words, or that the engine went away.
     """
     started = time.monotonic()
-    with _named(client, tag, target):
+    with _engine_there(target), _named(client, tag, target):
         for tries in range(1, TRIES + 1):
             try:
                 digest = _try(client, target, console)
@@ -77,6 +80,20 @@ def push(
 
 
 @contextmanager
+def _engine_there(target: str) -> Iterator[None]:
+    """Say what it means where the engine's answer breaks off, or none comes: the SDK hands on what is below it."""
+    try:
+        yield
+    except docker.errors.APIError:  # it answers
+        raise
+    except (requests.RequestException, urllib3.exceptions.HTTPError, docker.errors.StreamParseError) as error:
+        raise PushError(
+            f"{target}: the engine went away during the push: {error}. What to do: see that it runs (shoal doctor),"
+            " and push again; what the registry has already is not sent twice"
+        ) from error
+
+
+@contextmanager
 def _named(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
     """Give the image that name, for as long as it is pushed."""
     try:
@@ -84,12 +101,13 @@ def _named(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]
     except docker.errors.ImageNotFound:
         raise PushError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
     is_new = target not in image.tags
-    image.tag(target)
     try:
+        image.tag(target)
         yield
     finally:
         if is_new:
-            client.images.remove(target)
+            with containers.uninterrupted(), suppress(docker.errors.ImageNotFound):  # the engine did not take it
+                client.images.remove(target)
 
 
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:

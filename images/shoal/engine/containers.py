@@ -24,22 +24,28 @@ def unique(stem: str) -> str:
 
 
 @contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let no further interrupt end a removal half way; it takes a second or two."""
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
     """Remove all containers and networks of the job at the end: by label, so those half made are found too."""
     try:
         yield
     finally:
-        # A further interrupt must not end this half way; it takes a second or two.
-        old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with uninterrupted():
             for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
                 with contextlib.suppress(docker.errors.NotFound):
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
                 network.remove()
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
 
 def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:

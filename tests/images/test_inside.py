@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import docker.errors
 import pytest
 
 from shoal import engine
 from shoal.commands import looking
+from shoal.engine import images as engine_images
+from shoal.errors import ImageError
 from shoal.inside import contents as inside
-from shoal.inside import manifest, sbom, truth
+from shoal.inside import manifest, probe, sbom, truth
 from shoal.inside.contents import Contents
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
@@ -89,6 +95,7 @@ def test_the_manifest_as_json(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(engine_images, "find", lambda *_: True)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag, python="3.12.1"))
     monkeypatch.chdir(project.root)
     looking.show_manifest(TAG, as_json=True)
@@ -121,6 +128,77 @@ def test_the_manifest_as_json(
 )
 def test_a_tag_that_says_something_else_is_told(matrix: BuildSpec, changes: dict[str, Any], words: list[str]) -> None:
     assert truth.differences(contents(**changes), matrix.select(TAG)) == words
+
+
+class Empty:
+    """An engine without images."""
+
+    def __init__(self) -> None:
+        self.images = self
+
+    def get(self, _: str) -> None:
+        raise docker.errors.ImageNotFound("none")
+
+    def list(self) -> list[None]:
+        return []
+
+
+@pytest.mark.parametrize("command", [looking.show_manifest, looking.bill_of_materials])
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        ("pytorch", f"^{TAG}: not built yet. Build it: shoal build {TAG}$"),
+        ("ubuntu:24.04", "^ubuntu:24.04: no such image on the engine or in buildspec.yml. Build or pull it"),
+    ],
+)
+def test_only_an_image_of_the_matrix_is_said_to_be_built(
+    project: Project, monkeypatch: pytest.MonkeyPatch, command: Callable[[str], None], tag: str, words: str
+) -> None:
+    monkeypatch.setattr(engine, "connect", Empty)
+    monkeypatch.chdir(project.root)
+    with pytest.raises(ImageError, match=words):
+        command(tag)
+
+
+@pytest.mark.parametrize("name", ["probe.py", "files_probe.py"])
+def test_a_probe_can_be_run_by_pythons_back_to_39(name: str) -> None:
+    """What images of others have: no syntax of a later one, and hints of types are not looked at."""
+    tree = ast.parse(files("shoal.inside").joinpath(name).read_text(), feature_version=(3, 9))
+    future, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    assert [alias.name for alias in future.names] == ["annotations"]
+    younger = {"freedesktop_os_release"}  # of 3.10
+    assert not younger & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("name", ["probe.py", "files_probe.py"])
+def test_a_probe_runs_on_an_old_python(name: str) -> None:
+    python = shutil.which("python3.9") or sys.executable
+    if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info[1] != 9)"], check=False).returncode:
+        pytest.skip("no Python 3.9 here; the test above reads the text")
+    text = files("shoal.inside").joinpath(name).read_text()
+    cut = text.replace('below("/", device)', 'below("/etc", device)')
+    assert json.loads(subprocess.run([python, "-c", cut], capture_output=True, check=True).stdout)
+
+
+def test_a_system_without_dpkg_and_commands_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probe.packages() == []
+    assert probe.said(["pip", "--version"]) == ""
+
+
+def test_distributions_without_a_name_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, text in (("~orch-1", ""), ("b-1", "Name: b\nVersion: 1\n"), ("A-2", "Name: A\n")):
+        (tmp_path / f"{name}.dist-info").mkdir()
+        (tmp_path / f"{name}.dist-info" / "METADATA").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert [(of["name"], of["version"]) for of in probe.distributions()] == [("A", ""), ("b", "1")]
+
+
+def test_the_system_is_what_the_first_file_says(tmp_path: Path) -> None:
+    (tmp_path / "second").write_text('# a comment\nID=debian\nPRETTY_NAME="Debian \\"GNU\\" 12"\nEMPTY=\n')
+    found = probe.system(str(tmp_path / "first"), str(tmp_path / "second"))
+    assert found == {"ID": "debian", "PRETTY_NAME": 'Debian "GNU" 12', "EMPTY": ""}
+    assert probe.system(str(tmp_path / "first")) == {}
 
 
 def test_the_probe_says_what_is_here() -> None:

@@ -6,13 +6,15 @@ import datetime
 from pathlib import Path
 from typing import Annotated
 
+import docker
 import typer
 from rich.console import Console
 
 from shoal import engine
 from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
-from shoal.errors import VulnerableError
+from shoal.engine import images
+from shoal.errors import ImageError, VulnerableError
 from shoal.inside import advisories, contents, differences, manifest, sbom
 from shoal.report import files, size
 
@@ -29,7 +31,7 @@ def bill_of_materials(image: Foreign, file: ToFile = None) -> None:
     """Write what is inside an image as a CycloneDX bill of materials: Debian's packages, Python's, their licences."""
     tag = tag_of(image)
     _check(file)
-    _give(output.text(sbom.cyclonedx(contents.read(engine.connect(), tag))), file, console)
+    _give(output.text(sbom.cyclonedx(contents.read(_engine_with(tag), tag))), file, console)
 
 
 @app.command("manifest")
@@ -39,7 +41,7 @@ def show_manifest(image: Foreign, file: ToFile = None, as_json: AsJson = False) 
     _check(file)
     matrix = matrix_here()
     known = next((one for one in (matrix.images if matrix else ()) if one.tag == tag), None)
-    found = manifest.of(contents.read(engine.connect(), tag), known)
+    found = manifest.of(contents.read(_engine_with(tag), tag), known)
     _give(output.text(found) if as_json else manifest.markdown(found), file, screen(as_json))
 
 
@@ -54,7 +56,7 @@ def audit_image(
     tag = tag_of(image)
     accepted = advisories.read_accepted(allow)
     told = advisories.read(known)
-    inside = contents.read(engine.connect(), tag)
+    inside = contents.read(_engine_with(tag), tag)
     found = advisories.findings(inside, told, accepted)
     unused, unaudited = advisories.unused(found, accepted), advisories.unaudited(inside, told)
     today = datetime.date.today()
@@ -74,6 +76,15 @@ def audit_image(
             " shoal lock), or accept them in a file (--allow) with a reason and a day on which that ends"
         )
     say(f"✓ {tag}: nothing known of it that is not accepted", progress)
+
+
+def _engine_with(*tags: str) -> docker.DockerClient:
+    """Return a client of the engine. Raises ImageError, with what to do, for an image that it does not have."""
+    client = engine.connect()
+    for tag in tags:
+        if images.find(client, tag) is None:
+            raise ImageError(images.missing(client, tag, matrix_here()))
+    return client
 
 
 def _check(file: Path | None) -> None:
@@ -119,7 +130,7 @@ def report_differences(
     docker save there, docker load and docker tag here.
     """
     tags = tag_of(image), tag_of(other)
-    client = engine.connect()
+    client = _engine_with(*tags)
     with screen(as_json).status(f"reading {' and '.join(tags)}"):
         found = differences.compare(*tags, *(differences.read(client, tag) for tag in tags))
     if as_json:

@@ -7,6 +7,9 @@ import docker.errors
 import docker.models.images
 import requests
 
+from shoal.errors import did_you_mean
+from shoal.matrix.spec import BuildSpec
+
 
 def find(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
     """Return the engine's image of that tag, or None."""
@@ -14,6 +17,16 @@ def find(client: docker.DockerClient, tag: str) -> docker.models.images.Image | 
         return client.images.get(tag)
     except docker.errors.ImageNotFound:
         return None
+
+
+def missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | None) -> str:
+    """Return the words for an image that the engine does not have: one of the matrix can be built, no other."""
+    ours = [image.tag for image in matrix.images] if matrix else []
+    if tag in ours:
+        return f"{tag}: not built yet. Build it: shoal build {tag}"
+    known = [*(matrix.defaults if matrix else ()), *ours, *(tag for of in client.images.list() for tag in of.tags)]
+    hint = did_you_mean(tag, known, limit=3)
+    return f"{tag}: no such image on the engine or in buildspec.yml.{hint} Build or pull it; docker images lists them."
 
 
 def remove_replaced(client: docker.DockerClient, image_id: str) -> None:

@@ -30,7 +30,7 @@ def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     try:
         client.images.get(tag)
     except docker.errors.ImageNotFound:
-        raise ImageError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
+        raise ImageError(f"{tag}: not on the engine. Build or pull it") from None
     text = files("shoal.inside").joinpath(program).read_text()
     label = containers.unique("inside")
     settings = _SETTINGS | {"labels": {containers.JOB_LABEL: label}}

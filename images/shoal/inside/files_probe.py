@@ -1,5 +1,7 @@
 """Says, as JSON, which files there are where it runs. The text of this file is what a container's Python is given."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.table import Table
 
 from shoal import engine
-from shoal.engine.images import find
-from shoal.errors import UsageError, did_you_mean
+from shoal.engine.images import find, missing
+from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.matrix.spec import BuildSpec
@@ -131,7 +131,7 @@ def _find(word: str, matrix: BuildSpec | None) -> _Archive:
     client = engine.connect()
     image = find(client, tag)
     if image is None:
-        raise UsageError(_missing(client, tag, matrix))
+        raise UsageError(missing(client, tag, matrix))
     return _Archive(tag, int(image.attrs["Size"]), _saved(client, str(image.id)))
 
 
@@ -144,15 +144,6 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 def _saved(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
     """Ask the engine for an image when the first piece is wanted; by its ID, as a name may have several images."""
     yield from client.api.get_image(image_id, chunk_size=_READ)
-
-
-def _missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | None) -> str:
-    ours = [image.tag for image in matrix.images] if matrix else []
-    if tag in ours:
-        return f"{tag}: not built yet. Build it: shoal build {tag}"
-    known = [*(matrix.defaults if matrix else ()), *ours, *(tag for of in client.images.list() for tag in of.tags)]
-    hint = did_you_mean(tag, known, limit=3)
-    return f"{tag}: no such image on the engine, in buildspec.yml or as a file.{hint} docker images lists the engine's."
 
 
 def _inventory(archive: _Archive, console: Console) -> Inventory:

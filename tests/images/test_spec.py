@@ -116,6 +116,14 @@ def test_a_system_with_compilers_has_a_devel_variant_of_each_release(tmp_path: P
     ("old", "new", "words"),
     [
         ("pytorch-training:2.0.1-*", "pytroch-*", ["children.0.extends: 'pytroch-*' is no image that stands before"]),
+        (
+            "pytorch-training:2.0.1-*",
+            "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
+            [
+                "no image that stands before it; children stand on runtime variants. Did you mean"
+                " 'pytorch-training:2.0.1-gpu-py311-cu117-debian12'?"
+            ],
+        ),
         ("huggingface-*-py313-*", "tuner-*", ["children.1.extends"]),
         ("huggingface-*-py313-*", "*", ["children.1: makes the same tag as children.1: tuner-training:1.0.0"]),
         ("requirements: [x]", "device: cpu", ["children.0.device: unknown key", "children.0.requirements: required"]),

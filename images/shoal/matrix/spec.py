@@ -141,11 +141,15 @@ class VersionsFile(Model):
                     place |= {"variant": variant, "packages": packages}
                     found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
         for number, child in enumerate(self.children):
-            parents = [image for _, image in found if image.variant == "runtime"]
-            for parent in parents:
-                if selectors.matches(child.extends, parent.tag):
+            for tag, parent in _parents(image for _, image in found).items():
+                if selectors.matches(child.extends, tag):
                     found.append((("children", number), _on(parent, child)))
         return found
+
+
+def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
+    """Return the images that a child can stand on, by tag."""
+    return {image.tag: image for image in images if image.variant == "runtime"}
 
 
 def _on(parent: ImageSpec, child: Child) -> ImageSpec:
@@ -295,8 +299,11 @@ def _problems_of_versions(
         seen[image.tag] = location
     for number, child in enumerate(versions.children):
         if ("children", number) not in seen.values():
-            hint = did_you_mean(child.extends, seen, cutoff=0.3)
-            yield ("children", number, "extends"), f"{child.extends!r} is no image that stands before it.{hint}"
+            hint = did_you_mean(child.extends, _parents(image for _, image in combinations), cutoff=0.3)
+            yield (
+                ("children", number, "extends"),
+                f"{child.extends!r} is no image that stands before it; children stand on runtime variants.{hint}",
+            )
     for key, entries in (("releases", versions.releases), ("children", versions.children)):
         for number, entry in enumerate(entries):
             if entry.index is not None and entry.index not in file.indexes:

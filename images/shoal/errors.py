@@ -85,6 +85,12 @@ class FileError(ShoalError):
     exit_code = 13
 
 
+class DifferenceError(ShoalError):
+    """Two images differ in what two builds of one commit do not."""
+
+    exit_code = 14
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = {
     errno.EACCES: "give this user access to it, or name another place",

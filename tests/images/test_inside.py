@@ -176,7 +176,7 @@ def test_a_probe_runs_on_an_old_python(name: str) -> None:
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info[1] != 9)"], check=False).returncode:
         pytest.skip("no Python 3.9 here; the test above reads the text")
     text = files("shoal.inside").joinpath(name).read_text()
-    cut = text.replace('below("/", device)', 'below("/etc", device)')
+    cut = text.replace('below("/", mounted)', 'below("/etc", mounted)')
     assert json.loads(subprocess.run([python, "-c", cut], capture_output=True, check=True).stdout)
 
 

@@ -122,18 +122,23 @@ def report_size(
 def report_differences(
     image: Foreign,
     other: Annotated[str, typer.Argument(help="Another, such as the same tag from another machine.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail where they differ in what two builds of one commit do not.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say in which files two images differ, and whether two builds of one commit may.
 
-    What a container of each sees is compared: contents, owners, modes and times. For an image of another machine:
-    docker save there, docker load and docker tag here.
+    What a container of each sees is compared: contents, owners, modes, extended attributes and times. For an image of
+    another machine: docker save there, docker load and docker tag here.
     """
     tags = tag_of(image), tag_of(other)
     client = _engine_with(*tags)
     with screen(as_json).status(f"reading {' and '.join(tags)}"):
         found = differences.compare(*tags, *(differences.read(client, tag) for tag in tags))
     if as_json:
-        output.write({**vars(found), "unexpected": found.unexpected})
+        output.write({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:
         say("\n".join(differences.told(found)))
+    if check:
+        found.check()

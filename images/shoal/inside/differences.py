@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import docker
 import pydantic
 
+from shoal.errors import DifferenceError
 from shoal.inside import asking
 
-Kind = Literal["added", "removed", "content", "owner or mode", "bytecode's time", "time"]
+Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {
     "time": "a file has the time at which it was installed",
     "bytecode's time": "bytecode holds its source's time, and is read only while both agree",
@@ -25,7 +26,8 @@ TOLD = 50
 
 class File(pydantic.BaseModel):
     """A file, directory or link. mode: with its type. time: ns since 1970. content: a file's SHA-256 (of bytecode
-    without `source_time`, in s since 1970), or a link's target."""
+    without `source_time`, in s since 1970), or a link's target. attributes: the extended ones, hexadecimal. package:
+    the one of Debian that it belongs to, or empty."""
 
     mode: int
     uid: int
@@ -33,16 +35,45 @@ class File(pydantic.BaseModel):
     time: int
     content: str
     source_time: int
+    attributes: dict[str, str] = {}
+    package: str = ""
+
+
+class Image(pydantic.BaseModel):
+    """The files of an image by path, and the versions of its Debian packages by name."""
+
+    files: dict[str, File]
+    packages: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class PackageChange:
+    """A package of Debian whose version is another; empty where it is not there. files: how many differ for it, in
+    what nothing else explains.
+    """
+
+    name: str
+    before: str
+    after: str
+    files: int
+
+    def __str__(self) -> str:
+        versions = f"{self.before or 'not there'} → {self.after or 'not there'}"
+        return f"Debian's {self.name}: {versions}, {self.files:,} files"
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Two images, how many files are in both, and what is different about which."""
+    """Two images, how many files are in both, and what is different about which; `owners` says which of these belong
+    to packages of Debian that have changed.
+    """
 
     before: str
     after: str
     common: int
     found: Mapping[str, Kind]
+    packages: tuple[PackageChange, ...] = ()
+    owners: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> Counter[Kind]:
@@ -53,15 +84,29 @@ class Differences:
         """Those that two builds of one commit do not have."""
         return {path: kind for path, kind in self.found.items() if kind not in EXPECTED}
 
+    @property
+    def unexplained(self) -> dict[str, Kind]:
+        """Those of them that no package of another version has."""
+        return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
-def read(client: docker.DockerClient, tag: str) -> dict[str, File]:
-    """Return the files of an image by path, and its configuration as if it were some.
+    def check(self) -> None:
+        """Raise DifferenceError for any that two builds of one commit do not have."""
+        if self.unexpected or self.packages:
+            raise DifferenceError(
+                f"{self.before} and {self.after} differ in {len(self.unexpected):,} files and"
+                f" {len(self.packages)} of Debian's packages, besides their times. What to do: docs/size.md says what"
+                " two builds of one commit may differ in"
+            )
+
+
+def read(client: docker.DockerClient, tag: str) -> Image:
+    """Return the files of an image by path, its configuration as if it were some, and its packages.
 
     Raises ImageError where there is no image, or no Python.
     """
-    said = asking.ask(client, tag, "files_probe.py")
-    files = {path: File.model_validate(about) for path, about in said.items()}
-    return files | dict(_configuration(client.images.get(tag).attrs["Config"]))
+    found = Image.model_validate(asking.ask(client, tag, "files_probe.py"))
+    found.files.update(_configuration(client.images.get(tag).attrs["Config"]))
+    return found
 
 
 def _configuration(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
@@ -70,9 +115,18 @@ def _configuration(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 
-def compare(before: str, after: str, old: Mapping[str, File], new: Mapping[str, File]) -> Differences:
-    """Return where the files of two images differ, by path."""
-    return Differences(before, after, len(old.keys() & new.keys()), dict(_found(old, new)))
+def compare(before: str, after: str, old: Image, new: Image) -> Differences:
+    """Return where the files of two images differ, by path, and their packages, by name."""
+    found = dict(_found(old.files, new.files))
+    names = {name for name, _ in old.packages.items() ^ new.packages.items()}
+    owner = {path: (new.files.get(path) or old.files[path]).package for path in found if found[path] not in EXPECTED}
+    owners = {path: name for path, name in owner.items() if name in names}
+    files = Counter(owners.values())
+    packages = tuple(
+        PackageChange(name, old.packages.get(name, ""), new.packages.get(name, ""), files[name])
+        for name in sorted(names)
+    )
+    return Differences(before, after, len(old.files.keys() & new.files.keys()), found, packages, owners)
 
 
 def told(differences: Differences) -> Iterator[str]:
@@ -82,11 +136,12 @@ def told(differences: Differences) -> Iterator[str]:
     yield f"{same:>9,} files, directories and links are the same in both"
     for kind, count in differences.counts.most_common():
         yield f"{count:>9,} differ: {kind}{f' ({EXPECTED[kind]})' if kind in EXPECTED else ''}"
-    for path, kind in list(differences.unexpected.items())[:TOLD]:
+    yield from (f"✗ {change}" for change in differences.packages)
+    for path, kind in list(differences.unexplained.items())[:TOLD]:
         yield f"✗ {kind}: {path}"
-    if (more := len(differences.unexpected) - TOLD) > 0:
+    if (more := len(differences.unexplained) - TOLD) > 0:
         yield f"✗ and {more:,} more, which --json names"
-    if not differences.unexpected:
+    if not differences.unexpected and not differences.packages:
         yield "✓ as two builds of one commit"
 
 
@@ -104,6 +159,8 @@ def _kind(old: File, new: File) -> Kind | None:
         return "content"
     if (old.mode, old.uid, old.gid) != (new.mode, new.uid, new.gid):
         return "owner or mode"
+    if old.attributes != new.attributes:
+        return "extended attributes"
     if old.source_time != new.source_time:
         return "bytecode's time"
     return "time" if old.time != new.time else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -79,6 +80,9 @@ def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert 'recommended: {"partitions": 2, "microbatches": 16, "active_microbatches": 4}' in ended.stdout
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["recommended"] == {"partitions": 2, "microbatches": 16, "active_microbatches": 4}
 
 
 def copy_distributions(names: tuple[str, ...], target: Path) -> None:

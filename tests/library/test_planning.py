@@ -47,6 +47,10 @@ def wide():  # 16 GiB with Adam, and too large for the test to construct
 def small():
     return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), (), {"input": torch.empty(4096, 256)}
 
+def talks():
+    print("heard")
+    return small()
+
 def alone():
     return nn.Linear(4, 4)
 
@@ -169,6 +173,20 @@ def test_what_the_optimizer_has_is_counted(dtype: torch.dtype, given: dict[str, 
     frozen = nn.Parameter(torch.empty(100, dtype=torch.float32), requires_grad=False)
     config = check({"partitions": 1, "ddp": True, **given})
     assert planning.state_bytes([*trained, frozen], config, "adam", replicas=4) == 400 * each + 400
+
+
+def test_json_has_what_the_table_has_and_nothing_else_is_on_standard_output(tmp_path: Path) -> None:
+    ended = plan(tmp_path, "talks", "--json", "--devices", "2")
+    document = json.loads(ended.stdout)
+    assert (ended.returncode, "heard" in ended.stderr) == (0, True)
+    assert document["recommended"].keys() == {"partitions", "microbatches", "active_microbatches"}
+    assert document["recommended"] in [{name: of[name] for name in document["recommended"]} for of in document["plans"]]
+    assert len(document["partition"]["shares"]) == document["recommended"]["partitions"]
+    assert all(of["fits"] and len(of["stage_bytes"]) == of["partitions"] for of in document["plans"])
+    none = plan(tmp_path, "wide", "--json", "--memory", "1", "--devices", "4")
+    document = json.loads(none.stdout)
+    assert (none.returncode, document["recommended"], document["partition"]) == (1, None, None)
+    assert not any(of["fits"] for of in document["plans"])
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

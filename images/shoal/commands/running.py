@@ -89,15 +89,16 @@ def plan_model(
     factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="What gives the model and a batch.")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=PLAN_HELP)] = None,
     engine_kind: Annotated[Engine, typer.Option("--engine", help="none: with this machine's Python.")] = Engine.docker,
+    as_json: AsJson = False,
 ) -> None:
     """Say what model parallelism would do to a model, and recommend mp_parameters, without training it.
 
     Memory of each stage, idle time and the partition, from a run on the meta device: a model of any size will do.
     """
     if engine_kind is Engine.none:
-        code = planning.run_here(factory, options or [])
+        code = planning.run_here(factory, options or [], as_json=as_json)
     else:
-        code = planning.run_in(tag_of(image), factory, options or [], console)
+        code = planning.run_in(tag_of(image), factory, options or [], screen(as_json), as_json=as_json)
     raise typer.Exit(code)
 
 

@@ -18,14 +18,19 @@ _COMMAND = ("-m", "smdistributed.modelparallel", "plan")
 _ROOM = "/opt/plan"
 
 
-def run_here(factory: str, options: Sequence[str]) -> int:
+def run_here(factory: str, options: Sequence[str], *, as_json: bool) -> int:
     """Run it with this Python. Returns its exit code."""
-    return subprocess.run([sys.executable, *_COMMAND, factory, *options], check=False).returncode
+    return subprocess.run([sys.executable, *_command(factory, options, as_json)], check=False).returncode
 
 
-def run_in(image: str, factory: str, options: Sequence[str], console: Console) -> int:
+def _command(factory: str, options: Sequence[str], as_json: bool) -> list[str]:
+    return [*_COMMAND, factory, *options, *(["--json"] if as_json else [])]
+
+
+def run_in(image: str, factory: str, options: Sequence[str], console: Console, *, as_json: bool) -> int:
     """Run it in a container of `image`, without a network. The directory that the file is in is mounted, read-only.
 
+    With `as_json`, its standard output is a document, which is printed whole at the end; `console` has the rest.
     Returns its exit code. Raises `UsageError` when the file is not there, `EngineError` without an engine or image.
     """
     where, _, name = factory.rpartition(":")
@@ -42,8 +47,11 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console) -
         "labels": {containers.JOB_LABEL: label},
     }
     with containers.removing(client, label):
-        container = containers.create(client, image, [*_COMMAND, f"{path.name}:{name}", *options], settings)
+        container = containers.create(client, image, _command(f"{path.name}:{name}", options, as_json), settings)
         container.start()
-        for line in containers.lines(container.logs(stream=True, follow=True)):
+        for line in containers.lines(container.logs(stream=True, follow=True, stdout=not as_json)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return int(container.wait()["StatusCode"])
+        code = int(container.wait()["StatusCode"])
+        if as_json:
+            print(container.logs(stderr=False).decode(errors="replace"), end="")
+        return code

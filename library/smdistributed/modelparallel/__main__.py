@@ -1,10 +1,11 @@
 """`python -m smdistributed.modelparallel plan FACTORY`: what a configuration would do to a model, without running it.
 
-    plan FILE.py:NAME [--mp-parameters JSON] [--devices N] [--memory GIB] [--optimizer sgd|momentum|adam]
+    plan FILE.py:NAME [--mp-parameters JSON] [--devices N] [--memory GIB] [--optimizer sgd|momentum|adam] [--json]
 
 NAME is a function without arguments that gives a module and a batch: `(module, args)` or `(module, args, kwargs)`. It
 is called on the meta device, so that any size will do. `partitions`, `microbatches` and `active_microbatches` are tried
-where mp_parameters do not say them.
+where mp_parameters do not say them. With --json, what is found is one document on standard output; all else, such as
+what the function prints, goes to standard error.
 
 It exits with 0 if a configuration fits, with 1 if none does, and with 2 if the model cannot be planned.
 """
@@ -12,6 +13,8 @@ It exits with 0 if a configuration fits, with 1 if none does, and with 2 if the 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import importlib
 import json
 import sys
@@ -30,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
     try:
-        model = planning.load(options.factory)
+        with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+            model = planning.load(options.factory)
         plans = list(planning.candidates(model, options.mp_parameters, options.devices, options.optimizer))
     except SMPError as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -38,8 +42,15 @@ def main(arguments: Sequence[str]) -> int:
     if not plans:
         print(f"plan: {options.factory} gives an empty batch: there is nothing to split.", file=sys.stderr)
         return 2
-    _show(plans, memory)
     best = planning.recommended(plans, memory)
+    if options.json:
+        print(json.dumps(_document(plans, best, memory, options.mp_parameters), indent=2))
+        return 0 if best else 1
+    _show(plans, memory)
+    return _recommend(plans, best, options)
+
+
+def _recommend(plans: Sequence[Any], best: Any, options: argparse.Namespace) -> int:
     if best is None:
         smallest = min(found.largest for found in plans) / _GIB
         print(
@@ -48,9 +59,30 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     print(f"\n{best.partition}\n")
-    values = {name: getattr(best.config, name) for name in _DECIDED}
-    print(f"recommended: {json.dumps({**options.mp_parameters, **values})}")
+    print(f"recommended: {json.dumps({**options.mp_parameters, **_decided(best)})}")
     return 0
+
+
+def _decided(found: Any) -> dict[str, int]:
+    return {name: getattr(found.config, name) for name in _DECIDED}
+
+
+def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What `_show` and `_recommend` tell; recommended and partition are null where nothing fits."""
+    told = [
+        {
+            **_decided(found),
+            "idle": found.idle,
+            "stage_bytes": found.stage_bytes,
+            "fits": memory is None or found.largest <= memory,
+        }
+        for found in plans
+    ]
+    return {
+        "plans": told,
+        "recommended": {**given, **_decided(best)} if best else None,
+        "partition": dataclasses.asdict(best.partition) if best else None,
+    }
 
 
 def _show(plans: Sequence[Any], memory: int | None) -> None:
@@ -73,6 +105,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     plan.add_argument(
         "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="its memory counts (adam)"
     )
+    plan.add_argument("--json", action="store_true", help="as JSON on standard output")
     return parser.parse_args(arguments)
 
 

@@ -52,10 +52,19 @@ def offline(
 ) -> Iterator[Path]:
     """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
     monkeypatch.setenv("DOCKER_BUILDKIT", request.param)
-    (tmp_path / "buildspec.yml").write_text(SPEC)
+    write_project(project, tmp_path)
+    yield tmp_path
+    client = engine.connect()
+    for tag in TAGS:
+        if find(client, tag):
+            client.images.remove(tag, force=True)
+
+
+def write_project(project: Project, directory: Path) -> None:
+    (directory / "buildspec.yml").write_text(SPEC)
     for room in ("library", "toolkit"):
-        (tmp_path / room).symlink_to(project.root / room)
-    templates = tmp_path / "dockerfiles"
+        (directory / room).symlink_to(project.root / room)
+    templates = directory / "dockerfiles"
     templates.mkdir()
     (templates / "versions.yml").write_text(VERSIONS)
     (templates / "offline.j2").write_text(TEMPLATE)
@@ -67,12 +76,7 @@ def offline(
             (locks / f"{layer}.txt").write_text("# Made by `shoal lock` for: six\n")
         with (locks / "framework.txt").open("a") as file:
             file.write(six(project))
-    link_cache(tmp_path, project)
-    yield tmp_path
-    client = engine.connect()
-    for tag in TAGS:
-        if find(client, tag):
-            client.images.remove(tag, force=True)
+    link_cache(directory, project)
 
 
 def six(project: Project) -> str:

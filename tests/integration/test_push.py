@@ -135,14 +135,18 @@ def checkout(client: docker.DockerClient, tmp_path: Path) -> Iterator[Path]:
 
 
 def push(checkout: Path, way: Way, password: str) -> subprocess.CompletedProcess[str]:
-    login = base64.b64encode(f"shoal:{password}".encode()).decode()
-    (checkout / "config.json").write_text(json.dumps({"auths": {way.address: {"auth": login}}}))
-    shoal = Path(sys.executable).with_name("shoal")
-    command = [str(shoal), "push", "one", "--to", f"{way.address}/team"]
+    command = [str(Path(sys.executable).with_name("shoal")), *arguments(checkout, way, password)]
     environment = {**os.environ, "DOCKER_CONFIG": str(checkout)}
     return subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def arguments(checkout: Path, way: Way, password: str) -> list[str]:
+    """Store the password where `docker login` would, and return the arguments of a push."""
+    login = base64.b64encode(f"shoal:{password}".encode()).decode()
+    (checkout / "config.json").write_text(json.dumps({"auths": {way.address: {"auth": login}}}))
+    return ["push", "one", "--to", f"{way.address}/team"]
 
 
 @pytest.mark.parametrize("failures", [0, 4])

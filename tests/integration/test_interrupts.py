@@ -1,0 +1,115 @@
+"""Interrupts at any moment of commands that read images, collect or push: nothing stays, and nothing is half there.
+
+Those of builds and jobs are beside their other tests.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import docker
+import pytest
+
+from shoal.build import base
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec
+
+from . import test_bundle, test_push
+from .test_build import SHOAL, wait_until
+from .test_push import Way, checkout, registry, way
+from .test_run import job_objects
+
+__all__ = ["checkout", "registry", "way"]
+MOMENTS = 6
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is interrupted, where, and the directory that it fills, if it does."""
+
+    arguments: list[str]
+    directory: Path
+    filled: Path
+
+    def start(self) -> subprocess.Popen[str]:
+        shutil.rmtree(self.filled, ignore_errors=True)
+        if self.arguments[0] != "bundle":  # which makes it
+            self.filled.mkdir()
+        command = [str(SHOAL), *self.arguments]
+        return subprocess.Popen(command, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are there, by path."""
+        files = (path for path in self.filled.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.filled)): path.stat().st_size for path in files}
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    return tmp_path / "filled"
+
+
+@pytest.fixture
+def manifest(matrix: BuildSpec, project: Project, filled: Path) -> Command:
+    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    return Command(["manifest", image, "-o", str(filled / "page.md")], project.root, filled)
+
+
+@pytest.fixture
+def size(client: docker.DockerClient, matrix: BuildSpec, project: Project, filled: Path) -> Command:
+    """Of a small image."""
+    image = base.find(client, matrix.systems()[0])
+    assert image is not None
+    return Command(["report", "size", image.reference, "-o", str(filled / "page.html"), "--json"], project.root, filled)
+
+
+@pytest.fixture
+def bundle(project: Project, tmp_path: Path, filled: Path) -> Command:
+    test_bundle.write_project(project, tmp_path)
+    return Command(["bundle", str(filled), test_bundle.TAG], tmp_path, filled)
+
+
+@pytest.fixture
+def push(checkout: Path, way: Way, filled: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setenv("DOCKER_CONFIG", str(checkout))
+    return Command(test_push.arguments(checkout, way, test_push.PASSWORD), checkout, filled)
+
+
+@pytest.mark.parametrize("name", ["manifest", "size", "bundle", "push"])
+def test_an_interrupt_at_any_moment_leaves_nothing(
+    request: pytest.FixtureRequest,
+    client: docker.DockerClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    command: Command = request.getfixturevalue(name)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = job_objects(client), tags(client)
+    started = time.monotonic()
+    process = command.start()
+    assert process.wait(timeout=300) == 0, process.communicate()  # to its end: how long it takes, and what it writes
+    seconds, whole = time.monotonic() - started, command.sizes()
+    for share in (random.Random(len(name)).random() for _ in range(MOMENTS)):
+        process = command.start()
+        time.sleep(share * seconds)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        # Before Python hears signals it dies of them; an interrupt at the very end may come too late.
+        assert process.returncode in (130, -signal.SIGINT, 0), stderr
+        assert wait_until(lambda: (job_objects(client), tags(client)) == before), f"moment {share:.2f}"
+        assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
+        assert command.sizes().items() <= whole.items(), f"moment {share:.2f}"
+
+
+def tags(client: docker.DockerClient) -> set[str]:
+    """The names of the image that is pushed, where there is one."""
+    return {tag for image in client.images.list() for tag in image.tags if test_push.TAG in tag}

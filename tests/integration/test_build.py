@@ -122,13 +122,19 @@ def test_the_machines_configuration_serves_the_build_and_does_not_stay(
     """Marks planted in pip's configuration, the CA bundle and a proxy are seen by a step, and in no layer later."""
     shutil.copy(project.templates / "macros.j2", probe / "dockerfiles")
     (tmp_path / "ca.crt").write_text("planted-certificate\n")
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://user:planted-password@index.invalid/simple\n")
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://user:planted-password@index.invalid/simple\n"
+        "extra-index-url = https://private.invalid/simple\n"
+    )
+    (tmp_path / "netrc").write_text("machine private.invalid login me password planted-netrc\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.crt"))
     monkeypatch.setenv("HTTPS_PROXY", "http://planted-proxy.invalid:3128")
-    check = "cd /run/machine && grep -q 'plant[e]d-password' pip.conf && grep -q 'plant[e]d-cert' ca.crt"
+    check = "cd /run/machine && grep -q 'plant[e]d-password' pip.conf && grep -q 'plant[e]d-netrc' pip.conf"
+    check += " && grep -q 'plant[e]d-cert' ca.crt"
     check += " && echo $HTTPS_PROXY | grep -q 'plant[e]d-proxy' && echo ok > /made"
     (probe / "dockerfiles" / "probe.j2").write_text(
         '{% import "macros.j2" as install with context %}\nARG BASE\nFROM ${BASE}{% if not buildkit %} AS build\n'

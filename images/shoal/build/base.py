@@ -167,8 +167,12 @@ def _run_mmdebstrap(system: System, machine: Machine, archive: Path, say: Say) -
         (scratch / "ca.crt").write_bytes(machine.ca_bundle or b"")
         options = [f"--aptopt={line.rstrip(';')}" for line in machine.apt_proxies]
         options += [f'--aptopt=Acquire::https::CAInfo "{scratch}/ca.crt"'] if machine.ca_bundle else []
+        sources = machine.sources(system.suite)
+        if auth := machine.auth(sources):
+            (scratch / "auth.conf").write_text(auth)
+            options.append(f'--aptopt=Dir::Etc::Netrc "{scratch}/auth.conf"')
         command = ["mmdebstrap", *options, *recipe(system), str(scratch / "base.tar")]
-        if sources := machine.sources(system.suite):
+        if sources:
             (scratch / "sources.list").write_text("\n".join(sources) + "\n")
             command.append(str(scratch / "sources.list"))
         environment = os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}

@@ -1,7 +1,8 @@
 """What this machine knows about its networks, read so that builds are served by it too.
 
-Package mirrors, pip's configuration, the CA bundle and proxies enter a build as files under `machine/` of the context,
-mounted for the length of a step, and as the proxy build arguments that an engine never records.
+Package mirrors, pip's configuration, credentials for both, the CA bundle and proxies enter a build as files under
+`machine/` of the context, mounted for the length of a step, and as the proxy build arguments that an engine never
+records.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.host import pipconfig
+from shoal.host import credentials, pipconfig
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
 # What of pip's configuration a build step can use as it is. Where one of its words is a local path, that word is left
@@ -26,6 +27,7 @@ _PIP_KEYS = (
     *("timeout", "default-timeout", "retries"),
 )
 _UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feature")
+_URL_KEYS = ("index-url", "extra-index-url", "find-links")
 _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
 # What Debian calls a suite's own parts; backports and the suites of others are no part of a build.
@@ -56,6 +58,9 @@ class Machine:
     """By suite, a repository of Debian packages that goes into builds as it is, with its index; of a bundle."""
     ca_origin: str = ""
     ca_missing: tuple[str, ...] = ()
+    apt_auth: str = ""
+    """apt's credentials for the hosts of its sources, of which a build gets those that it asks. Those for package
+    indexes are in their URLs, in `pip`."""
 
     def sources(self, suite: str) -> tuple[str, ...]:
         """Return the sources that builds on Debian's `suite` install from; none: those of the base image itself.
@@ -69,12 +74,19 @@ class Machine:
         own = tuple(_of_suite(self.apt_sources, suite, suite))
         return own or tuple(_of_suite(self.apt_sources, self.release, suite))
 
+    def auth(self, sources: Iterable[str]) -> str:
+        """Return apt's credentials for the hosts of these sources, in the form of auth.conf."""
+        return credentials.of_hosts(self.apt_auth, sources)
+
     def files(self, suite: str) -> dict[str, bytes]:
         """Return the files of the context's `machine/` directory for a build on Debian's `suite`, by name."""
         sources = self.sources(suite)
-        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources))}
+        auth = self.auth(sources)
+        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources), bool(auth))}
         if sources:
             files["sources.list"] = "\n".join(sources) + "\n"
+        if auth:
+            files["auth.conf"] = auth
         encoded = {name: text.encode() for name, text in files.items()}
         return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
 
@@ -84,10 +96,12 @@ class Machine:
             lines.append("cert = /run/machine/ca.crt")
         return "\n".join(lines) + "\n"
 
-    def _apt_conf(self, has_sources: bool) -> str:
+    def _apt_conf(self, has_sources: bool, has_auth: bool) -> str:
         lines = list(self.apt_proxies)
         if has_sources:
             lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
+        if has_auth:
+            lines.append('Dir::Etc::Netrc "/run/machine/auth.conf";')
         if self.ca_bundle:
             lines.append('Acquire::https::CAInfo "/run/machine/ca.crt";')
         return "\n".join(lines) + "\n"
@@ -97,21 +111,26 @@ class Machine:
 def read() -> Machine:
     """Read this machine's configuration, once a process; apt-config is asked where there is one."""
     pip = pipconfig.read()
+    secrets = credentials.read_netrc()
     kept, left_out = _usable_pip(pip)
+    kept |= {key: " ".join(map(secrets.signed, kept[key].split())) for key in _URL_KEYS if key in kept}
+    sources = tuple(read_sources())
+    apt_auth, unread = credentials.of_apt(sources)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
     bundles = dict(_ca_files(pip))
     origin, path = next(((name, path) for name, path in bundles.items() if path.is_file()), ("", None))
     return Machine(
         pip=tuple(sorted(kept.items())),
         find_links=find_links,
-        apt_sources=tuple(read_sources()),
+        apt_sources=sources,
         release=_own_release(),
         apt_proxies=tuple(_apt_proxies()),
         ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
-        left_out=tuple(left_out),
+        left_out=(*left_out, *filter(None, [secrets.problem]), *unread),
         ca_origin=f"{origin} {path}" if path else "",
         ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
+        apt_auth=apt_auth,
     )
 
 

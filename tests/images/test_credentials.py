@@ -1,0 +1,163 @@
+"""Credentials of pip's netrc and of apt's auth.conf: which of them builds get, and that apt takes ours."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shoal.host import credentials, machine
+from shoal.host.machine import Machine
+
+PLAIN = Machine((), (), (), (), None, (), ())
+NETRC = """\
+machine one.example login me password p@ss:w/rd
+machine two.example login you password "of two"
+"""
+
+
+@pytest.fixture
+def netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "netrc"
+    path.write_text(NETRC)
+    monkeypatch.setenv("NETRC", str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("url", "signed"),
+    [
+        ("https://one.example/simple", "https://me:p%40ss%3Aw%2Frd@one.example/simple"),
+        ("https://one.example:8443/simple/", "https://me:p%40ss%3Aw%2Frd@one.example:8443/simple/"),
+        ("https://two.example", "https://you:of%20two@two.example"),
+        ("https://own:words@one.example/simple", "https://own:words@one.example/simple"),
+        ("https://else.example/simple", "https://else.example/simple"),
+        ("no-url", "no-url"),
+    ],
+)
+def test_a_url_gets_the_credentials_for_its_host(netrc: Path, url: str, signed: str) -> None:
+    assert credentials.read_netrc().signed(url) == signed
+
+
+def test_the_entry_for_all_other_hosts_counts_as_for_pip(netrc: Path) -> None:
+    netrc.write_text("default login any password x\n")
+    assert credentials.read_netrc().signed("https://a.example/s") == "https://any:x@a.example/s"
+
+
+def test_without_netrc_there_is_the_home_directorys_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert credentials.read_netrc() == credentials.Netrc()
+    (tmp_path / ".netrc").write_text(NETRC)
+    assert "me:" in credentials.read_netrc().signed("https://one.example/simple")
+
+
+def test_one_that_cannot_be_used_is_told(netrc: Path) -> None:
+    netrc.write_text("machine one.example login me\nnonsense\n")
+    found = credentials.read_netrc()
+    assert found.problem.startswith(f"{netrc}: line ")
+    assert found.signed("https://one.example/") == "https://one.example/"
+
+
+def test_only_the_indexes_entries_enter_a_build(netrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "pip.conf"
+    config.write_text("[global]\nindex-url = https://one.example/simple\nextra-index-url = https://a.example/s\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    host = machine.read.__wrapped__()
+    assert dict(host.pip)["index-url"] == "https://me:p%40ss%3Aw%2Frd@one.example/simple"
+    assert dict(host.pip)["extra-index-url"] == "https://a.example/s"
+    assert b"of two" not in b"".join(host.files("bookworm").values())
+    netrc.write_text("nonsense\n")
+    assert any(str(netrc) in words for words in machine.read.__wrapped__().left_out)
+
+
+AUTH = """\
+# machine not.example login a password b
+machine https://one.example/debian
+  login me
+  password secret
+machine one.example:8080 login x password y
+machine two.example login you password other
+"""
+
+
+def test_apts_entries_for_its_sources_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "auth.conf.d").mkdir()
+    (tmp_path / "auth.conf").write_text(AUTH)
+    (tmp_path / "auth.conf.d" / "more.conf").write_text("machine one.example login more password m\n")
+    (tmp_path / "auth.conf.d" / "more.bak").write_text("machine one.example login old password m\n")
+    sources = ["deb https://one.example/debian bookworm main", "deb http://not.example/debian bookworm main"]
+    entries, problems = credentials.of_apt(sources, tmp_path)
+    assert problems == ()
+    assert entries.splitlines() == [
+        "machine https://one.example/debian login me password secret",
+        "machine one.example:8080 login x password y",
+        "machine one.example login more password m",
+    ]
+    assert credentials.of_apt([], tmp_path) == ("", ())
+
+
+def test_apts_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "auth.conf").mkdir()
+    entries, (problem,) = credentials.of_apt(["deb https://one.example/debian bookworm main"], tmp_path)
+    assert entries == ""
+    assert problem.startswith(f"apt's {tmp_path / 'auth.conf'}: cannot be read")
+
+
+def test_the_build_is_given_them_as_a_file() -> None:
+    """For the hosts that it asks: those of its suite."""
+    sources = ("deb https://one.example/debian bookworm main", "deb https://two.example/tools stable main")
+    auth = "machine one.example login me password secret\nmachine two.example login you password other\n"
+    files = replace(PLAIN, apt_sources=sources, apt_auth=auth).files("bookworm")
+    assert files["auth.conf"] == b"machine one.example login me password secret\n"
+    assert b'Dir::Etc::Netrc "/run/machine/auth.conf";' in files["apt.conf"]
+    assert "auth.conf" not in PLAIN.files("bookworm")
+    assert b"Netrc" not in PLAIN.files("bookworm")["apt.conf"]
+
+
+class Mirror(BaseHTTPRequestHandler):
+    """A mirror that has nothing, and remembers who asked."""
+
+    asked: set[str | None]
+
+    def do_GET(self) -> None:
+        self.asked.add(self.headers["Authorization"])
+        self.send_error(404 if self.headers["Authorization"] else 401)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror() -> Iterator[str]:
+    Mirror.asked = set()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(not shutil.which("apt-get"), reason="apt itself is asked")
+def test_apt_takes_them(tmp_path: Path, mirror: str) -> None:
+    """As in a step of a build, but with its directories in `tmp_path`."""
+    source = f"deb {mirror}/debian bookworm main"
+    host = replace(PLAIN, apt_sources=(source,), apt_auth=f"machine {mirror} login me password secret\n")
+    for name, content in host.files("bookworm").items():
+        (tmp_path / name).write_bytes(content.replace(b"/run/machine", str(tmp_path).encode()))
+    own = f'Dir::State::lists "{tmp_path}";\nDir::Cache "{tmp_path}";\nAPT::Sandbox::User "root";\n'
+    direct = 'Acquire::http::Proxy::127.0.0.1 "DIRECT";\n'
+    with (tmp_path / "apt.conf").open("a") as file:
+        file.write(own + direct)
+    environment = {**os.environ, "APT_CONFIG": str(tmp_path / "apt.conf")}
+    subprocess.run(["apt-get", "update"], env=environment, capture_output=True, timeout=60, check=False)
+    assert "Basic " + base64.b64encode(b"me:secret").decode() in Mirror.asked

@@ -2,13 +2,13 @@
 Dockerfile with the same content: `make bench-images`.
 
 Sizes are uncompressed bytes as the engine counts an image's layers. "Wheels" is the sum of the files that the installed
-distributions record, compiled modules included. Times are of whole commands; of rebuilds, the medians. The
-whole matrix takes longest; `--quick` leaves it out.
+distributions record, compiled modules included; tests/integration/test_sizes.py holds every image to the same
+reckoning. Times are of whole commands; of rebuilds, the medians. The whole matrix takes longest; `--quick` leaves it
+out.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -18,42 +18,27 @@ from images_builders import Plain, Shoal, change_first_step, change_toolkit, kep
 from report import Figure, finish, print_machine
 
 from shoal import engine
-from shoal.build.base import REPOSITORY
+from shoal.build import base
+from shoal.inside import sizes as inside
+from shoal.inside.sizes import MIB
 from shoal.matrix import project
 from shoal.matrix.spec import ImageSpec, load
 
-MIB = 1024**2
 REPEATS = 5
 AWS_MIB = 20_575
 """The size of AWS's container of PyTorch 2.0.1 for GPUs, as the log of a build of it says."""
-WHEELS = """
-import json
-from importlib.metadata import distributions
-files = [(file.locate(), dist) for dist in distributions() for file in dist.files or ()]
-print(json.dumps(sum(path.stat().st_size for path in {path for path, _ in files} if path.is_file())))
-"""
 
 
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
     client, tag = engine.connect(), spec.tag
-    image = client.images.get(tag)
-    wheels = json.loads(client.containers.run(tag, ["python", "-c", WHEELS], remove=True))
-    bases = [*client.images.list(REPOSITORY), *client.images.list(spec.system.upstream)]
-    base = next(base.attrs["Size"] for base in bases if is_base(base.attrs, image.attrs))
-    total = image.attrs["Size"]
-    print(f"{tag}: {total / MIB:.0f} MiB = base {base / MIB:.0f} + wheels {wheels / MIB:.0f} + other", end=" ")
-    print(f"{(total - base - wheels) / MIB:.0f} (Python, venv and pip, package database)")
+    parts = inside.read(client, tag, base.beneath(client, tag, spec.system))
+    print(parts)
+    total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB
     return [
-        Figure("image-size", total / MIB, "MiB", rival=(base + wheels) / MIB, rival_name="base+wheels", ceiling=1.05),
-        Figure("image-size-aws", total / MIB, "MiB", rival=AWS_MIB, rival_name="aws", ceiling=0.25),
+        Figure("image-size", total, "MiB", rival=rival, rival_name="base+wheels", ceiling=1.05),
+        Figure("image-size-aws", total, "MiB", rival=AWS_MIB, rival_name="aws", ceiling=0.25),
     ]
-
-
-def is_base(base: dict[str, object], image: dict[str, object]) -> bool:
-    """Whether the layers of `image` begin with those of `base`."""
-    lower, upper = (attrs["RootFS"]["Layers"] for attrs in (base, image))  # type: ignore[index]
-    return bool(upper[: len(lower)] == lower)
 
 
 def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:

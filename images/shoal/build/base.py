@@ -96,6 +96,21 @@ def find(client: docker.DockerClient, system: System) -> BaseImage | None:
     return _upstream(client, system) or _bootstrapped(client, system)
 
 
+def beneath(client: docker.DockerClient, tag: str, system: System) -> str:
+    """Return the reference of the base that an image stands on: its layers begin with those of that one.
+
+    Raises `BaseImageError` where the engine has the base no more.
+    """
+    layers = client.images.get(tag).attrs["RootFS"]["Layers"]
+    for image in (*client.images.list(REPOSITORY), *client.images.list(system.upstream)):
+        lower = image.attrs["RootFS"]["Layers"]
+        if layers[: len(lower)] == lower:
+            return image.tags[0]
+    raise BaseImageError(
+        f"{tag}: the engine has no {REPOSITORY} or {system.upstream} that it stands on. Build it again"
+    )
+
+
 def ensure(
     client: docker.DockerClient, system: System, machine: Callable[[], Machine], cache: Path, say: Say
 ) -> BaseImage:

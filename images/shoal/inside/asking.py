@@ -1,8 +1,9 @@
-"""Asks a container of an image: a program of this package runs in it, without a network, and prints JSON."""
+"""Asks a container of an image: a command or a program of this package runs in it, without a network, and prints."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -16,7 +17,6 @@ from shoal.errors import ImageError
 # As root, whatever the image's user may read; away from its modules; with a log that is kept whole; and without the
 # proxies of the engine's client, which would look like the image's own.
 _SETTINGS: dict[str, Any] = {
-    "entrypoint": ["python3", "-B"],
     "user": "0:0",
     "working_dir": "/",
     "network_mode": "none",
@@ -27,22 +27,30 @@ _SETTINGS: dict[str, Any] = {
 
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
+    text = files("shoal.inside").joinpath(program).read_text()
+    output = said(client, tag, ["python3", "-B", "-c", text])
+    try:
+        return json.loads(output)
+    except ValueError as error:
+        raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None
+
+
+def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
+    """Return what a command prints there. Raises ImageError where there is no image or no such command, or it fails."""
     try:
         client.images.get(tag)
     except docker.errors.ImageNotFound:
         raise ImageError(f"{tag}: not on the engine. Build or pull it") from None
-    text = files("shoal.inside").joinpath(program).read_text()
+    program, *arguments = command
     label = containers.unique("inside")
-    settings = _SETTINGS | {"labels": {containers.JOB_LABEL: label}}
+    settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):
-        container = containers.create(client, tag, ["-c", text], settings)
+        container = containers.create(client, tag, arguments, settings)
         try:
             container.start()
         except docker.errors.APIError as error:
-            raise ImageError(f"{tag}: has no Python to ask: {error.explanation}") from None
+            name = "Python" if program.startswith("python") else program
+            raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
             raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
-        try:
-            return json.loads(container.logs(stderr=False))
-        except ValueError as error:
-            raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None
+        return container.logs(stderr=False).decode(errors="replace")

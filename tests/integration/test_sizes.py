@@ -1,0 +1,78 @@
+"""The size of every image of the matrix against what it is made of; a miss says which part is too large.
+
+The claim is 1.05 × (base + installed wheels). It is held as it stands where the wheels are most of an image: those for
+GPUs. Debian's Python, its bytecode and dpkg's files are the same 57 MiB in every image, which is 5.3 % of the smallest
+one for CPUs and would measure nothing but how small its framework is; and a devel image is there for its compilers.
+Those are therefore given Debian's packages too, by dpkg's Installed-Size. That would let packages grow unseen, and 5 %
+of an image for GPUs are 250 MiB: so what Debian adds, and what belongs to nobody, has a ceiling of its own everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import docker
+import pytest
+
+from shoal.build import base
+from shoal.inside import sizes
+from shoal.inside.sizes import MIB, Parts
+from shoal.matrix.spec import BuildSpec, ImageSpec, load
+
+from .conftest import ROOT
+
+IMAGES = load(ROOT / "buildspec.yml").images
+MOST = 1.05
+REST = 24 * MIB  # 18.6 as this is written, two thirds of it bytecode of Debian's Python
+DEBIAN = {"runtime": 48 * MIB, "devel": 384 * MIB}  # 38.6, and 323.9 with the documentation that is not installed
+LEFT = 32 * MIB
+
+
+def too_large(parts: Parts, image: ImageSpec) -> list[str]:
+    """What is larger than it may be, a sentence each."""
+    strict = image.device == "gpu" and image.variant == "runtime"
+    made_of = parts.base + parts.wheels + (0 if strict else parts.debian)
+    rows = (
+        ("the image", parts.total, int(MOST * made_of)),
+        ("rest", parts.rest, REST),
+        ("debian", parts.debian, DEBIAN[image.variant]),
+    )
+    return [f"{what}: {found / MIB:,.1f} MiB, allowed {most / MIB:,.1f}" for what, found, most in rows if found > most]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=[image.tag for image in IMAGES])
+def test_an_image_is_little_more_than_its_wheels(client: docker.DockerClient, image: ImageSpec) -> None:
+    parts = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    assert not (found := too_large(parts, image)), "\n".join([*found, str(parts)])
+
+
+@pytest.fixture
+def fat(client: docker.DockerClient, matrix: BuildSpec) -> Iterator[tuple[str, ImageSpec]]:
+    """An image with a file in a lower layer that a later one deletes, and another that stays."""
+    image = matrix.select("pytorch-*-cpu-*-debian12")
+    tag, made = image.tag, []
+    try:
+        for number, script in enumerate((f"head -c {LEFT} /dev/zero | tee /opt/a > /opt/b", "rm /opt/a")):
+            container = client.containers.run(tag, ["sh", "-c", script], detach=True, network_mode="none")
+            try:
+                assert container.wait()["StatusCode"] == 0, container.logs()
+                tag = f"shoal-test-sizes:{number}"
+                container.commit(*tag.split(":"))
+                made.append(tag)
+            finally:
+                container.remove()
+        yield tag, image
+    finally:
+        for tag in reversed(made):
+            client.images.remove(tag, force=True)
+
+
+def test_a_miss_says_what_is_too_large(client: docker.DockerClient, fat: tuple[str, ImageSpec]) -> None:
+    tag, image = fat
+    thin = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    parts = sizes.read(client, tag, base.beneath(client, tag, image.system))
+    assert parts.rest - thin.rest == 2 * LEFT
+    hidden = (parts.total - parts.visible) - (thin.total - thin.visible)
+    assert (hidden, parts.nobodys["/opt/b"]) == (LEFT, LEFT)
+    assert [line.partition(":")[0] for line in too_large(parts, image)] == ["the image", "rest"]
+    assert "in /opt/b, of no package" in str(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypedDict
 
 import docker
@@ -13,6 +14,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import load
 from shoal.sources.render import read_dropped
 
+from . import dropped_probe
 from .conftest import ROOT
 
 IMAGES = [image.tag for image in load(ROOT / "buildspec.yml").images if image.variant == "runtime"]
@@ -30,6 +32,8 @@ class Looked(TypedDict):
 
     listed: dict[str, int]
     left: list[str]
+    top: list[str]
+    namers: dict[str, list[str]]
     importers: dict[str, list[str]]
 
 
@@ -44,7 +48,7 @@ def looked(client: docker.DockerClient, project: Project) -> dict[str, Looked]:
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_is_dropped_is_gone_and_nothing_imports_it(looked: dict[str, Looked], image: str) -> None:
     found = looked[image]
-    assert found["left"] == []
+    assert (found["left"], found["top"], found["namers"]) == ([], [], {})
     unknown = {path: modules for path, modules in found["importers"].items() if path not in RUNNERS}
     # pytest's own files, which it alone imports
     assert {path for path in unknown if not path.endswith("/conftest.py")} == set(), unknown
@@ -55,3 +59,47 @@ def test_each_entry_drops_something(looked: dict[str, Looked]) -> None:
     for glob in looked[IMAGES[0]]["listed"]:
         assert any(found["listed"][glob] for found in looked.values()), glob
     assert {path for found in looked.values() for path in found["importers"]} >= RUNNERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("glob", "missed"),
+    [
+        ("*/examples", {"importers": {"a/b.py": ["a.examples"], "a/c.py": ["a.examples", "a.examples.one"]}}),
+        ("*/tests", {"importers": {"a/d.py": ["a.tests"]}, "top": ["tests/t.py"]}),
+        ("a/*_static.a", {"namers": {"a/e.py": ["x_static.a"]}}),
+        ("a/only.*", {}),
+    ],
+)
+def test_the_probe_finds_who_misses_what(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    glob: str,
+    missed: dict[str, object],
+) -> None:
+    """Whatever an entry takes, by its own words."""
+    files = {
+        "a/__init__.py": "",
+        "a/b.py": "from a import examples",
+        "a/c.py": "from .examples import (\n    one,\n)",
+        "a/d.py": "def run():\n    import a.tests",
+        "a/e.py": "LIBRARY = 'x_static.a'",
+        "a/examples/__init__.py": "",
+        "a/examples/one.py": "from . import two",
+        "a/tests/__init__.py": "",
+        "tests/t.py": "",
+        "a/x_static.a": "",
+        "a/only.txt": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    wheel = SimpleNamespace(files=[Path(name) for name in files])
+    monkeypatch.setattr(dropped_probe, "SITE", tmp_path)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [wheel])
+    dropped_probe.main([glob])
+    told = json.loads(capsys.readouterr().out)
+    assert told["listed"][glob] == len(told["left"]) > 0
+    empty: dict[str, object] = {"importers": {}, "namers": {}, "top": []}
+    assert {name: told[name] for name in empty} == {**empty, **missed}

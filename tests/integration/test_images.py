@@ -80,6 +80,13 @@ def test_a_current_pytorch_is_built_for_cuda_13(client: docker.DockerClient, mat
     assert run(client, matrix.select(name).tag, "python", "-c", program).split() == ["2.13.0+cu130", "13.0", "True"]
 
 
+def test_what_programs_link_into_kernels_is_found(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    """As Numba looks for it. `dropped.yml` took it away once, as a static library."""
+    program = "from cuda import pathfinder; print(pathfinder.find_static_lib('cudadevrt'))"
+    image = matrix.select("pytorch-*-cu130-debian12").tag
+    assert run(client, image, "python", "-c", program).endswith("/nvidia/cu13/lib/libcudadevrt.a\n")
+
+
 def test_tensorflow_is_built_for_cuda_11(client: docker.DockerClient, matrix: BuildSpec) -> None:
     program = "import tensorflow as tf; print(tf.__version__, tf.sysconfig.get_build_info()['cuda_version'])"
     output = run(client, matrix.select("tensorflow").tag, "python", "-c", program)

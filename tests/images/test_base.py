@@ -39,9 +39,10 @@ class FakeImages:
     def pull(self, tag: str) -> None:
         raise docker.errors.APIError(f"no registry has {tag}")
 
-    def list(self, filters: dict[str, str]) -> list[SimpleNamespace]:
+    def list(self, repository: str, filters: dict[str, str]) -> list[dict[str, list[str]]]:
         name, _, value = filters["label"].partition("=")
-        return [self.get(tag) for tag, labels in self.there.items() if labels.get(name) == value]
+        own = {tag: labels for tag, labels in self.there.items() if tag.startswith(f"{repository}:")}
+        return [{"RepoTags": [tag]} for tag, labels in own.items() if labels.get(name) == value]
 
     def load(self, file: IO[bytes]) -> None:
         with tarfile.open(fileobj=file) as archive:
@@ -54,7 +55,8 @@ class FakeImages:
 
 @pytest.fixture
 def client() -> Any:
-    return SimpleNamespace(images=FakeImages())
+    images = FakeImages()
+    return SimpleNamespace(images=images, api=SimpleNamespace(images=images.list))
 
 
 @pytest.fixture

@@ -190,6 +190,34 @@ def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout
     assert grandchild["reasons"] == [f"base {CHILD} → {CHILD} (rebuilt)"]
 
 
+def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: FakeEngine, checkout: Path) -> None:
+    """Built again, an image has the same labels; one of sources that nobody has committed names no commit."""
+
+    def commit(*paths: str) -> None:
+        git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+        for command in (["init", "-q"], ["add", *paths], ["commit", "-qm", "more"]):
+            subprocess.run([*git, *command], check=True)
+
+    commit("buildspec.yml", "dockerfiles", "library", "toolkit")
+    shoal(fake, checkout, "build", "child*")
+    first = dict(fake.images)
+    assert len(first[ONE]["org.opencontainers.image.revision"]) == 40
+    assert first[ONE]["org.opencontainers.image.base.name"] == "docker.io/library/debian:bookworm-slim"
+    assert first[CHILD]["org.opencontainers.image.base.name"] == ONE
+    (checkout / "README").touch()
+    commit("README")
+    assert endings(shoal(fake, checkout, "build", "one*")[1]) == [f"✓ {ONE} up"]
+    del fake.images[ONE]
+    shoal(fake, checkout, "build", "child*")
+    assert fake.images == first
+    (checkout / "dockerfiles" / "three.j2").touch()
+    del fake.images[CHILD]
+    shoal(fake, checkout, "build", "child*")
+    assert fake.images[CHILD]["org.opencontainers.image.revision"] == ""
+    shoal(fake, checkout, "build", "two*")
+    assert "org.opencontainers.image.revision" not in fake.images[TWO]
+
+
 @pytest.mark.parametrize(("jobs", "most"), [("1", 1), ("2", 2)])
 def test_independent_images_are_built_at_once(fake: FakeEngine, checkout: Path, jobs: str, most: int) -> None:
     assert shoal(fake, checkout, "build", "--jobs", jobs)[0] == 0

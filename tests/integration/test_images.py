@@ -205,7 +205,6 @@ def test_labels_and_command(client: docker.DockerClient, image: str) -> None:
     found = client.images.get(image)
     tag = image.split(":")[1]
     assert found.labels["org.opencontainers.image.version"] == tag
-    assert found.labels["org.opencontainers.image.base.name"]
     assert any(label.startswith("com.amazonaws.ml.engines.sagemaker.dlc.framework.") for label in found.labels)
     assert found.attrs["Config"]["Cmd"] == ["train"]
     assert not found.attrs["Config"]["Entrypoint"]

@@ -31,6 +31,7 @@ from shoal.host.machine import Machine
 from shoal.matrix.spec import System
 from shoal.sources.wheels import SOURCE_DATE_EPOCH
 
+_REGISTRY = "docker.io/library"
 REPOSITORY = "shoal-base"
 RECIPE_LABEL = "shoal.base.recipe"
 _EXAMPLES = "/usr/share/doc/apt/examples"
@@ -64,11 +65,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BaseImage:
-    """The base: the reference for FROM, the engine's image ID, and where it came from."""
+    """The base: the reference for FROM and the engine's image ID; its name with the registry that has it, where one
+    does, and the digest of its manifest there.
+    """
 
     reference: str
     image_id: str
-    origin: str
+    name: str
+    digest: str = ""
 
     @property
     def identity(self) -> str:
@@ -146,8 +150,11 @@ def _upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
         image = client.images.get(system.upstream)
     except docker.errors.ImageNotFound:
         return None
-    digests = image.attrs.get("RepoDigests") or [image.id]
-    return BaseImage(system.upstream, str(image.id), f"{system.upstream} {digests[0]}")
+    # None where it was not pulled but loaded: then only the ID of its configuration is known.
+    name = system.upstream.partition(":")[0]
+    digests = [digest for digest in image.attrs.get("RepoDigests") or () if digest.startswith(f"{name}@")]
+    origin = f"{_REGISTRY}/{system.upstream}"
+    return BaseImage(system.upstream, str(image.id), origin, "".join(digests[:1]).partition("@")[2])
 
 
 def _bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
@@ -157,7 +164,7 @@ def _bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | No
     if not tagged:
         return None
     image = client.images.get(tagged[0])
-    return BaseImage(tagged[0], str(image.id), f"Debian {system.suite} bootstrapped by mmdebstrap, {tagged[0]}")
+    return BaseImage(tagged[0], str(image.id), tagged[0])
 
 
 def _bootstrap(client: docker.DockerClient, system: System, machine: Machine, cache: Path, say: Say) -> BaseImage:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import engine
-from shoal.build import base, buildkit, bundle, classic, graph
+from shoal.build import base, buildkit, bundle, classic, graph, labels
 from shoal.build.progress import BuildProgress, screen
 from shoal.engine.images import find, remove_replaced
 from shoal.errors import BuildError, DiskError
@@ -29,7 +29,7 @@ from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import changes, context
+from shoal.sources import changes, context, provenance
 from shoal.sources.context import Sources
 from shoal.sources.steps import one_line
 
@@ -66,6 +66,7 @@ class Site:
     streams: Streams
     host: Callable[[], Machine]
     network: str
+    provenance: Callable[[], provenance.Provenance]
 
 
 class Streams:
@@ -134,7 +135,8 @@ def build_all(
 
     with screen(console, wanted) as live:
         network = "none" if bundled else "default"
-        site = Site(project, spec, bases, has_buildkit, sources, live, Streams(), host, network)
+        origin = functools.cache(functools.partial(provenance.read, project))
+        site = Site(project, spec, bases, has_buildkit, sources, live, Streams(), host, network, origin)
         below = {tag: image.extends for tag, image in wanted.items()}
         results = graph.run(below, timed, site.streams.stop, jobs)
     return [_ending(tag, result, seconds.get(tag)) for tag, result in results.items()]
@@ -155,7 +157,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     if present is None:
         engine.check_disk(client, image.disk_gib)
     host = site.host()
-    labels = {**record.labels(), "org.opencontainers.image.base.name": beneath.origin}
+    inherited = client.images.get(beneath.reference).labels
     options = {
         "t": image.tag,
         "version": "2" if site.has_buildkit else "1",
@@ -163,7 +165,7 @@ def build(site: Site, image: ImageSpec) -> Built:
         "forcerm": "1",
         "buildargs": json.dumps({"BASE": beneath.reference, **dict(host.proxies)}),
         "networkmode": site.network,
-        "labels": json.dumps(labels),
+        "labels": json.dumps({**record.labels(), **labels.oci(beneath, inherited, site.provenance())}),
     }
     log = site.project.cache / "logs" / f"{image.directory}.log"
     with TemporaryFile() as archive, BuildProgress(image.tag, log, site.live) as progress:
@@ -220,7 +222,7 @@ def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
     image = find(client, tag)
     if image is None:
         raise BuildError(f"{tag}: not on the engine any more, and an image extends it. Build again")
-    return base.BaseImage(tag, str(image.id), f"{tag} {image.id}")
+    return base.BaseImage(tag, str(image.id), tag)
 
 
 def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[changes.Plan]:

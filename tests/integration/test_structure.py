@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import docker
 import pytest
 
 from shoal.build import base
-from shoal.matrix.spec import ImageSpec, System, load
+from shoal.engine import containers
+from shoal.engine.images import find
+from shoal.matrix.spec import ImageSpec, load
 
 from .conftest import ROOT, StartHost, write_tree
 
@@ -56,6 +60,18 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_plm_rsh_agent": "ssh:rsh:/bin/false",
 }
+# By label, what its value has to look like; "" where it is not there, or emptied. docs/decisions/labels.md.
+OCI = "org.opencontainers.image."
+LABELS = {
+    "title": r"[a-z]+-training",
+    "version": r"[a-z0-9.-]+",
+    "base.name": r"([a-z0-9.-]+\.[a-z]+/)?([a-z0-9._-]+/)*[a-z0-9_-]+:[\w.-]+",
+    "base.digest": r"(sha256:[0-9a-f]{64})?",
+    "revision": r"([0-9a-f]{40})?",
+    "source": r"(https://\S+)?",
+    "licenses": r"",
+    "created": r"",
+}
 FOR_GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 SUM = "from mpi4py import MPI\nimport os\nprint('sum', MPI.COMM_WORLD.allreduce(1), os.getuid())\n"
 LOCKED_DOWN: dict[str, Any] = {
@@ -94,22 +110,38 @@ def test_nothing_is_inside_that_should_not_be(client: docker.DockerClient, image
     assert more == set()
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=[system.suite for system in SYSTEMS])
-def test_the_searches_find_what_they_are_for(client: docker.DockerClient, system: System) -> None:
-    """In the base, with one of each put in."""
-    plant = " && ".join(PLANTED)
-    beneath = base.find(client, system)
+@pytest.fixture(params=SYSTEMS, ids=[system.suite for system in SYSTEMS])
+def planted(request: pytest.FixtureRequest, client: docker.DockerClient) -> Iterator[tuple[str, str]]:
+    """The base, and an image of it with one of each put in."""
+    beneath = base.find(client, request.param)
     assert beneath is not None
-    container = client.containers.run(beneath.reference, ["sh", "-c", plant], detach=True)
+    tag = containers.unique("test-structure")
+    container = client.containers.run(beneath.reference, ["sh", "-c", " && ".join(PLANTED)], detach=True)
     try:
         assert container.wait()["StatusCode"] == 0, container.logs()
-        tag = f"shoal-test-structure-{system.suite}"
-        planted = container.commit(tag)
-        for what in SEARCHES:
-            assert found(tag)[what] - found(beneath.reference)[what], what
-        client.images.remove(str(planted.id), force=True)
+        container.commit(tag)
+        yield beneath.reference, tag
     finally:
         container.remove()
+        if find(client, tag):
+            client.images.remove(tag, force=True)
+
+
+def test_the_searches_find_what_they_are_for(planted: tuple[str, str]) -> None:
+    before, after = planted
+    assert {what for what in SEARCHES if not found(after)[what] - found(before)[what]} == set()
+
+
+def test_its_labels(client: docker.DockerClient, image: ImageSpec) -> None:
+    labels = client.images.get(image.tag).labels
+    said = {name: labels.get(f"{OCI}{name}", "") for name in LABELS}
+    assert {name: value for name, value in said.items() if not re.fullmatch(LABELS[name], value)} == {}
+    assert {name.removeprefix(OCI) for name in labels if name.startswith(OCI)} <= LABELS.keys()
+    assert (said["title"], said["version"]) == (image.repository, image.version_tag)
+    beneath = base.find(client, image.system)
+    assert beneath is not None
+    expected = (image.extends, "") if image.extends else (beneath.name, beneath.digest)
+    assert (said["base.name"], said["base.digest"]) == expected
 
 
 def test_its_commands_are_on_the_path(client: docker.DockerClient, image: ImageSpec) -> None:

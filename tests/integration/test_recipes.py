@@ -49,6 +49,14 @@ COPY --from=pytorch /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 RUN ! command -v train && ! command -v mpirun && ! find / -xdev -name _engine.so | grep .
 """
+# Debian and its Python, and no framework.
+BARE = f"""\
+ARG DEBIAN
+FROM ${{DEBIAN}}
+{MACHINE}
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+"""
 SUM = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(1))"
 
 
@@ -113,6 +121,20 @@ def on_own_base(
 
 
 @pytest.fixture(scope="module")
+def on_bare_base(client: docker.DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same recipe on Debian's Python alone, told to install no framework."""
+    debian = base.find(client)
+    assert debian is not None
+    directory = write_context(tmp_path_factory.mktemp("bare"), BARE)
+    recipe = "examples/own-base/Dockerfile"
+    with (
+        built("bare-by-test:latest", directory, DEBIAN=debian.reference) as bare,
+        built("on-bare-by-test:latest", ROOT, recipe, BASE=bare, FRAMEWORK="") as image,
+    ):
+        yield image
+
+
+@pytest.fixture(scope="module")
 def between(pytorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One of our images, which knows how this machine reaches packages."""
     directory = write_context(tmp_path_factory.mktemp("between"), BETWEEN)
@@ -153,6 +175,24 @@ def test_the_compiler_and_the_wheels_stay_in_their_stage(start_host: StartHost, 
         ["sh", "-c", "! command -v cc && for d in /src /wheels /tmp/wheels; do test ! -e $d || exit 1; done"],
     ).wait()
     assert ended.code == 0, ended.output
+
+
+def test_a_base_without_a_framework_runs_what_needs_none(
+    start_host: StartHost, on_bare_base: str, tmp_path: Path
+) -> None:
+    """Through `train`, on two ranks; with the engine, which is loaded without a framework."""
+    script = f"from smdistributed.core import native\nnative.load()\n{SUM}"
+    ended = start_host(on_bare_base, tree=write_tree(tmp_path / "ml", script, TWO_RANKS)).wait()
+    assert ended.code == 0, ended.output
+    assert ended.output.count("sum 2") == 2
+
+
+def test_a_base_without_a_framework_says_so(start_host: StartHost, on_bare_base: str, tmp_path: Path) -> None:
+    host = start_host(on_bare_base, tree=write_tree(tmp_path / "ml", (OWN_BASE / "fit_line.py").read_text()))
+    assert host.wait().code != 0
+    assert "No module named 'torch'" in host.path("output/failure").read_text()
+    host = start_host(on_bare_base, ["python", "-c", "import smdistributed.dataparallel.torch.torch_smddp"])
+    assert "What to do: pip install torch" in host.wait().output
 
 
 def test_requirements_beside_the_script_are_installed_first(

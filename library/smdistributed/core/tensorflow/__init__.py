@@ -1,1 +1,8 @@
 """The engine in TensorFlow: collectives as operations, eager and in graphs."""
+
+from smdistributed.core.lacking import lacking
+
+try:
+    import tensorflow  # noqa: F401
+except ModuleNotFoundError as error:
+    raise lacking(error, "TensorFlow", "tensorflow") from None

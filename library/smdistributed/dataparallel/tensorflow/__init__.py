@@ -4,6 +4,7 @@ Every function works in eager code, inside `tf.function` and in graphs of versio
 program, which must be the same on all ranks; tensors on a GPU pass through the host's memory.
 """
 
+import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import (
     allreduce,

@@ -20,6 +20,7 @@ def train_step(images, labels):
 
 from __future__ import annotations
 
+import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
 from smdistributed.modelparallel.backend import api as core
 from smdistributed.modelparallel.backend.api import (
     DP_GROUP,

@@ -13,6 +13,7 @@ def train_step(model, data, target):
 
 from __future__ import annotations
 
+import smdistributed.core.torch  # noqa: F401 (says what to do where it is not installed)
 from smdistributed.modelparallel.backend.api import (
     DP_GROUP,
     MP_GROUP,

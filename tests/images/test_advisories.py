@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.images.test_inside import contents
 
-from shoal import engine
 from shoal.commands import looking
 from shoal.errors import SpecError, VulnerableError
 from shoal.inside import advisories
@@ -92,7 +91,7 @@ def test_an_allow_list_is_checked(tmp_path: Path) -> None:
 def test_json_has_what_counts_and_what_is_accepted(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(looking, "_engine_with", lambda _: None)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag))
     allow = tmp_path / "allow.yml"
     entries = [{"id": name, "reason": "not reached", "expires": "9999-01-01"} for name in ("CVE-1", "CVE-9")]

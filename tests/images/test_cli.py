@@ -17,8 +17,8 @@ import pytest
 import requests
 import urllib3.exceptions
 
-from shoal import cli, engine
-from shoal.commands import building
+from shoal import engine
+from shoal.commands import application, building
 from shoal.errors import DiskError, ShoalError
 from shoal.matrix.project import Project
 from shoal.sources import lock
@@ -142,10 +142,10 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise OSError("of no file")
 
-    monkeypatch.setattr(cli, "app", lambda **_: wrong())
+    monkeypatch.setattr(application, "app", lambda **_: wrong())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(OSError, match="of no file"):
-        cli.main()
+        application.main(None)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_each_kind_of_failure_has_words(
     def fail(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(application, "app", fail)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        application.main(None)
     assert ended.value.code == code
     assert capsys.readouterr().err.startswith(f"shoal: {words}")
 

@@ -121,9 +121,11 @@ def on_own_base(
 
 
 @pytest.fixture(scope="module")
-def on_bare_base(client: docker.DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def on_bare_base(
+    client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """The same recipe on Debian's Python alone, told to install no framework."""
-    debian = base.find(client)
+    debian = base.find(client, matrix.systems()[0])
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("bare"), BARE)
     recipe = "examples/own-base/Dockerfile"

@@ -102,7 +102,8 @@ def _named(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]
         raise PushError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
     is_new = target not in image.tags
     try:
-        image.tag(target)
+        with containers.uninterrupted():
+            image.tag(target)
         yield
     finally:
         if is_new:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
@@ -25,13 +26,24 @@ def unique(stem: str) -> str:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let no further interrupt end a removal half way; it takes a second or two."""
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Let an interrupt wait until this is done, a second or two.
+
+    A removal must not end half way. And what the engine is asked to make, it makes, also when nobody waits for the
+    answer any more: it is there to be removed only after that.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone hears them
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {number: signal.signal(number, lambda heard, _: came.append(heard)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
@@ -51,7 +63,8 @@ def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
 def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
     """Create (not start) a container. Raises `EngineError` when the engine does not have the image."""
     try:
-        return client.containers.create(image, command, **settings)
+        with uninterrupted():
+            return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
         raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
 

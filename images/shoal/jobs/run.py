@@ -82,7 +82,9 @@ def _create_hosts(client: docker.DockerClient, image: str, request: job.JobReque
     with contextlib.suppress(docker.errors.NotFound):
         options = client.networks.get("bridge").attrs.get("Options") or {}
     mtu = {key: options[key]} if key in options else {}
-    network = client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels={containers.JOB_LABEL: name})
+    labels = {containers.JOB_LABEL: name}
+    with containers.uninterrupted():
+        network = client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
     settings = _settings(client, request, name, str(network.name))
     with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as common:
         tree = Path(scratch)

@@ -1,0 +1,50 @@
+"""Containers that are made and removed: an interrupt waits for the engine's answer, and is not lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from shoal.engine import containers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits(number: signal.Signals) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        with containers.uninterrupted():
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+            assert heard == []
+        assert heard == [number]
+        os.kill(os.getpid(), number)
+        assert heard == [number] * 2
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_interrupt_ends_what_comes_after_the_answer() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with containers.uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("answered")
+        done.append("went on")
+    assert done == ["answered"]
+
+
+def test_other_threads_hear_none() -> None:
+    done = []
+
+    def work() -> None:
+        with containers.uninterrupted():
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [1]

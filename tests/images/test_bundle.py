@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal import engine
-from shoal.build import base, bundle
+from shoal.build import base, bundle, hostwheels
 from shoal.commands import building
 from shoal.errors import BuildError, DiskError, UsageError
 from shoal.matrix.project import Project
@@ -62,6 +62,7 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
+    monkeypatch.setattr(hostwheels, "collect", lambda *_: None)
     monkeypatch.chdir(project.root)
     building.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
@@ -71,6 +72,7 @@ def test_json_has_what_was_collected(
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim")
     assert "wheels: huggingface-training" in told.err
+    assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
 
 
 def test_a_file_is_refused_before_the_engine_is_asked(

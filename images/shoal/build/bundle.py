@@ -1,5 +1,5 @@
-"""What builds take from a network, in one directory: the locked wheels, and of each suite of Debian, in a directory of
-its name, the base image and packages.
+"""What builds take from a network, in one directory: the locked wheels, `shoal` itself, and of each suite of Debian, in
+a directory of its name, the base image and packages.
 
 `shoal bundle` fills it where there is a network, and `shoal build --bundle` builds from it, with the network off.
 """
@@ -23,7 +23,7 @@ import docker
 from docker.models.containers import Container
 
 from shoal import engine
-from shoal.build import base
+from shoal.build import base, hostwheels
 from shoal.build.base import Say
 from shoal.engine import containers
 from shoal.errors import BuildError, DiskError, UsageError, is_full
@@ -33,7 +33,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.sources import context, lock, render, wheels
 
-_BASE, _WHEELS, _DEBS = "base.tar", "wheels", "debs"
+_BASE, _WHEELS, _DEBS, _HOST = "base.tar", "wheels", "debs", "host"
 _INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
 _INDEX = "Packages"
 # Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
@@ -91,6 +91,11 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     for image in wanted:
         say(f"wheels: {image.tag}")
         _collect_wheels(project, spec, image, directory / _WHEELS)
+    install = hostwheels.COMMAND.format(directory=directory / _HOST)
+    say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
+    with _scratch(directory) as scratch:
+        hostwheels.collect(project, scratch)
+        _move(scratch / "wheels", directory / _HOST)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
 
@@ -140,7 +145,8 @@ def debian_packages(dockerfile: str) -> Iterator[str]:
 def _make(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
-    (directory / _WHEELS).mkdir(parents=True, exist_ok=True)
+    for name in (_WHEELS, _HOST):
+        (directory / name).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

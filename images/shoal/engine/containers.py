@@ -42,8 +42,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        for heard in came[:1]:
+            signal.raise_signal(heard)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,36 @@
+"""What `shoal bundle` has of `shoal` itself: it is installed from that where there is no network, as docs say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import docker
+
+from shoal.build import hostwheels
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec
+
+from .conftest import ROOT
+
+
+def test_shoal_is_installed_without_a_network(
+    client: docker.DockerClient, matrix: BuildSpec, project: Project, tmp_path: Path
+) -> None:
+    """In a container, for it has no network and Debian's Python, of the version that runs this."""
+    hostwheels.collect(project, tmp_path / "host")
+    image = matrix.select("pytorch-*-cpu-*-debian12")
+    assert image.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
+    script = f"{hostwheels.COMMAND.format(directory='/bundle/host')} && cd /project && /tmp/.venv/bin/shoal list"
+    said = client.containers.run(
+        image.tag,
+        ["sh", "-c", script],
+        remove=True,
+        network_mode="none",
+        working_dir="/tmp",
+        volumes=[f"{tmp_path}:/bundle:ro", f"{ROOT}:/project:ro"],
+        environment={"PATH": "/usr/bin:/bin"},
+    ).decode()
+    assert "Successfully installed" in said
+    assert image.tag in said
+    assert hostwheels.COMMAND.format(directory="DIRECTORY/host") in (ROOT / "docs" / "offline.md").read_text()

@@ -474,7 +474,7 @@ class Parsed(HTMLParser):
 def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
     html = sizepage.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
     page = Parsed(html)
-    for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "RUN pip install big-torch"):
+    for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "big-torch · RUN pip install big-torch"):
         assert words in page.words
     assert "20.5 kB in 2 layers" not in page.words
     assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in page.words

@@ -16,7 +16,8 @@ from shoal.report.treemap import Box, squarified
 _CANVAS = Box(0, 0, 1440, 620)  # about the pixels that it gets: squares are to be square there
 _LEAST = 0.0004  # of the image: what is smaller shares a rectangle
 _MOST_ROWS = 40  # of a table before the rest is folded away
-_LETTER, _LINE = 7.0, 30.0  # pixels
+_LETTER, _LINE = 7.0, 20.0  # pixels; the style sheet hides what the window has no room for
+_NAMED = 2  # packages of a layer that its line names
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,14 @@ def _layer(number: int, layer: Layer, longest: int) -> Row:
     shown = {kind: Sum(of.bytes - of.hidden, of.compressed) for kind, of in kinds.items()}
     hidden = Sum(layer.sum.hidden, layer.sum.hidden_compressed)
     parts = tuple(_part(kind, of, longest) for kind, of in {**shown, "hidden": hidden}.items() if of.bytes)
-    return Row(f"{number}", title(layer), layer.sum, parts, _percent(layer.sum.compressed, longest))
+    return Row(f"{number}", _named(layer), layer.sum, parts, _percent(layer.sum.compressed, longest))
+
+
+def _named(layer: Layer) -> str:
+    """Return what a layer brings most of, and what made it: commands begin alike, and a narrow column cuts the rest."""
+    packages = [(owner.name, of.bytes) for owner, of in layer.owners.items() if owner.kind in ("python", "debian")]
+    names = [name for name, _ in sorted(packages, key=lambda item: -item[1])[:_NAMED]]
+    return " · ".join([*([", ".join(names)] if names else []), title(layer)])
 
 
 def _part(kind: str, of: Sum, longest: int) -> Part:
@@ -160,7 +168,7 @@ def _cell(kind: str, name: str, of: Sum, box: Box) -> Cell:
     )
     sizes = f"{figures.amount(of.bytes)}, {figures.amount(of.compressed)} compressed"
     hidden = f"\n{figures.amount(of.hidden)} hidden by a later layer" if of.hidden else ""
-    fits = box.width >= min(len(name), 8) * _LETTER and box.height >= _LINE
+    fits = box.width >= min(len(name), 6) * _LETTER and box.height >= _LINE
     return Cell(
         kind=kind,
         box=percent,

@@ -62,7 +62,7 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
-    monkeypatch.setattr(hostwheels, "collect", lambda *_: None)
+    monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir())
     monkeypatch.chdir(project.root)
     building.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()

@@ -108,8 +108,10 @@ def test_an_interrupt_removes_hosts_and_network(
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
     process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    hosts = {"algo-1", "algo-2"}
     for line in process.stdout:
-        if "started" in line:
+        hosts -= {line.split()[0]} if "started" in line else set()
+        if not hosts:
             break
     started = time.monotonic()
     process.send_signal(number)

@@ -62,7 +62,7 @@ def offline(
 
 def write_project(project: Project, directory: Path) -> None:
     (directory / "buildspec.yml").write_text(SPEC)
-    for room in ("library", "toolkit"):
+    for room in ("images", "library", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
         (directory / room).symlink_to(project.root / room)
     templates = directory / "dockerfiles"
     templates.mkdir()

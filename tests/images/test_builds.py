@@ -194,7 +194,17 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
     """Built again, an image has the same labels; one of sources that nobody has committed names no commit."""
 
     def commit(*paths: str) -> None:
-        git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+        git = [
+            "git",
+            "-C",
+            str(checkout),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         for command in (["init", "-q"], ["add", *paths], ["commit", "-qm", "more"]):
             subprocess.run([*git, *command], check=True)
 

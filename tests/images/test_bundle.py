@@ -62,7 +62,7 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
-    monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir())
+    monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir() or "")
     monkeypatch.chdir(project.root)
     building.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
@@ -73,6 +73,21 @@ def test_json_has_what_was_collected(
     assert document["bytes"] == len("debian:bookworm-slim")
     assert "wheels: huggingface-training" in told.err
     assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
+
+
+def test_packages_that_lie_there_stay_in_the_index(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for directory, names in ((old, ("a_1.deb", "b_1.deb", "gone_1.deb")), (new, ("a_1.deb", "c_1.deb"))):
+        directory.mkdir()
+        entries = [f"Package: {name[0]}\nDescription: x\n .\n y\nFilename: ./{name}\nSize: 1\n\n" for name in names]
+        (directory / "Packages").write_text("".join(entries))
+        for name in names:
+            (directory / name).touch()
+    (old / "gone_1.deb").unlink()
+    bundle._index_others(new, old)
+    index = (new / "Packages").read_text()
+    assert re.findall("Filename: ./(.*)", index) == ["a_1.deb", "c_1.deb", "b_1.deb"]
+    assert index.endswith("Filename: ./b_1.deb\nSize: 1\n\n")
 
 
 def test_a_file_is_refused_before_the_engine_is_asked(

@@ -37,6 +37,16 @@ def test_an_interrupt_ends_what_comes_after_the_answer() -> None:
     assert done == ["answered"]
 
 
+def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "HANGS", -1)
+    done = []
+    with pytest.raises(KeyboardInterrupt), containers.uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("answered")
+    assert done == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_other_threads_hear_none() -> None:
     done = []
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -61,9 +62,10 @@ def test_without_netrc_there_is_the_home_directorys_or_none(tmp_path: Path, monk
 
 
 def test_one_that_cannot_be_used_is_told(netrc: Path) -> None:
-    netrc.write_text("machine one.example login me\nnonsense\n")
+    netrc.write_text("machine one.example login me password my secret\n")
     found = credentials.read_netrc()
     assert found.problem.startswith(f"{netrc}: line ")
+    assert "secret" not in found.problem
     assert found.signed("https://one.example/") == "https://one.example/"
 
 
@@ -105,6 +107,22 @@ def test_apts_entries_for_its_sources_are_taken(tmp_path: Path) -> None:
         "machine one.example login more password m",
     ]
     assert credentials.of_apt([], tmp_path) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("url", "login"),
+    [
+        ("https://one.example/debian/dists/x", "me:secret"),
+        ("https://one.example/other", ""),
+        ("http://one.example:8080/other", "x:y"),
+        ("http://one.example/other", ""),
+        ("https://me:p@one.example/debian/x", "me:p"),
+        ("https://none.example/debian", ""),
+    ],
+)
+def test_a_mirror_is_asked_with_the_entry_that_fits(url: str, login: str) -> None:
+    auth = "machine https://one.example/debian login me password secret\nmachine one.example:8080 login x password y\n"
+    assert urlsplit(credentials.signed(url, auth)).netloc.rpartition("@")[0] == login
 
 
 def test_apts_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import SpecError
 from shoal.host import pipconfig
 
 LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
@@ -66,6 +67,16 @@ def test_the_environment_is_stronger_than_files(machine: dict[str, str]) -> None
     assert pipconfig.read(machine)["extra-index-url"] == "https://a.example https://b.example"
 
 
-def test_a_file_that_is_no_configuration_is_left_to_pip(machine: dict[str, str]) -> None:
-    Path(machine["HOME"], ".pip", "pip.conf").write_text("no section\n")
-    assert pipconfig.read(machine)["timeout"] == "3"
+def test_empty_values_set_nothing(machine: dict[str, str]) -> None:
+    """`pip config list` shows them; `pip install` passes over them."""
+    path = Path(machine["HOME"], ".config", "pip", "pip.conf")
+    path.write_text(path.read_text() + "index-url =\n")
+    found = pipconfig.read(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
+    assert (found["index-url"], found["timeout"]) == ("https://two.example/simple", "3")
+
+
+def test_a_file_that_is_no_configuration_is_told(machine: dict[str, str]) -> None:
+    path = Path(machine["HOME"], ".pip", "pip.conf")
+    path.write_text("no section\n")
+    with pytest.raises(SpecError, match=f"{path}: not a configuration of pip"):
+        pipconfig.read(machine)

@@ -30,7 +30,7 @@ def known(fake: FakeEngine, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (checkout / "toolkit").unlink()
     shutil.copytree(library, checkout / "toolkit")
     fake.images[ONE] = {}
-    unchanged.remember(asked(checkout), ["✓ one"], [ONE, DEBIAN])
+    unchanged.remember(asked(checkout), ["✓ one"], {tag: unchanged._held(tag)[1] for tag in (ONE, DEBIAN)})
     return checkout
 
 
@@ -56,7 +56,7 @@ def test_the_command_says_what_the_builder_said(fake: FakeEngine, checkout: Path
     before = len(fake.asked)
     code, out, err = shoal(fake, checkout, "build", "one-*")
     assert (code, err) == (0, "")
-    assert out.startswith(f"✓ {ONE} up to date in ")
+    assert out.startswith(f"✓ {ONE} up to date (")
     # Images were asked for, in words of HTTP that name no version of the API: not by the builder.
     assert {path.partition("/images/")[0] for path in fake.asked[before:]} == {""}
 
@@ -108,6 +108,18 @@ def test_another_base_ends_it(fake: FakeEngine, known: Path) -> None:
     assert answer(known) is None
 
 
+def test_what_changed_since_the_builder_looked_is_not_remembered(known: Path) -> None:
+    unchanged.remember(asked(known, ONE), ["text"], {ONE: "sha256:another"})
+    assert answer(known, ONE) is None
+
+
+def test_a_cache_that_cannot_be_written_remembers_nothing(known: Path) -> None:
+    (known / REMEMBERED).unlink()
+    (known / REMEMBERED).mkdir()
+    unchanged.remember(asked(known), ["text"], {})
+    assert [path.name for path in (known / REMEMBERED).parent.iterdir()] == ["unchanged.json"]
+
+
 def test_no_engine_and_another_engine_end_it(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
     assert answer(known) is None
@@ -127,7 +139,7 @@ def test_inputs_that_just_changed_are_not_remembered(known: Path) -> None:
     found = unchanged.question(["build"], str(known))
     assert found
     assert not found.settled
-    unchanged.remember(found, ["text"], [])
+    unchanged.remember(found, ["text"], {})
     assert unchanged.answer(found) is None
 
 

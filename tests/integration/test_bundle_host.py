@@ -18,7 +18,7 @@ def test_shoal_is_installed_without_a_network(
     client: docker.DockerClient, matrix: BuildSpec, project: Project, tmp_path: Path
 ) -> None:
     """In a container, for it has no network and Debian's Python, of the version that runs this."""
-    hostwheels.collect(project, tmp_path)
+    assert hostwheels.collect(project, tmp_path) == ""
     image = matrix.select("pytorch-*-cpu-*-debian12")
     assert image.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
     script = f"{hostwheels.COMMAND.format(directory='/bundle/wheels')} && cd /project && /tmp/.venv/bin/shoal list"

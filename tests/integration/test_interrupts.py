@@ -99,6 +99,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
     assert process.wait(timeout=300) == 0, process.communicate()  # to its end: how long it takes, and what it writes
     seconds, whole = time.monotonic() - started, command.sizes()
     drawn = random.Random(name)
+    codes = []
     for share in [(part + drawn.random()) / MOMENTS for part in range(MOMENTS)]:
         started = time.monotonic()
         process = command.start()
@@ -107,11 +108,13 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         _, stderr = process.communicate(timeout=60)
         # Before Python hears signals it dies of them; an interrupt at the very end may come too late.
         assert process.returncode in (130, -signal.SIGINT, 0), stderr
+        codes.append(process.returncode)
         if process.returncode == 0:  # on a machine that had more to do before
             seconds = min(seconds, time.monotonic() - started)
         assert wait_until(lambda: (job_objects(client), tags(client)) == before), f"moment {share:.2f}"
         assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
         assert command.sizes().items() <= whole.items(), f"moment {share:.2f}"
+    assert 130 in codes
 
 
 def tags(client: docker.DockerClient) -> set[str]:

@@ -151,9 +151,9 @@ def _upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
     except docker.errors.ImageNotFound:
         return None
     # None where it was not pulled but loaded: then only the ID of its configuration is known.
-    name = system.upstream.partition(":")[0]
+    name = system.upstream.rpartition(":")[0]
     digests = [digest for digest in image.attrs.get("RepoDigests") or () if digest.startswith(f"{name}@")]
-    origin = f"{_REGISTRY}/{system.upstream}"
+    origin = system.upstream if "/" in system.upstream else f"{_REGISTRY}/{system.upstream}"
     return BaseImage(system.upstream, str(image.id), origin, "".join(digests[:1]).partition("@")[2])
 
 

@@ -184,18 +184,19 @@ def build(site: Site, image: ImageSpec) -> Built:
     return Built(str(result.id), up_to_date=False)
 
 
-def decisive(images: Iterable[ImageSpec]) -> list[str]:
-    """Return the tags whose images on the engine decide whether these are up to date: theirs, and those of bases."""
-    images = tuple(images)
-    systems = dict.fromkeys(image.system for image in images)
+def decisive(images: Iterable[ImageSpec], endings: Iterable[Ending]) -> dict[str, str | None]:
+    """Return the IDs, by tag, that decide whether these images are up to date: theirs, and those of their bases."""
     client = engine.connect()
+    systems = dict.fromkeys(image.system for image in images)
+    bases: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
     found = filter(None, (base.find(client, system) for system in systems))
-    bases = {*(system.upstream for system in systems), *(one.reference for one in found)}
-    return [*sorted(bases), *(image.tag for image in images)]
+    return bases | {one.reference: one.image_id for one in found} | {end.tag: end.image_id for end in endings}
 
 
 def told(ending: Ending) -> str:
     """Return in one line how the build of an image ended."""
+    if ending.state == "up to date":
+        return f"✓ {ending.tag} up to date ({str(ending.image_id)[7:19]})"
     if ending.image_id:
         return f"✓ {ending.tag} {ending.state} in {ending.seconds:.1f} s ({ending.image_id[7:19]})"
     if ending.state == "not tried":

@@ -94,7 +94,8 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     install = hostwheels.COMMAND.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
     with _scratch(directory) as scratch:
-        hostwheels.collect(project, scratch)
+        if words := hostwheels.collect(project, scratch):
+            raise _failure(f"pip cannot fetch what shoal itself needs:\n{words[-2000:]}")
         _move(scratch / "wheels", directory / _HOST)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
@@ -192,7 +193,19 @@ def _collect_debs(
             raise _failure(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
         with _scratch(directory) as scratch:
             _fetch(container, f"/{_DEBS}", scratch)
+            _index_others(scratch / _DEBS, directory / _DEBS)
             _move(scratch / _DEBS, directory / _DEBS, last=_INDEX)
+
+
+def _index_others(new: Path, old: Path) -> None:
+    """Add to the index of new packages those that lie there already and are not among them."""
+    index = old / _INDEX
+    entries = index.read_text().split("\n\n") if index.is_file() else []
+    with (new / _INDEX).open("a") as file:
+        for entry in entries:
+            name = "".join(re.findall(r"^Filename: \./(.+)$", entry, re.MULTILINE))
+            if name and not (new / name).exists() and (old / name).exists():
+                file.write(f"{entry.strip()}\n\n")
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.errors import BuildError
 from shoal.matrix.project import Project
 from shoal.sources import wheels
 
@@ -15,8 +14,8 @@ COMMAND = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-link
 """What installs them there, for people to type."""
 
 
-def collect(project: Project, scratch: Path) -> None:
-    """Fill `scratch`/wheels, for machines with this one's Python and processor. Raises BuildError with pip's words.
+def collect(project: Project, scratch: Path) -> str:
+    """Fill `scratch`/wheels, for machines with this one's Python and processor. Return pip's words where it fails.
 
     Versions are those that the project's tests run with, where it pins any.
     """
@@ -39,5 +38,4 @@ def collect(project: Project, scratch: Path) -> None:
     # An interrupt kills it, with no time to remove what it has begun.
     environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
     result = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise BuildError(f"pip cannot fetch what shoal itself needs:\n{result.stderr.strip()[-2000:]}")
+    return result.stderr.strip() if result.returncode else ""

@@ -17,7 +17,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
 _INPUTS = ("buildspec.yml", "dockerfiles", "library", "toolkit")
@@ -70,23 +70,27 @@ def answer(asked: Question) -> list[str] | None:
     return None
 
 
-def remember(asked: Question, lines: Iterable[str], tags: Iterable[str]) -> None:
-    """Keep what `build` printed of images that are all up to date, and the engine's IDs of all tags behind it.
+def remember(asked: Question, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
+    """Keep what `build` printed of images that are all up to date, with the IDs by tag that the builder has seen.
 
-    A tag that the engine does not have is kept as such: the answer ends when it comes.
+    A tag that the engine does not have (None) is kept as such: the answer ends when it comes. Nothing is kept where the
+    engine has changed meanwhile, or where the file cannot be written.
     """
     if not asked.settled:
         return
-    try:
-        held = {tag: _held(tag) for tag in tags}
-    except (OSError, ValueError, KeyError):
-        return
-    known = {**_known(asked), asked.key: {"lines": list(lines), "images": held}}
-    os.makedirs(os.path.dirname(asked.file), exist_ok=True)
     part = f"{asked.file}.{os.getpid()}"
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump({"state": asked.state, "answers": known}, file)
-    os.replace(part, asked.file)
+    try:
+        held = {tag: _held(tag) for tag in images}
+        if any(held[tag][1] != image_id for tag, image_id in images.items()):
+            return
+        known = {**_known(asked), asked.key: {"lines": list(lines), "images": held}}
+        os.makedirs(os.path.dirname(asked.file), exist_ok=True)
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump({"state": asked.state, "answers": known}, file)
+        os.replace(part, asked.file)
+    except (OSError, ValueError, KeyError):
+        if os.path.exists(part):
+            os.remove(part)
 
 
 def _known(asked: Question) -> dict[str, Any]:
@@ -103,6 +107,8 @@ def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the inputs under the checkout, this package, and the directory of the packages that it stands on."""
     for name in _INPUTS:
         yield from _walk(os.path.join(root, name))
+    if os.path.exists(ignored := os.path.join(root, ".gitignore")):  # it decides what is in a wheel
+        yield from _walk(ignored)
     yield from _walk(_PACKAGE)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = os.path.join(sys.prefix, "lib", version, "site-packages")

@@ -128,7 +128,9 @@ def build_images(
         output.write(endings)
     judge(endings, progress)
     if context.obj and all(ending.state == "up to date" for ending in endings):
-        unchanged.remember(context.obj, map(builder.told, endings), builder.decisive(matrix.with_parents(chosen)))
+        unchanged.remember(
+            context.obj, map(builder.told, endings), builder.decisive(matrix.with_parents(chosen), endings)
+        )
 
 
 @app.command("bundle")

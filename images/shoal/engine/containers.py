@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,8 @@ from docker.models.containers import Container
 from shoal.errors import EngineError
 
 JOB_LABEL = "shoal.job"
+HANGS = 10
+"""Seconds after which an engine that has not answered is taken for one that hangs."""
 
 
 def unique(stem: str) -> str:
@@ -26,7 +29,7 @@ def unique(stem: str) -> str:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let an interrupt wait until this is done, a second or two.
+    """Let an interrupt wait until this is done, a second or two; one that comes when another has waited long does not.
 
     A removal must not end half way. And what the engine is asked to make, it makes, also when nobody waits for the
     answer any more: it is there to be removed only after that.
@@ -35,13 +38,29 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
+    first = 0.0
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {number: signal.signal(number, lambda heard, _: came.append(heard)) for number in numbers}
+
+    def wait(number: int, _: object) -> None:
+        nonlocal first
+        first = first or time.monotonic()
+        came.append(number)
+        if time.monotonic() - first > HANGS:
+            restore()
+            signal.raise_signal(came.pop())
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    old = {number: signal.signal(number, wait) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        restore()
         for heard in came[:1]:
             signal.raise_signal(heard)
 

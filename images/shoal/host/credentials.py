@@ -30,8 +30,7 @@ class Netrc:
         if not found or "@" in parts.netloc:
             return url
         login, account, password = found
-        user = f"{quote(login or account or '', safe='')}:{quote(password or '', safe='')}"
-        return urlunsplit(parts._replace(netloc=f"{user}@{parts.netloc}"))
+        return _with(url, login or account or "", password or "")
 
 
 def read_netrc() -> Netrc:
@@ -44,7 +43,8 @@ def read_netrc() -> Netrc:
     try:
         return Netrc(netrc.netrc(str(path)))
     except netrc.NetrcParseError as error:
-        return Netrc(problem=f"{path}: line {error.lineno}: {error.msg}; correct it, or pip asks without credentials")
+        # Its own words quote what it stumbled over, which may be a part of a password.
+        return Netrc(problem=f"{path}: line {error.lineno} is no netrc; correct it, or pip asks without credentials")
     except (OSError, UnicodeDecodeError) as error:
         return Netrc(problem=f"{path}: cannot be read: {error}; pip asks without credentials")
 
@@ -67,6 +67,23 @@ def of_hosts(text: str, sources: Iterable[str]) -> str:
     """Return the entries of auth.conf's form for the hosts of one-line sources, a line each."""
     hosts = {urlsplit(word).hostname for source in sources for word in source.split() if "://" in word}
     return "".join(f"{entry}\n" for entry in _entries(text, hosts))
+
+
+def signed(url: str, auth: str) -> str:
+    """Return the URL with the credentials that entries of auth.conf's form have for it, the first that fit."""
+    parts = urlsplit(url)
+    for words in map(str.split, auth.splitlines()):
+        place = urlsplit(words[1] if "://" in words[1] else f"{parts.scheme}://{words[1]}")
+        fits = (place.scheme, place.hostname, place.port or parts.port) == (parts.scheme, parts.hostname, parts.port)
+        if fits and parts.path.startswith(place.path) and "@" not in parts.netloc:
+            values = dict(zip(words[2::2], words[3::2]))
+            return _with(url, values.get("login", ""), values.get("password", ""))
+    return url
+
+
+def _with(url: str, login: str, password: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=f"{quote(login, safe='')}:{quote(password, safe='')}@{parts.netloc}"))
 
 
 def _entries(text: str, hosts: Set[str | None]) -> Iterator[str]:

@@ -12,31 +12,36 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from shoal.errors import SpecError
+
 _SECTIONS = ("global", "install")
 """Those that hold for `pip install`, the stronger one last."""
 _NOT_OPTIONS = ("version", "help")
 
 
 def read(environment: Mapping[str, str] = os.environ, prefix: str = sys.prefix) -> dict[str, str]:
-    """Return the settings of `pip install` by the names of its options, line ends as spaces.
+    """Return the settings of `pip install` by the names of its options, line ends as spaces; empty ones set nothing.
 
-    A file that is no configuration is left out, as the one that pip install would refuse with its own words.
+    Raises SpecError for a file that is no configuration, as pip fails too.
     """
     settings: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
     if environment.get("PIP_CONFIG_FILE") != os.devnull:
         for path in _files(environment, Path(prefix)):
-            parser = configparser.RawConfigParser()
-            try:
-                parser.read(path, encoding=None)
-            except (configparser.Error, UnicodeDecodeError):
-                continue
-            for section in _SECTIONS:
-                if parser.has_section(section):
-                    settings[section] |= {_name(key): value for key, value in parser.items(section)}
+            parser = _parsed(path)
+            for section in filter(parser.has_section, _SECTIONS):
+                settings[section] |= {_name(key): value for key, value in parser.items(section)}
     variables = {_name(key[4:]): value for key, value in environment.items() if key.startswith("PIP_")}
-    merged = {key: value for section in _SECTIONS for key, value in settings[section].items()}
-    merged |= {key: value for key, value in variables.items() if key not in _NOT_OPTIONS}
-    return {key: value.replace("\n", " ").strip() for key, value in merged.items()}
+    stages = (*settings.values(), {key: value for key, value in variables.items() if key not in _NOT_OPTIONS})
+    return {key: value.replace("\n", " ").strip() for stage in stages for key, value in stage.items() if value}
+
+
+def _parsed(path: Path) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path)
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not a configuration of pip: {error}. Correct it; pip refuses it too") from error
+    return parser
 
 
 def _files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path]:

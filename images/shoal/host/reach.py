@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
+from shoal.host import credentials
 from shoal.host.machine import Machine
 
 SECONDS = 5.0
@@ -67,9 +68,14 @@ def indexes(machine: Machine) -> list[Answer]:
 def mirrors(machine: Machine, suite: str) -> list[Answer]:
     """Ask each source that builds on Debian's `suite` and its bootstrap install from for its release file."""
     proxies = dict(_proxies(machine.apt_proxies))
-    entries = [source.split()[1:3] for source in machine.sources(suite)] or [[DEFAULT_MIRROR, suite]]
+    sources = machine.sources(suite)
+    auth = machine.auth(sources)
+    entries = [source.split()[1:3] for source in sources] or [[DEFAULT_MIRROR, suite]]
     return [
-        replace(_ask(uri, f"{uri.rstrip('/')}/dists/{name}/InRelease", machine, proxies), suite=name)
+        replace(
+            _ask(uri, credentials.signed(f"{uri.rstrip('/')}/dists/{name}/InRelease", auth), machine, proxies),
+            suite=name,
+        )
         for uri, name in entries
         if uri.startswith(("http://", "https://"))
     ]

@@ -34,7 +34,7 @@ def revision(root: Path) -> str:
     Empty where that has been changed since, where nothing of it is committed, or no git is there to say so; and in a
     shallow clone that ends before such a commit, for it would call the last one that it has.
     """
-    if _git(root, "status", "--porcelain", "--", *GOES_IN) != "":
+    if _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *GOES_IN) != "":
         return ""
     commit, *parents = (_git(root, "log", "-1", "--format=%H %P", "--", *GOES_IN) or "").split() or [""]
     is_cut = not parents and _git(root, "rev-parse", "--is-shallow-repository") != "false"
@@ -45,7 +45,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     """Return what git prints; None where it fails, or is not there."""
     # Of a hook's own repository, which may be another.
     environment = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_INDEX_FILE")}
-    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    command = ["git", "--no-optional-locks", "-c", "log.showSignature=false", "-C", str(root), *arguments]
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def _declared(root: Path) -> str:
     """Return the URL that a package of ours declares as that of its source."""
-    for path in sorted(root.glob("*/pyproject.toml")):
+    for path in filter(Path.is_file, (root / room / "pyproject.toml" for room in ("images", "library", "toolkit"))):
         urls = tomllib.loads(path.read_text()).get("project", {}).get("urls", {})
         for name, url in urls.items():
             if name.lower() in ("source", "repository"):

@@ -20,6 +20,7 @@ import tomllib
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from shoal.errors import BuildError
 from shoal.sources.lock import Pin
 
 SOURCE_DATE_EPOCH = "1672531200"
@@ -62,27 +63,36 @@ def build(package: Path, cache: Path) -> Wheel:
 
 
 def _identity(package: Path, backend: str) -> str:
-    """Return a digest of what a wheel is made of: every file that may go into it, and what makes it."""
+    """Return a digest of what a wheel is made of: all files that may go into it, what leaves some out, the backend."""
     state = hashlib.sha256(f"{backend} {importlib.metadata.version(backend)} {SOURCE_DATE_EPOCH}".encode())
-    for path in sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts and path.is_file()):
-        state.update(f"{path.relative_to(package)}\0{path.stat().st_mode:o}\0{_sha256(path)}\n".encode())
+    files = {str(path.relative_to(package)): path for path in package.rglob("*") if "__pycache__" not in path.parts}
+    files["../.gitignore"] = package.resolve().parent / ".gitignore"  # which hatchling obeys
+    for name, path in sorted(files.items()):
+        if path.is_file():
+            state.update(f"{name}\0{path.stat().st_mode:o}\0{_sha256(path)}\n".encode())
     return state.hexdigest()[:16]
 
 
 def _keep(wheel: Wheel, directory: Path) -> None:
-    """Write a wheel into the cache, in the place of those of the same package that were there."""
-    for old in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
-        shutil.rmtree(old, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{wheel.name}.{os.getpid()}"
-    part.write_bytes(wheel.content)
-    part.replace(directory / wheel.name)
+    """Put a wheel into the cache, in the place of older ones of the package; one that cannot be written has none."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=directory.parent, prefix=".part-") as part:
+            Path(part, wheel.name).write_bytes(wheel.content)
+            Path(part, wheel.name).replace(directory / wheel.name)
+        for old in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
+            if old != directory:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 @functools.cache
 def installer() -> Mapping[str, bytes]:
-    """Return the modules of pypa/installer as this process would import them, by path."""
+    """Return the modules of pypa/installer as this process would import them, by path. Raises BuildError."""
     modules = [path for path in importlib.metadata.files("installer") or () if path.suffix == ".py"]
+    if not any(path.name == "__main__.py" for path in modules):
+        raise BuildError(
+            "the package `installer` is not whole here. What to do: pip install --force-reinstall installer"
+        )
     return {str(path): Path(str(path.locate())).read_bytes() for path in modules}
 
 

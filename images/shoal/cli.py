@@ -14,7 +14,7 @@ def main() -> None:
     if asked and (lines := unchanged.answer(asked)):
         print("\n".join(lines))
         return
-    # Not at the top: this takes ten times as long as the answer above.
+    # Not at the top: this takes far longer than the answer above.
     from shoal.commands import application
 
     application.main(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from shoal.build import unchanged
@@ -14,6 +15,10 @@ def main() -> None:
     if asked and (lines := unchanged.answer(asked)):
         print("\n".join(lines))
         return
+    # While all is loaded there is nothing to undo, and extensions swallow a KeyboardInterrupt: pydantic's would go on with
+    # a broken schema. So the signal ends the process, until a command runs.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Not at the top: this takes far longer than the answer above.
     from shoal.commands import application
 

@@ -19,6 +19,7 @@ import urllib3.exceptions
 
 from shoal import engine
 from shoal.commands import application, building
+from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError
 from shoal.matrix.project import Project
 from shoal.sources import lock
@@ -357,3 +358,33 @@ def test_make_refuses_an_unknown_framework(project: Project) -> None:
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "Did you mean 'tensorflow'" in result.stderr
+
+
+_INTERRUPTED = """
+import contextlib, os, signal, sys
+from shoal import cli
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "pydantic":
+            with contextlib.suppress(KeyboardInterrupt):  # as its compiler of schemas does
+                os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["shoal", "list"]
+cli.main()
+"""
+
+
+def test_an_interrupt_while_the_command_loads_ends_it_whoever_would_swallow_it(project: Project) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED]
+    ended = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_only_what_a_command_needs_is_loaded() -> None:
+    """The names that choose the module are those of its commands."""
+    commands = [command for command in app.registered_commands if command.callback]
+    assert {command.name for command in commands if command.callback.__module__ == building.__name__} == set(
+        application._BUILDING
+    )

@@ -28,11 +28,10 @@ def main(asked: Question | None) -> None:
     `asked` is what `build` may remember the answer to. SIGTERM and SIGHUP end a command as an interrupt does: what runs
     is stopped and removed on the way out.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
     completion.join_words(os.environ)
     for room in ("building",) if _BUILDING & {*sys.argv[1:2]} else _ROOMS:
         importlib.import_module(f"shoal.commands.{room}")
+    _hear()
     try:
         app(standalone_mode=True, obj=asked)
     except Exception as error:
@@ -53,6 +52,14 @@ def _told(error: Exception) -> ShoalError | None:
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
         return EngineError(f"the engine could not be asked: {error}")
     return of_system(error) if isinstance(error, OSError) else None
+
+
+def _hear() -> None:
+    """Have the signals that end a process end a command, which stops and removes what runs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
 
 
 def _end(number: int, _frame: object) -> None:

@@ -21,11 +21,11 @@ import docker.errors
 import requests
 
 from shoal import engine
+from shoal.engine import archive
 from shoal.errors import BuildError
 from shoal.host import machine
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
-from shoal.sources import context
 
 RECIPE = Path(__file__).with_name("image")
 REPOSITORY = "shoal-oracle"
@@ -70,11 +70,11 @@ def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_paren
         "TRAINING_MODULE": f"sagemaker_{parent.framework}_container.training:main",
         **dict(host.proxies),
     }
-    with io.BytesIO() as archive:
-        context.write_tar(files, archive)
-        archive.seek(0)
+    with io.BytesIO() as sent:
+        archive.write(files, sent)
+        sent.seek(0)
         answer = client.api.build(
-            fileobj=archive, custom_context=True, tag=tag, buildargs=arguments, rm=True, forcerm=True, decode=True
+            fileobj=sent, custom_context=True, tag=tag, buildargs=arguments, rm=True, forcerm=True, decode=True
         )
         _finish(tag, answer)
 

@@ -32,7 +32,7 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     host = bundle.read(write_bundle(tmp_path, "bookworm", "trixie"))
-    own = context.own_wheels(project)
+    own = context.own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
         sources = context.gather(project, matrix, image, own, buildkit=True)
         files = context.files(sources, matrix, image, host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
+import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from shoal import engine
 from shoal.build import builder
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import changes, context, wheels
+from shoal.sources import changes, context
 from shoal.sources.changes import Plan
 from shoal.sources.context import Sources
 from shoal.sources.lock import Pin
@@ -26,14 +26,12 @@ BASE = "debian:bookworm-slim@" + "1" * 64
 
 
 @pytest.fixture(scope="module")
-def own(project: Project) -> dict[str, wheels.Wheel]:
-    return context.own_wheels(project)
+def own(project: Project) -> dict[str, bytes]:
+    return context.own_packages(project, "3.11")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["buildkit", "classic"])
-def sources(
-    request: pytest.FixtureRequest, project: Project, matrix: BuildSpec, own: Mapping[str, wheels.Wheel]
-) -> Sources:
+def sources(request: pytest.FixtureRequest, project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
     return context.gather(project, matrix, matrix.select("pytorch"), own, buildkit=request.param)
 
 
@@ -41,11 +39,19 @@ def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
     return changes.plan("x", sources.record(BASE).labels(), changed.record(base))
 
 
-def with_line(wheel: wheels.Wheel, name: str) -> wheels.Wheel:
-    buffer = io.BytesIO(wheel.content)
-    with zipfile.ZipFile(buffer, "a") as archive:
-        archive.writestr(name, "# new\n")
-    return wheels.Wheel(wheel.name, buffer.getvalue())
+def with_module(layer: bytes, name: str) -> bytes:
+    """Return the layer of a package that has one more."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(layer)) as before, tarfile.open(fileobj=out, mode="w") as after:
+        for entry in before:
+            file = before.extractfile(entry)
+            assert file
+            content = file.read()
+            if entry.name.endswith("/RECORD"):
+                content += f"{name},sha256={'0' * 43},0\n".encode()
+                entry.size = len(content)
+            after.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
 
 
 def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
@@ -60,7 +66,7 @@ def test_steps_are_named_by_their_headings(sources: Sources) -> None:
 
 
 def test_a_file_of_the_toolkit_rebuilds_from_there_on(sources: Sources) -> None:
-    toolkit = with_line(sources.own["toolkit"], "shoal_toolkit/new.py")
+    toolkit = with_module(sources.own["toolkit"], "shoal_toolkit/new.py")
     plan = planned(sources, replace(sources, own={**sources.own, "toolkit": toolkit}))
     assert plan.state == "rebuilt"
     assert plan.rebuilt[0] == "toolkit"
@@ -136,7 +142,7 @@ def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:
 
 
 def test_the_engine_is_asked_and_left_alone(
-    project: Project, matrix: BuildSpec, own: Mapping[str, wheels.Wheel], monkeypatch: pytest.MonkeyPatch
+    project: Project, matrix: BuildSpec, own: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64

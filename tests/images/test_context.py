@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import tarfile
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shoal.engine import archive
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import LAYERS, Project
@@ -24,12 +23,14 @@ PLAIN = Machine((), (), (), (), None, (), ())
 
 
 def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
-    return context.gather(project, matrix, matrix.select(name), context.own_wheels(project), buildkit=True)
+    image = matrix.select(name)
+    own = context.own_packages(project, image.python_version)
+    return context.gather(project, matrix, image, own, buildkit=True)
 
 
-def tar_of(files: dict[str, context.Content]) -> bytes:
+def tar_of(files: dict[str, archive.Content]) -> bytes:
     buffer = io.BytesIO()
-    context.write_tar(files, buffer)
+    archive.write(files, buffer)
     return buffer.getvalue()
 
 
@@ -41,35 +42,6 @@ def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
     assert one == two
     with tarfile.open(fileobj=io.BytesIO(one)) as archive:
         assert {(entry.name, entry.uid, entry.mtime) for entry in archive} == {("a", 0, 0), ("b/c", 0, 0)}
-
-
-def test_a_wheel_of_ours_is_the_same_bytes_each_time(project: Project, tmp_path: Path) -> None:
-    one, two = (wheels.build(project.root / "toolkit", tmp_path / name) for name in ("1", "2"))
-    assert one == two
-    assert "shoal_toolkit/cli.py" in zipfile.ZipFile(io.BytesIO(one.content)).namelist()
-
-
-def test_the_librarys_wheel_is_that_of_any_host(project: Project, tmp_path: Path) -> None:
-    """No host's compiler takes part: what one has compiled here stays here, and another would have none."""
-    wheel = wheels.build(project.root / "library", tmp_path / "cache")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(io.BytesIO(wheel.content)).namelist() if "_engine" in name]
-    copy = shutil.copytree(project.root / "library", tmp_path / "library")
-    (copy / "smdistributed" / "core" / "_engine.so").write_bytes(b"of another machine")
-    assert wheels.build(copy, tmp_path / "cache") == wheel
-
-
-def test_a_wheel_is_built_again_only_when_what_it_is_made_of_changes(project: Project, tmp_path: Path) -> None:
-    package, cache = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit"), tmp_path / "cache"
-    first = wheels.build(package, cache)
-    (kept,) = cache.rglob("*.whl")
-    kept.write_bytes(b"kept")
-    assert wheels.build(package, cache).content == b"kept"
-    with (package / "shoal_toolkit" / "cli.py").open("a") as file:
-        file.write("# changed\n")
-    second = wheels.build(package, cache)
-    assert second.content not in (first.content, b"kept")
-    assert [path.read_bytes() for path in cache.rglob("*.whl")] == [second.content]
 
 
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:

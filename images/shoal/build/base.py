@@ -29,7 +29,7 @@ import docker.errors
 from shoal.errors import BaseImageError
 from shoal.host.machine import Machine
 from shoal.matrix.spec import System
-from shoal.sources.wheels import SOURCE_DATE_EPOCH
+from shoal.sources.packages import SOURCE_DATE_EPOCH
 
 _REGISTRY = "docker.io/library"
 REPOSITORY = "shoal-base"

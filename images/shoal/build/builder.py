@@ -23,6 +23,7 @@ from rich.progress import Progress
 from shoal import engine
 from shoal.build import base, buildkit, bundle, classic, graph, labels
 from shoal.build.progress import BuildProgress, screen
+from shoal.engine import archive
 from shoal.engine.images import find, remove_replaced
 from shoal.errors import BuildError, DiskError
 from shoal.host import machine
@@ -168,12 +169,12 @@ def build(site: Site, image: ImageSpec) -> Built:
         "labels": json.dumps({**record.labels(), **labels.oci(beneath, inherited, site.provenance())}),
     }
     log = site.project.cache / "logs" / f"{image.directory}.log"
-    with TemporaryFile() as archive, BuildProgress(image.tag, log, site.live) as progress:
+    with TemporaryFile() as files, BuildProgress(image.tag, log, site.live) as progress:
         for words in host.left_out:
             progress.note(f"not used in builds: {words}")
-        context.write_tar(context.files(sources, site.spec, image, host), archive)
-        archive.seek(0)
-        _run(client, archive, options, progress, site.streams)
+        archive.write(context.files(sources, site.spec, image, host), files)
+        files.seek(0)
+        _run(client, files, options, progress, site.streams)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = find(client, image.tag)
@@ -215,8 +216,11 @@ def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Endin
 def _gather(
     project: Project, spec: BuildSpec, images: Iterable[ImageSpec], has_buildkit: bool
 ) -> dict[str, context.Sources]:
-    own = context.own_wheels(project)
-    return {image.tag: context.gather(project, spec, image, own, buildkit=has_buildkit) for image in images}
+    own = functools.cache(functools.partial(context.own_packages, project))
+    return {
+        image.tag: context.gather(project, spec, image, own(image.python_version), buildkit=has_buildkit)
+        for image in images
+    }
 
 
 def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
@@ -249,7 +253,7 @@ def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list
 
 def _run(
     client: docker.DockerClient,
-    archive: IO[bytes],
+    files: IO[bytes],
     options: Mapping[str, str],
     progress: BuildProgress,
     streams: Streams,
@@ -259,7 +263,7 @@ def _run(
     url = f"{api.base_url}/v{api.api_version}/build"
     headers = {"Content-Type": "application/x-tar"}
     translate = buildkit.events if options["version"] == "2" else classic.events
-    with api.post(url, params=options, data=archive, headers=headers, stream=True) as response:
+    with api.post(url, params=options, data=files, headers=headers, stream=True) as response:
         if response.status_code != requests.codes.ok:
             raise BuildError(f"{options['t']}: the engine refused the build: {response.text.strip()}")
         with streams.reading(response):

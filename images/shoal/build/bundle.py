@@ -25,13 +25,13 @@ from docker.models.containers import Container
 from shoal import engine
 from shoal.build import base, hostwheels
 from shoal.build.base import Say
-from shoal.engine import containers
+from shoal.engine import archive, containers
 from shoal.errors import BuildError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import context, lock, render, wheels
+from shoal.sources import lock, render, wheels
 
 _BASE, _WHEELS, _DEBS, _HOST = "base.tar", "wheels", "debs", "host"
 _INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
@@ -180,7 +180,7 @@ def _collect_debs(
 ) -> None:
     host = machine.read()
     files = io.BytesIO()
-    context.write_tar({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
+    archive.write({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
     script = _FETCH.format(names=" ".join(names), index=_INDEX)
     label = containers.unique("bundle")
     settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
@@ -214,8 +214,8 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
-        with tarfile.open(fileobj=file) as archive:
-            archive.extractall(directory, filter="data")
+        with tarfile.open(fileobj=file) as tree:
+            tree.extractall(directory, filter="data")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shoal.matrix.project import Project
-from shoal.sources import wheels
+from shoal.sources import packages
 
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
 """What installs them there, for people to type."""
@@ -21,9 +21,7 @@ def collect(project: Project, scratch: Path) -> str:
     """
     for name in ("own", "wheels", "temporary"):
         (scratch / name).mkdir()
-    own = wheels.build(project.root / "images", project.cache)
-    path = scratch / "own" / own.name
-    path.write_bytes(own.content)
+    own = packages.build_wheel(project.root / "images", scratch / "own")
     command = [
         sys.executable,
         "-m",
@@ -37,5 +35,5 @@ def collect(project: Project, scratch: Path) -> str:
     command += [f"--constraint={pins}"] if pins.is_file() else []
     # An interrupt kills it, with no time to remove what it has begun.
     environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
-    result = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run([*command, str(own)], env=environment, capture_output=True, text=True, check=False)
     return result.stderr.strip() if result.returncode else ""

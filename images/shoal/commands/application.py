@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -32,6 +33,8 @@ def main(asked: Question | None) -> None:
     for room in ("building",) if _BUILDING & {*sys.argv[1:2]} else _ROOMS:
         importlib.import_module(f"shoal.commands.{room}")
     _hear()
+    gc.freeze()
+    gc.enable()
     try:
         app(standalone_mode=True, obj=asked)
     except Exception as error:

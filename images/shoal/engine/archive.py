@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
+
+Content = bytes | Path
 
 
 def pack(root: Path, arcname: str, out: IO[bytes]) -> None:
@@ -15,6 +17,21 @@ def pack(root: Path, arcname: str, out: IO[bytes]) -> None:
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(root, arcname, filter=_owned_by_root)
     out.seek(0)
+
+
+def write(contents: Mapping[str, Content], out: IO[bytes], executable: Callable[[str], bool] = lambda _: False) -> None:
+    """Write files by path as a USTAR archive, so that equal contents give equal bytes.
+
+    They are sorted, of owner 0 and time 0, and of mode 0755 where their path is `executable`, else 0644.
+    """
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, content in sorted(contents.items()):
+            entry = tarfile.TarInfo(name)
+            entry.mode = 0o755 if executable(name) else 0o644
+            with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+                entry.size = file.seek(0, io.SEEK_END)
+                file.seek(0)
+                archive.addfile(entry, file)
 
 
 def single(name: str, content: bytes) -> bytes:

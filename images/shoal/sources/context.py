@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
+from shoal.engine.archive import Content
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import steps, wheels
+from shoal.sources import bytecode, packages, steps, wheels
 from shoal.sources.lock import Pin, read_image
 from shoal.sources.render import render, templates
-
-Content = bytes | Path
 
 
 @dataclass(frozen=True)
 class Sources:
     """What of the project goes into an image; the machine's configuration is not part of it.
 
-    `own` are our wheels, by layer, and `installer` what unpacks them; `templates` are what the Dockerfile was rendered
-    from.
+    `own` are our packages as they are installed, by layer; `templates` are what the Dockerfile was rendered from.
     """
 
     dockerfile: bytes
     templates: Mapping[str, bytes]
     locks: Mapping[str, tuple[Pin, ...]]
     engine: Mapping[str, bytes]
-    own: Mapping[str, wheels.Wheel]
-    installer: Mapping[str, bytes]
+    own: Mapping[str, bytes]
 
     def record(self, base: str) -> steps.Record:
         """Return what the image made of this on `base` (`reference@ID`) remembers of it."""
@@ -40,8 +34,7 @@ class Sources:
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
         contents["engine"] = _digests(self.engine)
-        contents["installer"] = _digests(self.installer)
-        contents |= {layer: wheel.files for layer, wheel in self.own.items()}
+        contents |= {layer: packages.contents(content) for layer, content in self.own.items()}
         return steps.record(self.dockerfile.decode(), contents, base, _digests(self.templates))
 
 
@@ -49,22 +42,19 @@ def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: steps.digest(content) for name, content in files.items()}
 
 
-def own_wheels(project: Project) -> dict[str, wheels.Wheel]:
-    """Build our two wheels, by the layer that they make."""
-    return {layer: wheels.build(project.root / layer, project.cache) for layer in ("library", "toolkit")}
+def own_packages(project: Project, python: str) -> dict[str, bytes]:
+    """Install our two packages for images with that Python, by the layer that they make."""
+    return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.LAYERS}
 
 
-def gather(
-    project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, wheels.Wheel], *, buildkit: bool
-) -> Sources:
-    """Read the locks and the engine's sources, and render the Dockerfile."""
+def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes], *, buildkit: bool) -> Sources:
+    """Read the locks and the engine's sources, and render the Dockerfile. `own` are for the image's Python."""
     return Sources(
-        dockerfile=render(project, image, buildkit=buildkit).encode(),
+        dockerfile=render(project, image, buildkit=buildkit, bytecode=bytecode.is_of(image.python_version)).encode(),
         templates=templates(project, image),
         locks=read_image(project, spec, image),
         engine=_engine(project.root / "library" / "native"),
-        own=own,
-        installer=wheels.installer(),
+        own={} if image.extends else own,
     )
 
 
@@ -79,9 +69,7 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
         context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
         context |= {f"{layer}/{path.name}": path for path in local}
     context |= {f"engine/{name}": content for name, content in sources.engine.items()}
-    context |= {f"installer/{name}": content for name, content in sources.installer.items()}
-    for layer, wheel in sources.own.items():
-        context[f"{layer}/{wheel.name}"] = wheel.content
+    context |= {f"{layer}/installed.tar": content for layer, content in sources.own.items()}
     suite = image.system.suite
     context |= {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
     return context | {f"machine/{name}": content for name, content in machine.files(suite).items()}
@@ -95,17 +83,3 @@ def _engine(native: Path) -> dict[str, bytes]:
 def _requirements(pins: tuple[Pin, ...], index: str | None) -> bytes:
     lines = [f"--extra-index-url {index}"] if index else []
     return "\n".join([*lines, *map(str, pins), ""]).encode()
-
-
-def write_tar(contents: Mapping[str, Content], out: IO[bytes]) -> None:
-    """Write `contents` as a USTAR archive: sorted, owner 0, time 0, mode 0644, so equal contents give equal bytes."""
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, content in sorted(contents.items()):
-            entry = tarfile.TarInfo(name)
-            if isinstance(content, Path):
-                entry.size = content.stat().st_size
-                with content.open("rb") as file:
-                    archive.addfile(entry, file)
-            else:
-                entry.size = len(content)
-                archive.addfile(entry, io.BytesIO(content))

@@ -20,13 +20,17 @@ from shoal.matrix import yamlfile
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
 from shoal.matrix.yamlfile import Model
+from shoal.sources import packages
 
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """What every image takes from Debian."""
 
 
-def render(project: Project, image: ImageSpec, *, buildkit: bool = True) -> str:
-    """Return the Dockerfile of `image`; `buildkit=False` gives the variant for the classic builder.
+def render(project: Project, image: ImageSpec, *, buildkit: bool = True, bytecode: bool = False) -> str:
+    """Return the Dockerfile of `image`.
+
+    `buildkit=False` gives the variant for the classic builder, `bytecode=True` the one for a context that has our
+    packages' bytecode already.
 
     Raises `SpecError` for a missing template and for a name that no one defined (StrictUndefined).
     """
@@ -34,7 +38,15 @@ def render(project: Project, image: ImageSpec, *, buildkit: bool = True) -> str:
     try:
         template = _environment(project).get_template(name)
         dropped = [glob for entry in read_dropped(project).dropped for glob in entry.files]
-        text = template.render(image=image, system_packages=SYSTEM_PACKAGES, dropped=dropped, buildkit=buildkit)
+        text = template.render(
+            image=image,
+            system_packages=SYSTEM_PACKAGES,
+            site_packages=f"/{packages.site_packages(image.python_version)}",
+            compiled=packages.COMPILED["library"],
+            dropped=dropped,
+            buildkit=buildkit,
+            bytecode=bytecode,
+        )
     except jinja2.TemplateNotFound as error:
         known = ", ".join(sorted(path.name for path in project.templates.glob("*.j2")))
         raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error

@@ -19,7 +19,7 @@ Contents = Mapping[str, Mapping[str, str]]
 FINGERPRINT = "shoal.fingerprint"
 STEPS = "shoal.steps"
 _BASE = "${BASE}"
-_READS = re.compile(r"--mount=type=bind,source=(\w+)|^COPY (\w+) ")
+_READS = re.compile(r"--mount=type=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]")
 _TAKES = re.compile(r"\bfrom=(\w+)")
 _FROM = re.compile(r"^FROM (\S+)(?: AS (\w+))?$")
 

@@ -1,0 +1,96 @@
+"""Our packages as images have them: the same on every host, made again only when they change."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shoal.matrix.project import Project
+from shoal.sources import packages
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+OTHER = f"{sys.version_info.major}.{sys.version_info.minor + 1}"
+
+
+def names(layer: bytes) -> set[str]:
+    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
+        return set(tar.getnames())
+
+
+def test_a_package_is_the_same_bytes_each_time(project: Project, tmp_path: Path) -> None:
+    one, two = (packages.installed(project.root / "toolkit", HERE, tmp_path / name) for name in ("1", "2"))
+    assert one == two
+    assert "shoal_toolkit/cli.py" in packages.contents(one)
+
+
+def test_the_library_is_that_of_any_host(project: Project, tmp_path: Path) -> None:
+    """No host's compiler takes part: what one has compiled here stays here, and another would have none."""
+    layer = packages.installed(project.root / "library", HERE, tmp_path / "cache")
+    assert not [name for name in names(layer) if name.endswith(".so")]
+    copy = shutil.copytree(project.root / "library", tmp_path / "library")
+    (copy / "smdistributed" / "core" / "_engine.so").write_bytes(b"of another machine")
+    assert packages.installed(copy, HERE, tmp_path / "cache") == layer
+
+
+def test_a_package_is_made_again_only_when_it_changes(project: Project, tmp_path: Path) -> None:
+    package, cache = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit"), tmp_path / "cache"
+    first = packages.installed(package, HERE, cache)
+    (kept,) = cache.rglob("*.tar")
+    kept.write_bytes(b"kept")
+    assert packages.installed(package, HERE, cache) == b"kept"
+    assert packages.installed(package, OTHER, cache) != b"kept"
+    with (package / "shoal_toolkit" / "cli.py").open("a") as file:
+        file.write("# changed\n")
+    second = packages.installed(package, HERE, cache)
+    assert second not in (first, b"kept")
+    assert [path.read_bytes() for path in cache.rglob(f"*-{HERE}-*.tar")] == [second]
+    assert len([*cache.rglob("*.tar")]) == 2
+
+
+@pytest.mark.parametrize("python", [HERE, OTHER])
+def test_bytecode_is_that_of_the_images_python_or_missing(project: Project, tmp_path: Path, python: str) -> None:
+    layer = packages.installed(project.root / "toolkit", python, tmp_path)
+    compiled = {name for name in names(layer) if name.endswith(".pyc")}
+    modules = {name for name in names(layer) if name.endswith(".py")}
+    assert modules
+    assert compiled == ({importlib.util.cache_from_source(name) for name in modules} if python == HERE else set())
+
+
+def test_what_is_installed_runs_and_needs_no_compiling(project: Project, tmp_path: Path) -> None:
+    """Whatever time its files have: the bytecode is checked by the content of the source."""
+    layer = packages.installed(project.root / "toolkit", HERE, tmp_path / "cache")
+    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
+        tar.extractall(tmp_path / "root")  # what this process has just written
+    modules = tmp_path / "root" / packages.site_packages(HERE)
+    for path in modules.rglob("*.py"):
+        path.touch()
+    command = [
+        sys.executable,
+        "-I",
+        "-v",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(modules)!r}); import shoal_toolkit",
+    ]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (line,) = [line for line in told.splitlines() if line.startswith("# code object from") and "shoal_toolkit" in line]
+    assert line.endswith(".pyc'")
+    train = tmp_path / "root" / packages.VENV / "bin" / "train"
+    assert train.stat().st_mode & 0o777 == 0o755
+    assert train.read_text().startswith(f"#!/{packages.VENV}/bin/python3\n")
+
+
+def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tmp_path: Path) -> None:
+    layer = packages.installed(project.root / "library", HERE, tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
+        (name,) = [name for name in tar.getnames() if name.endswith("/RECORD")]
+        record = tar.extractfile(name)
+        assert record
+        files = record.read().decode().splitlines()
+    assert {f"{name},," for name in packages.COMPILED["library"]} <= set(files)

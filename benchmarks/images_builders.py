@@ -20,7 +20,7 @@ from shoal.engine.images import find
 from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
-from shoal.sources.lock import read_image
+from shoal.sources.pins import read_image
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"

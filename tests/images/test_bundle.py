@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shoal import engine
-from shoal.build import base, bundle, hostwheels
-from shoal.commands import building
+from shoal.build import base, bundle, bundled, hostwheels
+from shoal.commands import exchanging
 from shoal.errors import BuildError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import context, lock, wheels
+from shoal.sources import context, pins, wheels
 
 
 def write_bundle(directory: Path, *suites: str) -> Path:
@@ -31,7 +31,7 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 
 
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
-    host = bundle.read(write_bundle(tmp_path, "bookworm", "trixie"))
+    host = bundled.read(write_bundle(tmp_path, "bookworm", "trixie"))
     own = context.own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
         sources = context.gather(project, matrix, image, own, buildkit=True)
@@ -47,11 +47,11 @@ def test_a_bundle_that_lacks_a_system_is_told(
     monkeypatch.setattr(base, "find", lambda *_: base.BaseImage("x", "sha256:1", "x"))
     directory = write_bundle(tmp_path, "bookworm")
     client: Any = None
-    bundle.load_bases(client, directory, matrix.systems()[:1])
+    bundled.load_bases(client, directory, matrix.systems()[:1])
     with pytest.raises(UsageError, match=r"it is for Debian bookworm, not for trixie\. Add the images .*shoal bundle"):
-        bundle.load_bases(client, directory, matrix.systems())
+        bundled.load_bases(client, directory, matrix.systems())
     with pytest.raises(UsageError, match="not a bundle"):
-        bundle.read(directory / "wheels")
+        bundled.read(directory / "wheels")
 
 
 def test_json_has_what_was_collected(
@@ -64,7 +64,7 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
     monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir() or "")
     monkeypatch.chdir(project.root)
-    building.bundle_images(tmp_path, ["huggingface"], as_json=True)
+    exchanging.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
     assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
@@ -96,7 +96,7 @@ def test_a_file_is_refused_before_the_engine_is_asked(
     (tmp_path / "file").write_text("precious")
     monkeypatch.chdir(project.root)
     with pytest.raises(UsageError, match="file: is a file; expected a directory, new or of a bundle"):
-        building.bundle_images(tmp_path / "file", ["pytorch"])
+        exchanging.bundle_images(tmp_path / "file", ["pytorch"])
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -165,14 +165,14 @@ def test_only_the_wheels_that_are_not_there_are_fetched(
         (scratch / "wheels" / "one.whl").write_bytes(b"whole")
         return subprocess.CompletedProcess([], 0, "", "")
 
-    pins = [pin for layer in lock.read_image(project, matrix, image).values() for pin in layer]
-    first, *others = pins
+    wanted = [pin for layer in pins.read_image(project, matrix, image).values() for pin in layer]
+    first, *others = wanted
     monkeypatch.setattr(bundle, "_pip_download", download)
     monkeypatch.setattr(wheels, "found", lambda *_: iter([(first, tmp_path)]))
     (tmp_path / "wheels").mkdir()
     bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
     assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
-    monkeypatch.setattr(wheels, "found", lambda *_: ((pin, tmp_path) for pin in pins))
+    monkeypatch.setattr(wheels, "found", lambda *_: ((pin, tmp_path) for pin in wanted))
     bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
     assert len(asked) == 1

@@ -19,7 +19,7 @@ from shoal.matrix.spec import BuildSpec
 from shoal.sources import changes, context
 from shoal.sources.changes import Plan
 from shoal.sources.context import Sources
-from shoal.sources.lock import Pin
+from shoal.sources.pins import Pin
 from shoal.sources.steps import Record
 
 BASE = "debian:bookworm-slim@" + "1" * 64

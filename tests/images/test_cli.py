@@ -18,7 +18,7 @@ import requests
 import urllib3.exceptions
 
 from shoal import engine
-from shoal.commands import application, building
+from shoal.commands import application, building, exchanging
 from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError
 from shoal.matrix.project import Project
@@ -257,7 +257,7 @@ def test_lock_as_json_has_the_locks_and_the_rendered_files(
     (path,) = (tmp_path / "dockerfiles" / "requirements").glob("pytorch-training-2.0.1-gpu*/mpi.txt")
     monkeypatch.setattr(lock, "lock_image", lambda *_: [path])
     monkeypatch.chdir(tmp_path)
-    building.lock_images(["pytorch"], as_json=True)
+    exchanging.lock_images(["pytorch"], as_json=True)
     document = json.loads(capsys.readouterr().out)
     tag = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
     assert document["locks"] == [{"tag": tag, "path": str(path), "pins": 2}]
@@ -275,7 +275,7 @@ def test_a_locked_image_is_rendered_in_all_variants(
         path.unlink()
     monkeypatch.setattr(lock, "lock_image", lambda *_: [])
     monkeypatch.chdir(tmp_path)
-    building.lock_images(["pytorch"])
+    exchanging.lock_images(["pytorch"])
     assert all(path.exists() for path in rendered)
 
 

@@ -17,7 +17,7 @@ from shoal.host.machine import Machine
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import context, wheels
-from shoal.sources.lock import Pin
+from shoal.sources.pins import Pin
 
 PLAIN = Machine((), (), (), (), None, (), ())
 

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import VERSIONS, BuildSpec
-from shoal.sources.lock import read_image, read_lock
+from shoal.sources.pins import read_image, read_lock
 from shoal.sources.render import outputs, render
 
 

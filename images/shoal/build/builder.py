@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import engine
-from shoal.build import base, buildkit, bundle, classic, graph, labels
+from shoal.build import base, buildkit, bundled, classic, graph, labels
 from shoal.build.progress import BuildProgress, screen
 from shoal.engine import archive
 from shoal.engine.images import find, remove_replaced
@@ -103,11 +103,11 @@ def build_all(
     images: Iterable[ImageSpec],
     console: Console,
     jobs: int,
-    bundled: Path | None = None,
+    bundle: Path | None = None,
 ) -> list[Ending]:
     """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
 
-    `bundled` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
+    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
 
     Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`. An interrupt
     stops the builds.
@@ -121,9 +121,9 @@ def build_all(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     systems = dict.fromkeys(image.system for image in wanted.values())
-    if bundled:
-        bundle.load_bases(client, bundled, systems)
-    host = functools.partial(bundle.read, bundled) if bundled else machine.read
+    if bundle:
+        bundled.load_bases(client, bundle, systems)
+    host = functools.partial(bundled.read, bundle) if bundle else machine.read
     bases = {system: base.ensure(client, system, host, project.cache, say) for system in systems}
     seconds: dict[str, float] = {}
 
@@ -135,7 +135,7 @@ def build_all(
             seconds[tag] = round(time.monotonic() - started, 3)
 
     with screen(console, wanted) as live:
-        network = "none" if bundled else "default"
+        network = "none" if bundle else "default"
         origin = functools.cache(functools.partial(provenance.read, project))
         site = Site(project, spec, bases, has_buildkit, sources, live, Streams(), host, network, origin)
         below = {tag: image.extends for tag, image in wanted.items()}

@@ -25,17 +25,16 @@ from docker.models.containers import Container
 from shoal import engine
 from shoal.build import base, hostwheels
 from shoal.build.base import Say
+from shoal.build.bundled import BASE, DEBS, INDEX, WHEELS
 from shoal.engine import archive, containers
 from shoal.errors import BuildError, DiskError, UsageError, is_full
 from shoal.host import machine
-from shoal.host.machine import Machine
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import lock, render, wheels
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import lock, pins, render, wheels
 
-_BASE, _WHEELS, _DEBS, _HOST = "base.tar", "wheels", "debs", "host"
+_HOST = "host"
 _INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
-_INDEX = "Packages"
 # Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
 _FETCH = """
 export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive && mkdir -p /debs/partial &&
@@ -79,9 +78,9 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     for system in dict.fromkeys(image.system for image in wanted):
         found = base.ensure(client, system, machine.read, project.cache, say)
         own = directory / system.suite
-        (own / _DEBS).mkdir(parents=True, exist_ok=True)
+        (own / DEBS).mkdir(parents=True, exist_ok=True)
         say(f"base: {found.reference}")
-        _save(client, found.reference, own / _BASE)
+        _save(client, found.reference, own / BASE)
         files = [render.render(project, image) for image in wanted if image.system == system]
         names = sorted({name for file in files for name in debian_packages(file)})
         say(f"Debian packages: {' '.join(names)}, and what they need")
@@ -90,7 +89,7 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
         packages.update(names)
     for image in wanted:
         say(f"wheels: {image.tag}")
-        _collect_wheels(project, spec, image, directory / _WHEELS)
+        _collect_wheels(project, spec, image, directory / WHEELS)
     install = hostwheels.COMMAND.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
     with _scratch(directory) as scratch:
@@ -99,42 +98,6 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
         _move(scratch / "wheels", directory / _HOST)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
-
-
-def read(directory: Path) -> Machine:
-    """Return what a build is given in place of this machine's configuration. Raises UsageError for no bundle."""
-    suites = [path.parent for path in directory.glob(f"*/{_BASE}") if (path.parent / _DEBS / _INDEX).is_file()]
-    if not suites:
-        raise UsageError(
-            f"--bundle {directory}: not a bundle. Make it where there is a network: shoal bundle {directory}"
-        )
-    return Machine(
-        pip=(("no-index", "true"),),
-        find_links=(directory / _WHEELS,),
-        apt_sources=(),
-        apt_proxies=(),
-        ca_bundle=None,
-        proxies=(),
-        left_out=(),
-        debs={suite.name: tuple(sorted((suite / _DEBS).glob("*"))) for suite in suites},
-    )
-
-
-def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[System]) -> None:
-    """Give the engine the bundle's base images of these systems, where it has none.
-
-    Raises UsageError for no bundle, and for one that lacks a system.
-    """
-    suites = read(directory).debs
-    for system in systems:
-        if system.suite not in suites:
-            raise UsageError(
-                f"--bundle {directory}: it is for Debian {', '.join(sorted(suites))}, not for {system.suite}."
-                f" Add the images where there is a network: shoal bundle {directory}"
-            )
-        if base.find(client, system) is None:
-            with (directory / system.suite / _BASE).open("rb") as file:
-                client.images.load(file)
 
 
 def debian_packages(dockerfile: str) -> Iterator[str]:
@@ -146,7 +109,7 @@ def debian_packages(dockerfile: str) -> Iterator[str]:
 def _make(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
-    for name in (_WHEELS, _HOST):
+    for name in (WHEELS, _HOST):
         (directory / name).mkdir(parents=True, exist_ok=True)
 
 
@@ -181,7 +144,7 @@ def _collect_debs(
     host = machine.read()
     files = io.BytesIO()
     archive.write({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
-    script = _FETCH.format(names=" ".join(names), index=_INDEX)
+    script = _FETCH.format(names=" ".join(names), index=INDEX)
     label = containers.unique("bundle")
     settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):
@@ -192,16 +155,16 @@ def _collect_debs(
             log = container.logs().decode(errors="replace")
             raise _failure(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
         with _scratch(directory) as scratch:
-            _fetch(container, f"/{_DEBS}", scratch)
-            _index_others(scratch / _DEBS, directory / _DEBS)
-            _move(scratch / _DEBS, directory / _DEBS, last=_INDEX)
+            _fetch(container, f"/{DEBS}", scratch)
+            _index_others(scratch / DEBS, directory / DEBS)
+            _move(scratch / DEBS, directory / DEBS, last=INDEX)
 
 
 def _index_others(new: Path, old: Path) -> None:
     """Add to the index of new packages those that lie there already and are not among them."""
-    index = old / _INDEX
+    index = old / INDEX
     entries = index.read_text().split("\n\n") if index.is_file() else []
-    with (new / _INDEX).open("a") as file:
+    with (new / INDEX).open("a") as file:
         for entry in entries:
             name = "".join(re.findall(r"^Filename: \./(.+)$", entry, re.MULTILINE))
             if name and not (new / name).exists() and (old / name).exists():
@@ -225,9 +188,9 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 
 def _collect_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
-    pins = [pin for layer in lock.read_image(project, spec, image).values() for pin in layer]
-    there = {pin for pin, _ in wheels.found(pins, [directory])}
-    if not (lacking := [pin for pin in pins if pin not in there]):
+    wanted = [pin for layer in pins.read_image(project, spec, image).values() for pin in layer]
+    there = {pin for pin, _ in wheels.found(wanted, [directory])}
+    if not (lacking := [pin for pin in wanted if pin not in there]):
         return
     with _scratch(directory.parent) as scratch:
         for name in ("wheels", "temporary"):

@@ -17,9 +17,9 @@ from shoal.commands import completion
 from shoal.commands.common import app
 from shoal.errors import EngineError, ShoalError, of_system
 
-_ROOMS = ("beginning", "building", "looking", "running")
+_ROOMS = ("beginning", "building", "exchanging", "looking", "running")
 """The modules with commands; importing one adds its own to `app`."""
-_BUILDING = frozenset({"build", "bundle", "list", "lock", "plan", "push", "render"})
+_BUILDING = frozenset({"build", "list", "plan", "render"})
 """The commands of that module. What the others import takes longer than these commands themselves."""
 
 

@@ -11,7 +11,7 @@ from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import bytecode, packages, steps, wheels
-from shoal.sources.lock import Pin, read_image
+from shoal.sources.pins import Pin, read_image
 from shoal.sources.render import render, templates
 
 

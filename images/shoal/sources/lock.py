@@ -5,15 +5,12 @@ pip does the resolving (`--dry-run --report`), on a machine with the images' pla
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,8 +19,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from shoal.errors import SpecError
-from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
+from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import pins
+from shoal.sources.pins import Pin
 
 # Up to the C library of Debian 12, which later ones are compatible with.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
@@ -46,33 +45,21 @@ if not markers.Marker("python_version == '" + version + "'").evaluate():
     sys.exit("this pip cannot read markers for another Python")
 sys.exit(main())
 """
-_LINE = re.compile(r"^(?P<name>\S+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})$")
-
-
-@dataclass(frozen=True)
-class Pin:
-    """One locked file: canonical name, version, SHA-256 (hexadecimal)."""
-
-    name: str
-    version: str
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
     """Resolve and write the image's lock files; return them. Raises `SpecError` with pip's words when it fails."""
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):
-        given = list(_installed(project, spec, parent))
+        given = list(pins.installed(project, spec, parent))
         layers = {"framework": _resolve_on(given, image.requirements, image.python_version, index)}
     else:
         layers = _layers(spec, image, index)
     directory = project.lock_directory(image)
     directory.mkdir(parents=True, exist_ok=True)
     return [
-        _write(directory / f"{layer}.txt", _asked(project, spec, image, layer), pins) for layer, pins in layers.items()
+        _write(directory / f"{layer}.txt", pins.asked(project, spec, image, layer), found)
+        for layer, found in layers.items()
     ]
 
 
@@ -85,54 +72,6 @@ def _layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, l
     if spec.aws:  # its own wishes change nothing of the layers below it
         layers["aws"] = _resolve_on(pins, spec.aws, image.python_version, index)
     return layers
-
-
-def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
-    """Return the image's pins by layer. Raises `SpecError` when a lock is missing or made for other requirements."""
-    directory = project.lock_directory(image)
-    return {
-        layer: tuple(read_lock(directory / f"{layer}.txt", _asked(project, spec, image, layer)))
-        for layer in (CHILD_LAYERS if image.extends else LAYERS)
-    }
-
-
-def _installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
-    """Yield what is installed in an image, from its parents on."""
-    if parent := spec.parent(image):
-        yield from _installed(project, spec, parent)
-    for pins in read_image(project, spec, image).values():
-        yield from pins
-
-
-def _asked(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
-    """Return what is asked for, as the first line of a lock file; for a child also on what, which another lock says."""
-    if parent := spec.parent(image):
-        given = "\n".join(map(str, _installed(project, spec, parent)))
-        on = f"on {parent.tag} ({hashlib.sha256(given.encode()).hexdigest()[:12]})"
-        return f"# Made by `shoal lock` for: {' '.join(image.requirements)} {on}"
-    requirements = [*image.requirements, *spec.mpi, *(spec.aws if layer == "aws" else ())]
-    return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
-
-
-def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
-    """Return the pins of a lock file; its first line must be `asked`. Raises `SpecError` naming the file and line."""
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
-    if asked is not None and lines[:1] != [asked]:
-        raise SpecError(
-            f"{path}:1: made for other requirements than are asked for now. Run: .venv/bin/shoal lock <tag>"
-        )
-    pins = []
-    for number, line in enumerate(lines, 1):
-        if not line or line.startswith("#"):
-            continue
-        match = _LINE.match(line)
-        if not match:
-            raise SpecError(f"{path}:{number}: expected 'name==version --hash=sha256:…', found {line!r}")
-        pins.append(Pin(**match.groupdict()))
-    return pins
 
 
 def _resolve_on(

@@ -108,6 +108,9 @@ class Rendered:
     path: Path
     state: Literal["same", "written", "stale"]
 
+    def __str__(self) -> str:
+        return f"{self.state:<7} {self.path}"
+
 
 def is_fresh(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text

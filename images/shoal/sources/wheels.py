@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from shoal.sources.lock import Pin
+from shoal.sources.pins import Pin
 
 
 def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:

@@ -100,7 +100,7 @@ def test_other_instructions_are_told_with_their_template(sources: Sources) -> No
     entry = planned(sources, replace(sources, dockerfile=text))
     assert entry.rebuilt == ("ENV",)
     assert entry.reasons == (
-        "ENV: other instructions (by versions.yml, buildspec.yml, another builder or shoal itself)",
+        "ENV: other instructions (by versions.yml, buildspec.yml, another builder or Python here, or shoal itself)",
     )
     template = planned(sources, replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""}))
     assert template.reasons == ("ENV: other instructions (base.j2)",)

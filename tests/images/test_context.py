@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,9 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
     for name in LAYERS:
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
-    assert sum(name.startswith(("library/", "toolkit/")) for name in files) == 2
+    added = set(re.findall(r"^ADD (\S+)", sources.dockerfile.decode(), re.MULTILINE))
+    assert added == {name for name in files if name.startswith(("library/", "toolkit/"))}
+    assert len(added) == 2
     assert {"engine/engine.c", "engine/engine.h", "engine/options.txt"} <= set(files)
     assert {"machine/pip.conf", "machine/apt.conf"} <= set(files)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.engine import archive
+from shoal.errors import BuildError
 from shoal.matrix.project import Project
 from shoal.sources import packages
 
@@ -22,6 +24,15 @@ OTHER = f"{sys.version_info.major}.{sys.version_info.minor + 1}"
 def names(layer: bytes) -> set[str]:
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
         return set(tar.getnames())
+
+
+def files(layer: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
+        return {entry.name: file.read() for entry in tar if (file := tar.extractfile(entry))}
+
+
+def bytecode_of(module: str) -> str:
+    return importlib.util.cache_from_source(f"{packages.site_packages(HERE)}/{module}")
 
 
 def test_a_package_is_the_same_bytes_each_time(project: Project, tmp_path: Path) -> None:
@@ -94,3 +105,50 @@ def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tm
         assert record
         files = record.read().decode().splitlines()
     assert {f"{name},," for name in packages.COMPILED["library"]} <= set(files)
+
+
+def test_bytecode_is_taken_again_where_its_source_is_the_same(project: Project, tmp_path: Path) -> None:
+    package, cache = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit"), tmp_path / "cache"
+    before = files(packages.installed(package, HERE, cache))
+    same, changed = (bytecode_of(f"shoal_toolkit/{name}.py") for name in ("errors", "cli"))
+    (kept,) = cache.rglob("*.tar")
+    with kept.open("wb") as out:
+        archive.write({**before, same: before[same] + b"of the cache"}, out)
+    with (package / "shoal_toolkit" / "cli.py").open("a") as file:
+        file.write("# changed\n")
+    after = files(packages.installed(package, HERE, cache))
+    assert after[same] == before[same] + b"of the cache"
+    hashed = importlib.util.source_hash((package / "shoal_toolkit" / "cli.py").read_bytes())
+    assert after[changed][8:16] == hashed != before[changed][8:16]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("def f(:", r"toolkit/shoal_toolkit/cli\.py:1: invalid syntax\. What to do: mend it"),
+        ("  indented = 1", r"toolkit/shoal_toolkit/cli\.py:1: unexpected indent\. What to do"),
+        ("x = '\0'", r"toolkit/shoal_toolkit/cli\.py.*null bytes"),
+    ],
+)
+def test_a_module_that_is_not_python_is_told_with_its_place(
+    project: Project, tmp_path: Path, line: str, told: str
+) -> None:
+    package = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit")
+    (package / "shoal_toolkit" / "cli.py").write_text(f"{line}\n")
+    with pytest.raises(BuildError, match=told):
+        packages.installed(package, HERE, tmp_path / "cache")
+
+
+def test_a_wheel_is_built_into_a_relative_directory(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wheels").mkdir()
+    assert packages.build_wheel(project.root / "toolkit", Path("wheels")).is_file()
+
+
+def test_what_is_installed_can_be_zipped(project: Project, tmp_path: Path) -> None:
+    """Which knows no time before 1980."""
+    layer = packages.installed(project.root / "toolkit", HERE, tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
+        assert {entry.mtime for entry in tar} == {int(packages.SOURCE_DATE_EPOCH)}

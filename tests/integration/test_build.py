@@ -23,6 +23,7 @@ from shoal import engine
 from shoal.engine.images import find
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
+from shoal.sources import bytecode
 
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "probe-training:1.0-cpu-py311-debian12"
@@ -244,15 +245,16 @@ def rebuilt(client: docker.DockerClient, copied: Path, tag: str) -> Iterator[tup
         client.images.remove(KEPT)
 
 
-def test_a_change_in_the_toolkit_rebuilds_only_the_last_layer(
+def test_a_change_in_the_toolkit_rebuilds_only_its_layer(
     client: docker.DockerClient, pytorch: str, copied: Path
 ) -> None:
     """The real CUDA 11 image, from a copy of the project with one changed line in the toolkit."""
     with (copied / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
         file.write("# changed\n")
     with rebuilt(client, copied, pytorch) as (before, after):
-        assert after[:-1] == before[:-1]
-        assert after[-1] != before[-1]
+        last = -1 if bytecode.is_of("3.11") else -2
+        assert after[:last] == before[:last]
+        assert after[last] != before[last]
 
 
 def test_two_builds_of_one_commit_differ_only_where_the_report_says(

@@ -6,6 +6,7 @@ import docker
 import pytest
 
 from shoal.matrix.spec import BuildSpec
+from shoal.sources import bytecode
 
 # An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline.
 EXTENSION = """
@@ -70,10 +71,11 @@ def test_an_operation_of_tensorflow_is_built(client: docker.DockerClient, matrix
 
 
 def test_layers_are_shared_with_the_runtime_variant(client: docker.DockerClient, matrix: BuildSpec) -> None:
-    """All but those of the compilers, our two wheels and what comes after: it costs little space where that is too."""
+    """All but those of the compilers and of our packages: it costs little space where the runtime variant is too."""
     for devel in [image for image in matrix.images if image.variant == "devel"]:
         layers = [
             client.images.get(tag).attrs["RootFS"]["Layers"] for tag in (devel.tag, devel.tag.removesuffix("-devel"))
         ]
         own = set(layers[0]) - set(layers[1])
-        assert len(own) <= 3, devel.tag
+        compiled = 0 if bytecode.is_of(devel.python_version) else 2
+        assert len(own) == 4 + compiled, f"{devel.tag}: compilers, library, what is compiled of it, toolkit; bytecode"

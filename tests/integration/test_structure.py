@@ -74,6 +74,18 @@ LABELS = {
 }
 FOR_GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 SUM = "from mpi4py import MPI\nimport os\nprint('sum', MPI.COMM_WORLD.allreduce(1), os.getuid())\n"
+# Prints which of our modules have no bytecode of theirs, checked by content (PEP 552), and how many there are.
+STALE = """
+import importlib.util, pathlib, sysconfig
+packages = [pathlib.Path(sysconfig.get_path("purelib"), name) for name in ("shoal_toolkit", "smdistributed")]
+modules = [path for package in packages for path in package.rglob("*.py")]
+for path in modules:
+    begins = importlib.util.MAGIC_NUMBER + bytes([3, 0, 0, 0]) + importlib.util.source_hash(path.read_bytes())
+    compiled = pathlib.Path(importlib.util.cache_from_source(path))
+    if not (compiled.exists() and compiled.read_bytes().startswith(begins)):
+        print(path)
+print(len(modules))
+"""
 LOCKED_DOWN: dict[str, Any] = {
     "read_only": True,
     "tmpfs": "/tmp",
@@ -148,6 +160,14 @@ def test_its_commands_are_on_the_path(client: docker.DockerClient, image: ImageS
     script = f"for name in {' '.join(COMMANDS)}; do command -v $name; done"
     output = client.containers.run(image.tag, ["sh", "-c", script], remove=True).decode()
     assert [Path(line).name for line in output.splitlines()] == list(COMMANDS)
+
+
+def test_our_modules_are_compiled(client: docker.DockerClient, image: ImageSpec) -> None:
+    """Whether this process made the bytecode or a step of the build did."""
+    output = client.containers.run(image.tag, ["python", "-c", STALE], remove=True).decode()
+    *stale, count = output.splitlines()
+    assert stale == []
+    assert int(count) > 150
 
 
 def test_its_environment(client: docker.DockerClient, image: ImageSpec) -> None:

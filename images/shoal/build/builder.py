@@ -109,7 +109,8 @@ def build_all(
 
     `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
 
-    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`. An interrupt
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, and `BuildError`
+    for a module of ours that is not Python. An interrupt
     stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}

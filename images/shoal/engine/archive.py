@@ -1,4 +1,4 @@
-"""Tar archives: packing trees for the engine, unpacking what came from a container without trusting it."""
+"""Tar archives: files and trees packed for the engine; what came from a container unpacked without trusting it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ def pack(root: Path, arcname: str, out: IO[bytes]) -> None:
     out.seek(0)
 
 
-def write(contents: Mapping[str, Content], out: IO[bytes], executable: Callable[[str], bool] = lambda _: False) -> None:
+def write(
+    contents: Mapping[str, Content], out: IO[bytes], executable: Callable[[str], bool] = lambda _: False, time: int = 0
+) -> None:
     """Write files by path as a USTAR archive, so that equal contents give equal bytes.
 
-    They are sorted, of owner 0 and time 0, and of mode 0755 where their path is `executable`, else 0644.
+    They are sorted, of owner 0, of one `time` in seconds since 1970, and of mode 0755 where their path is `executable`,
+    else 0644.
     """
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, content in sorted(contents.items()):
             entry = tarfile.TarInfo(name)
-            entry.mode = 0o755 if executable(name) else 0o644
+            entry.mtime, entry.mode = time, 0o755 if executable(name) else 0o644
             with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
                 entry.size = file.seek(0, io.SEEK_END)
                 file.seek(0)

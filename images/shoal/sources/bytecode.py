@@ -23,25 +23,32 @@ def is_of(python: str) -> bool:
     return sys.implementation.name == "cpython" and python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def write(root: Path, known: Mapping[str, bytes]) -> None:
+def write(root: Path, known: Mapping[str, bytes], package: str) -> None:
     """Put bytecode beside each module under `root`, which stands for the root of an image.
 
-    `known` is bytecode by path from the root; what of it is still that of its source is taken. Raises BuildError.
+    `known` is bytecode by path from the root; what of it is still that of its source is taken. `package` is where the
+    modules come from, for the words of the BuildError that one that is no Python raises.
     """
     for path in root.rglob("*.py"):
-        target = Path(importlib.util.cache_from_source(path, optimization=""))
+        target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
         begins = _CHECKED + importlib.util.source_hash(path.read_bytes())
         content = known.get(str(target.relative_to(root)), b"")
         if content.startswith(begins):
             target.parent.mkdir(exist_ok=True)
             target.write_bytes(content)
-        else:
+            continue
+        try:
             _compile(path, target, f"/{path.relative_to(root)}")
+        except py_compile.PyCompileError as error:
+            where = f"{package}/{str(path).rpartition('/site-packages/')[2]}"
+            raise BuildError(f"{where}{_told(error)}. What to do: mend it; all modules are compiled") from None
 
 
-def _compile(path: Path, target: Path, told: str) -> None:
+def _compile(path: Path, target: Path, place: str) -> None:
     mode = py_compile.PycInvalidationMode.CHECKED_HASH
-    try:
-        py_compile.compile(str(path), str(target), told, doraise=True, optimize=0, invalidation_mode=mode)
-    except py_compile.PyCompileError as error:
-        raise BuildError(str(error).strip()) from error
+    py_compile.compile(str(path), str(target), place, doraise=True, optimize=0, invalidation_mode=mode)
+
+
+def _told(error: py_compile.PyCompileError) -> str:
+    reason = error.exc_value
+    return f":{reason.lineno}: {reason.msg}" if isinstance(reason, SyntaxError) else f": {reason}"

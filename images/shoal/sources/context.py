@@ -1,4 +1,4 @@
-"""What goes into a build: the Dockerfile and its files, as a deterministic USTAR archive with a record."""
+"""What goes into a build: the Dockerfile and its files, and the record of them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Install our two packages for images with that Python, by the layer that they make."""
-    return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.LAYERS}
+    """Install our two packages for images with that Python, by the layer that they make. Raises BuildError."""
+    return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
 def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes], *, buildkit: bool) -> Sources:

@@ -28,8 +28,8 @@ from shoal.sources import bytecode
 
 VENV = "opt/venv"
 """Where images have their virtual environment, from their root."""
-LAYERS = ("library", "toolkit")
-"""Those that images have, a layer each: directories of the checkout."""
+PACKAGES = ("library", "toolkit")
+"""Those that images have: directories of the checkout."""
 COMPILED = {"library": ("smdistributed/core/_engine.so", "smdistributed/core/tensorflow/_operations.so")}
 """What an image's build compiles and puts beside a package's modules."""
 SOURCE_DATE_EPOCH = "1672531200"
@@ -48,15 +48,16 @@ def build_wheel(package: Path, directory: Path) -> Path:
     in the image's own build.
     """
     os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
+    backend, target = importlib.import_module(_backend(package)), directory.absolute()
     with contextlib.chdir(package):
-        return directory / str(importlib.import_module(_backend(package)).build_wheel(str(directory)))
+        return target / str(backend.build_wheel(str(target)))
 
 
 def installed(package: Path, python: str, cache: Path) -> bytes:
     """Return what installing the package puts into an image with that Python: a tar archive from the image's root.
 
     Bytecode is among it where this process makes that Python's. What was made of the same files by the same tools is
-    taken from the directory `cache`. Raises BuildError for a module that is no Python.
+    taken from the directory `cache`. Raises BuildError for a module that is not Python.
     """
     kept = cache / "installed" / f"{package.name}-{python}-{_identity(package)}.tar"
     with contextlib.suppress(OSError):
@@ -64,23 +65,23 @@ def installed(package: Path, python: str, cache: Path) -> bytes:
     older = _older(kept)
     content = _install(package, python, older)
     _keep(content, kept)
-    with contextlib.suppress(OSError):  # it cannot be written, or another build has been here
-        for path in older:
-            path.unlink()
+    with contextlib.suppress(OSError):
+        for path in older if kept.exists() else ():
+            path.unlink(missing_ok=True)
     return content
 
 
 def contents(layer: bytes) -> dict[str, str]:
-    """Return the SHA-256 (hexadecimal) of what an archive of `installed` has from the wheel, by path.
+    """Return the SHA-256 (hexadecimal) of what an archive of `installed` lists as the package's files, by path.
 
-    Paths are those of the wheel's own list of files, within site-packages. Bytecode is not in it.
+    Paths are those within site-packages, or within the virtual environment. Bytecode is not among them.
     """
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
         name = next(name for name in tar.getnames() if name.endswith(".dist-info/RECORD"))
         file = tar.extractfile(name)
         assert file
         rows = csv.reader(file.read().decode().splitlines())
-    hashes = {path: digest.removeprefix("sha256=") for path, digest, _ in rows if digest}
+    hashes = {path.replace("../", ""): digest.removeprefix("sha256=") for path, digest, _ in rows if digest}
     return {path: base64.urlsafe_b64decode(f"{digest}=").hex() for path, digest in hashes.items()}
 
 
@@ -108,10 +109,10 @@ def _install(package: Path, python: str, older: Iterable[Path]) -> bytes:
             installer.install(source, destination, {})
         _record(root / modules[1:], COMPILED.get(package.name, ()))
         if bytecode.is_of(python):
-            bytecode.write(root, _bytecode(older))
+            bytecode.write(root, _bytecode(older), package.name)
         files: dict[str, archive.Content] = {str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file()}
         out = io.BytesIO()
-        archive.write(files, out, executable=lambda name: name.startswith(f"{VENV}/bin/"))
+        archive.write(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
         return out.getvalue()
 
 
@@ -137,8 +138,10 @@ def _backend(package: Path) -> str:
 
 def _identity(package: Path) -> str:
     """Return a digest of what `installed` stands on: all files that may go into it, what leaves some out, the tools."""
-    tools = [_version(_backend(package).partition(".")[0]), _version("installer"), sys.version, SOURCE_DATE_EPOCH]
+    tools = [_version(_backend(package).partition(".")[0]), _version("installer"), sys.version]
     state = hashlib.sha256(" ".join(tools).encode())
+    for module in (__file__, bytecode.__file__, archive.__file__):
+        state.update(Path(module).read_bytes())
     files = {str(path.relative_to(package)): path for path in package.rglob("*") if "__pycache__" not in path.parts}
     files["../.gitignore"] = package.resolve().parent / ".gitignore"  # which hatchling obeys
     for name, path in sorted(files.items()):

@@ -234,6 +234,27 @@ def test_independent_images_are_built_at_once(fake: FakeEngine, checkout: Path, 
     assert fake.most == most
 
 
+def test_the_largest_come_first_and_variants_of_them_last(fake: FakeEngine, checkout: Path) -> None:
+    """What is told keeps the order of the matrix."""
+    text = VERSIONS.replace("python: py311", "python: py311, devel: [gcc]")
+    text = text.replace(
+        'two, version: "1.0", device: cpu, requirements: [x], disk_gib: 1',
+        'two, version: "1.0", device: cpu, requirements: [x], disk_gib: 2',
+    )
+    (checkout / "dockerfiles" / "versions.yml").write_text(text)
+    code, out, err = shoal(fake, checkout, "build", "--jobs=1", "--json")
+    assert code == 0, err
+    assert list(fake.bases) == [TWO, ONE, CHILD, GRANDCHILD, f"{TWO}-devel", f"{ONE}-devel"]
+    assert [ending["tag"] for ending in json.loads(out)] == [
+        ONE,
+        f"{ONE}-devel",
+        TWO,
+        f"{TWO}-devel",
+        CHILD,
+        GRANDCHILD,
+    ]
+
+
 def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("one",)
     code, out, err = shoal(fake, checkout, "build")

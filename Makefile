@@ -109,8 +109,8 @@ bench-scale: setup ## a model of all_reduce checked on this machine, and docs/sc
 bench-gpu: setup ## CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py
 
-bench-images: image ## an image's size, and builds against docker build of a plain Dockerfile; QUICK=1: not the whole matrix
-	@$(BIN)/python benchmarks/images.py $(IMAGE) $(if $(QUICK),--quick)
+bench-images: image ## an image's size, and builds against docker build of a plain Dockerfile; QUICK=1: not the whole matrix, MATRIX=1: it alone
+	@$(BIN)/python benchmarks/images.py $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (images stay: docker image rm)
 	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

@@ -4,7 +4,7 @@ Dockerfile with the same content: `make bench-images`.
 Sizes are uncompressed bytes as the engine counts an image's layers. "Wheels" is the sum of the files that the installed
 distributions record, compiled modules included; tests/integration/test_sizes.py holds every image to the same
 reckoning. Times are of whole commands; of rebuilds, the medians. The whole matrix takes longest; `--quick` leaves it
-out.
+out, and `--matrix` measures nothing else.
 """
 
 from __future__ import annotations
@@ -94,15 +94,21 @@ def main() -> int:
     matrix = load(here.buildspec)
     image = matrix.select(sys.argv[1] if len(sys.argv) > 1 else "pytorch")
     print_machine()
-    figures = sizes(image)
+    figures: list[Figure] = []
     with kept([other.tag for other in matrix.images]), TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        ours, rival = Shoal(here, Path(scratch, "ours")), Plain(here, image, Path(scratch, "plain"))
-        figures.append(make_image(here.root, image.tag))
-        figures += rebuilds(ours, rival, image.tag)
-        figures.append(cold(ours, rival, image.tag))
+        ours = Shoal(here, Path(scratch, "ours"))
+        if "--matrix" not in sys.argv:
+            figures += one_image(ours, here, image, Path(scratch, "plain"))
         if "--quick" not in sys.argv:
             figures.append(whole_matrix(ours))
     return finish(figures)
+
+
+def one_image(ours: Shoal, here: project.Project, image: ImageSpec, directory: Path) -> list[Figure]:
+    """Measure an image and its builds; `directory` is for the rival's."""
+    rival = Plain(here, image, directory)
+    figures = [*sizes(image), make_image(here.root, image.tag), *rebuilds(ours, rival, image.tag)]
+    return [*figures, cold(ours, rival, image.tag)]
 
 
 if __name__ == "__main__":

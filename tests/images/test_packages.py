@@ -151,4 +151,5 @@ def test_what_is_installed_can_be_zipped(project: Project, tmp_path: Path) -> No
     """Which knows no time before 1980."""
     layer = packages.installed(project.root / "toolkit", HERE, tmp_path)
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
-        assert {entry.mtime for entry in tar} == {int(packages.SOURCE_DATE_EPOCH)}
+        tar.extractall(tmp_path / "root")  # what this process has just written
+    assert Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", tmp_path / "root" / "opt")).is_file()

@@ -110,8 +110,7 @@ def build_all(
     `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
 
     Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, and `BuildError`
-    for a module of ours that is not Python. An interrupt
-    stops the builds.
+    for a module of ours that is not Python. An interrupt stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()

@@ -14,6 +14,7 @@ from typing import Any
 import docker
 import docker.errors
 import pytest
+import requests
 from docker.models.containers import Container
 from testcontainers.core.config import testcontainers_config
 from testcontainers.core.container import DockerContainer
@@ -63,8 +64,21 @@ class Host:
         return container
 
     def wait(self, timeout: int = 120) -> Ended:
-        code = self.engines.wait(timeout=timeout)["StatusCode"]
-        return Ended(int(code), self.engines.logs().decode(errors="replace"))
+        """Wait for its end; fails with what it runs and has printed where that takes more than `timeout` seconds."""
+        try:
+            code = self.engines.wait(timeout=timeout)["StatusCode"]
+        except requests.RequestException:
+            self.engines.reload()
+            pytest.fail(f"{self.engines.name} has not ended within {timeout} s: {self._doing()}\n{self._printed()}")
+        return Ended(int(code), self._printed())
+
+    def _printed(self) -> str:
+        return self.engines.logs().decode(errors="replace")
+
+    def _doing(self) -> str:
+        """Its state and, where it runs, its processes."""
+        processes = self.engines.top()["Processes"] if self.engines.status == "running" else []
+        return "\n".join([self.engines.status, *(" ".join(process) for process in processes)])
 
     def path(self, name: str) -> Path:
         assert self.tree is not None
@@ -117,6 +131,9 @@ def start_host() -> Iterator[StartHost]:
 def network() -> Iterator[Network]:
     with Network() as made:
         yield made
+        inside = engine.connect().networks.get(made.id)
+        for container in inside.containers:  # where a test failed: they are removed only after it
+            inside.disconnect(container, force=True)
 
 
 def write_tree(

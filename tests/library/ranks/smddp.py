@@ -5,8 +5,10 @@ Every rank knows what the others give: rank r gives `given(r, …)`. References 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -32,6 +34,7 @@ BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 
+faulthandler.dump_traceback_later(100)  # before whoever started this gives up
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 EVERYBODY = range(SIZE)
@@ -377,6 +380,8 @@ def collected_meanwhile() -> None:
             gc.collect(0)
 
     collector = threading.Thread(target=collect)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(usual / 100)  # the collector runs between any two steps, and nobody waits long for it
     collector.start()
     try:
         for _ in range(100):
@@ -384,6 +389,7 @@ def collected_meanwhile() -> None:
     finally:
         ended.set()
         collector.join()
+        sys.setswitchinterval(usual)
 
 
 def parameters() -> None:

@@ -131,7 +131,7 @@ def start_host() -> Iterator[StartHost]:
 def network() -> Iterator[Network]:
     with Network() as made:
         yield made
-        inside = engine.connect().networks.get(made.id)
+        inside = engine.connect().networks.get(made.name)
         for container in inside.containers:  # where a test failed: they are removed only after it
             inside.disconnect(container, force=True)
 

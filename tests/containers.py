@@ -63,7 +63,7 @@ class Host:
         container: Container = self.container.get_wrapped_container()
         return container
 
-    def wait(self, timeout: int = 120) -> Ended:
+    def wait(self, timeout: int = 240) -> Ended:
         """Wait for its end; fails with what it runs and has printed where that takes more than `timeout` seconds."""
         try:
             code = self.engines.wait(timeout=timeout)["StatusCode"]

@@ -34,7 +34,7 @@ BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 
-faulthandler.dump_traceback_later(100)  # before whoever started this gives up
+faulthandler.dump_traceback_later(100, repeat=True)  # before whoever started this gives up
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 EVERYBODY = range(SIZE)

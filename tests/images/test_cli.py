@@ -21,8 +21,10 @@ from shoal import engine
 from shoal.commands import application, building, exchanging
 from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError
+from shoal.matrix import selectors
 from shoal.matrix.project import Project
-from shoal.sources import lock
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import lock, render
 
 SHOAL = Path(sys.executable).with_name("shoal")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -277,6 +279,46 @@ def test_a_locked_image_is_rendered_in_all_variants(
     monkeypatch.chdir(tmp_path)
     exchanging.lock_images(["pytorch"])
     assert all(path.exists() for path in rendered)
+
+
+@pytest.mark.parametrize(
+    ("words", "skip", "changes", "locked"),
+    [
+        (["pytorch-*-2.13.0-cpu-*"], [], True, ["pytorch-*-cpu-*", "huggingface-*-cpu-*"]),
+        (["pytorch-*-2.13.0-cpu-*"], [], False, ["pytorch-*-cpu-*"]),
+        (["pytorch-*-2.13.0-cpu-*-devel"], [], True, ["pytorch-*-cpu-*-devel", "huggingface-*-cpu-*"]),
+        (["huggingface-*-cpu-*", "pytorch-*-2.13.0-cpu-*"], [], False, ["pytorch-*-cpu-*", "huggingface-*-cpu-*"]),
+        (["pytorch-*-2.13.0-cpu-*"], ["huggingface-*"], True, ["pytorch-*-cpu-*"]),
+        (["huggingface-*-cpu-*"], [], True, ["huggingface-*-cpu-*"]),
+        (["tensorflow"], [], True, ["tensorflow-*-gpu-*"]),
+    ],
+)
+def test_what_extends_an_image_is_locked_after_it(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    skip: list[str],
+    changes: bool,
+    locked: list[str],
+) -> None:
+    """Its lock says on which files it stands, and so it is of no use once they have changed."""
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    made: list[str] = []
+
+    def resolve(here: Project, _: BuildSpec, image: ImageSpec) -> list[Path]:
+        made.append(image.tag)
+        path = here.lock_directory(image) / "framework.txt"
+        path.write_text(path.read_text() + (f"new==1 --hash=sha256:{64 * '0'}\n" if changes else ""))
+        return [path]
+
+    monkeypatch.setattr(lock, "lock_image", resolve)
+    monkeypatch.setattr(render, "write", lambda _: [])
+    monkeypatch.chdir(tmp_path)
+    exchanging.lock_images(words, skip)
+    assert len(made) == len(locked)
+    assert all(selectors.matches(glob, tag) for glob, tag in zip(locked, made)), made
 
 
 def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> None:

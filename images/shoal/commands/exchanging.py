@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -16,18 +17,23 @@ from shoal.build import bundle, push
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, open_project, say, screen
 from shoal.commands.endings import raise_first
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, pins, render
 
 
 @app.command("lock")
 def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
-    """Resolve the requirements of images to exact files with hashes, in dockerfiles/requirements/, and render them."""
+    """Resolve the requirements of images to exact files with hashes, in dockerfiles/requirements/, and render them.
+
+    Where that changes the files on which other images stand, those are locked again too, unless --skip names them.
+    """
     here, matrix = open_project()
-    chosen = matrix.choose(images or (), skip or ())
     progress = screen(as_json)
     locks = []
-    locked = {here.lock_directory(image): image for image in reversed(chosen)}
-    for image in reversed(locked.values()):
+    locked: set[Path] = set()
+    for image in _to_lock(here, matrix, images or (), skip or ()):
+        locked.add(here.lock_directory(image))
         with progress.status(f"resolving {image.tag}"):
             paths = lock.lock_image(here, matrix, image)
         for path in paths:
@@ -40,6 +46,23 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
         output.write({"locks": locks, "rendered": files})
     else:
         say("\n".join(map(str, files)))
+
+
+def _to_lock(here: Project, matrix: BuildSpec, images: Iterable[str], skip: Iterable[str]) -> Iterator[ImageSpec]:
+    """Yield an image for each lock of those chosen, parents first, and then what stood on another one's old files.
+
+    An image is to be locked before the next one is asked for.
+    """
+    chosen = {image.tag for image in matrix.choose(images, skip)}
+    locked: set[Path] = set()
+    for image in matrix.choose(skip=skip):
+        directory, parent = here.lock_directory(image), matrix.parent(image)
+        if directory in locked:  # by another variant
+            continue
+        on_locked = parent is not None and here.lock_directory(parent) in locked
+        if image.tag in chosen or (on_locked and not pins.are_for(here, matrix, image)):
+            locked.add(directory)
+            yield image
 
 
 @app.command("bundle")

@@ -36,6 +36,15 @@ def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str,
     }
 
 
+def are_for(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
+    """Whether the image's locks are there, and made for what is asked for now."""
+    try:
+        read_image(project, spec, image)
+    except SpecError:
+        return False
+    return True
+
+
 def installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
     """Yield what is installed in an image, from its parents on."""
     if parent := spec.parent(image):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal_toolkit import __version__
+from shoal_toolkit.job.settings import VARIABLES
 
 from . import loopback
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
@@ -283,6 +284,32 @@ def test_settings_that_are_wrong(tree: Tree, run: Run, name: str, value: str) ->
     tree.script("")
     assert run(SAGEMAKER_PROGRAM="train.py", **{name: value}).code == 2
     assert f"The variable {name} is {value!r}; it must be a whole number" in tree.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SHOAL_HOST_TIMEOUT", "SHOAL_HOSTS_TIMEOUT"),
+        ("SHOAL_STOPGRACE", "SHOAL_STOP_GRACE"),
+        ("SHOAL_SECRET", "SHOAL_JOB_SECRET"),
+        ("SHOAL_PORT", ""),  # as these two, Kubernetes sets it where a service is called shoal
+        ("SHOAL_SERVICE_HOST", ""),
+        ("SHOAL_PORT_7411_TCP_ADDR", ""),
+        ("SHOAL_REHEARSE_TOLD", ""),
+    ],
+)
+def test_a_setting_that_is_misspelt_is_told(tree: Tree, run: Run, name: str, meant: str) -> None:
+    tree.script("print('trained')")
+    done = run(SAGEMAKER_PROGRAM="train.py", **{name: "12"})
+    assert (done.code, done.out) == (0, "trained\n")
+    told = f"train: the variable {name} is not known to this toolkit. Did you mean {meant!r}?"
+    assert (told in done.err) if meant else (name not in done.err)
+
+
+def test_the_settings_are_those_of_the_manual() -> None:
+    manual = (Path(__file__).parents[2] / "docs/toolkit.md").read_text()
+    section = manual.partition("## Settings of `train` itself")[2].partition("\n## ")[0]
+    assert sorted(VARIABLES) == sorted(line.split("`")[1] for line in section.splitlines() if line.startswith("| `"))
 
 
 def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> None:

@@ -29,9 +29,9 @@ class StoppedError(Exception):
         self.number = number
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ' Did you mean X?' for the closest choice, or nothing."""
+def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ' Did you mean X?' for the closest choice, or nothing. cutoff: how alike, from 0 to 1, it must be."""
     import difflib  # only on the way to an error: it would cost every start
 
-    close = difflib.get_close_matches(name, list(choices), n=1)
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

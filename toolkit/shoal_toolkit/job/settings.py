@@ -13,6 +13,14 @@ LOG_FORMATS = ("text", "json")
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
 
 
+VARIABLES = (
+    *("SHOAL_JOB_SECRET", "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_STOP_GRACE", "SHOAL_LOG_FORMAT"),
+    *("SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
+)
+_BETWEEN_US = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_REHEARSE_TOLD")  # set by `train`, and by it alone
+_ALIKE = 0.8  # Kubernetes sets SHOAL_PORT and more where a service is called shoal: those are nobody's slips
+
+
 class Settings(NamedTuple):
     """The knobs of one run."""
 
@@ -48,6 +56,14 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
         problems.append(_no_format(settings.log_format))
         settings = settings._replace(log_format=LOG_FORMATS[0])
     return settings, next(iter(problems), None)
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """Return a note for each variable whose name is nearly one of `VARIABLES`, and which changes nothing therefore."""
+    ours = {*VARIABLES, *_BETWEEN_US}
+    strange = sorted(name for name in environ if name.startswith("SHOAL_") and name not in ours)
+    hints = {name: did_you_mean(name, VARIABLES, _ALIKE) for name in strange}
+    return [f"the variable {name} is not known to this toolkit.{hint}" for name, hint in hints.items() if hint]
 
 
 def _no_format(text: str) -> ContractError:

@@ -11,6 +11,7 @@ from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.job import entry
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.settings import misspelt
 from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.plan import environment, fabric, launcher
 from shoal_toolkit.plan.arguments import STORE_TRUE, for_mpirun, script_arguments
@@ -278,4 +279,4 @@ def _notes(job: Job, machine: Machine) -> list[str]:
     for key in sorted(set(job.framework) - known):
         if suggestion := did_you_mean(key, known):
             notes.append(f"the hyperparameter {key} is not known to this toolkit.{suggestion}")
-    return notes
+    return notes + misspelt(job.environ)

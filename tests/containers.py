@@ -67,7 +67,7 @@ class Host:
         """Wait for its end; fails with what it runs and has printed where that takes more than `timeout` seconds."""
         try:
             code = self.engines.wait(timeout=timeout)["StatusCode"]
-        except requests.RequestException:
+        except (requests.ConnectionError, requests.ReadTimeout):
             self.engines.reload()
             pytest.fail(f"{self.engines.name} has not ended within {timeout} s: {self._doing()}\n{self._printed()}")
         return Ended(int(code), self._printed())

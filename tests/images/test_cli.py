@@ -20,7 +20,7 @@ import urllib3.exceptions
 from shoal import engine
 from shoal.commands import application, building, exchanging
 from shoal.commands.common import app
-from shoal.errors import DiskError, ShoalError
+from shoal.errors import DiskError, ShoalError, SpecError
 from shoal.matrix import selectors
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -319,6 +319,26 @@ def test_what_extends_an_image_is_locked_after_it(
     exchanging.lock_images(words, skip)
     assert len(made) == len(locked)
     assert all(selectors.matches(glob, tag) for glob, tag in zip(locked, made)), made
+
+
+def test_a_child_that_cannot_be_locked_keeps_nothing_from_its_parent(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (rendered,) = (tmp_path / "dockerfiles/rendered/pytorch-training").glob("2.13.0-cpu-*-debian12/Dockerfile")
+    rendered.unlink()
+
+    def resolve(_: Project, __: BuildSpec, image: ImageSpec) -> list[Path]:
+        if image.extends:
+            raise SpecError("pip cannot resolve it")
+        return []
+
+    monkeypatch.setattr(lock, "lock_image", resolve)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="pip cannot resolve it"):
+        exchanging.lock_images(["pytorch-*-2.13.0-cpu-*", "huggingface-*-cpu-*"])
+    assert rendered.exists()
 
 
 def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> None:

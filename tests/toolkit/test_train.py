@@ -287,20 +287,20 @@ def test_settings_that_are_wrong(tree: Tree, run: Run, name: str, value: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "value", "meant"),
     [
-        ("SHOAL_HOST_TIMEOUT", "SHOAL_HOSTS_TIMEOUT"),
-        ("SHOAL_STOPGRACE", "SHOAL_STOP_GRACE"),
-        ("SHOAL_SECRET", "SHOAL_JOB_SECRET"),
-        ("SHOAL_PORT", ""),  # as these two, Kubernetes sets it where a service is called shoal
-        ("SHOAL_SERVICE_HOST", ""),
-        ("SHOAL_PORT_7411_TCP_ADDR", ""),
-        ("SHOAL_REHEARSE_TOLD", ""),
+        ("SHOAL_HOST_TIMEOUT", "12", "SHOAL_HOSTS_TIMEOUT"),
+        ("SHOAL_STOPGRACE", "12", "SHOAL_STOP_GRACE"),
+        ("SHOAL_SECRET", "words", "SHOAL_JOB_SECRET"),
+        ("SHOAL_PORT", "12", ""),
+        ("SHOAL_JOB_PORT", "tcp://10.0.0.1:7411", ""),  # Kubernetes sets these two where a service is called so
+        ("SHOAL_AGENT_SERVICE_PORT", "7411", ""),
+        ("SHOAL_REHEARSE_TOLD", "1", ""),
     ],
 )
-def test_a_setting_that_is_misspelt_is_told(tree: Tree, run: Run, name: str, meant: str) -> None:
+def test_a_setting_that_is_misspelt_is_told(tree: Tree, run: Run, name: str, value: str, meant: str) -> None:
     tree.script("print('trained')")
-    done = run(SAGEMAKER_PROGRAM="train.py", **{name: "12"})
+    done = run(SAGEMAKER_PROGRAM="train.py", **{name: value})
     assert (done.code, done.out) == (0, "trained\n")
     told = f"train: the variable {name} is not known to this toolkit. Did you mean {meant!r}?"
     assert (told in done.err) if meant else (name not in done.err)

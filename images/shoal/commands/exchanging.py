@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,30 +26,32 @@ from shoal.sources import lock, pins, render
 def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
     """Resolve the requirements of images to exact files with hashes, in dockerfiles/requirements/, and render them.
 
-    Where that changes the files on which other images stand, those are locked again too, unless --skip names them.
+    Children whose locks do not fit what an image has then are locked again too, unless --skip names them.
     """
     here, matrix = open_project()
     progress = screen(as_json)
     locks = []
     locked: set[Path] = set()
-    for image in _to_lock(here, matrix, images or (), skip or ()):
-        locked.add(here.lock_directory(image))
-        with progress.status(f"resolving {image.tag}"):
-            paths = lock.lock_image(here, matrix, image)
-        for path in paths:
-            count = len(pins.read_lock(path))
-            locks.append({"tag": image.tag, "path": path, "pins": count})
-            progress.print(f"{count:3} pins  {path}", markup=False, soft_wrap=True)
-    variants = [image for image in matrix.images if here.lock_directory(image) in locked]
-    files = render.write(render.outputs(here, variants))
+    try:
+        for image in _to_lock(here, matrix, images or (), skip or ()):
+            with progress.status(f"resolving {image.tag}"):
+                paths = lock.lock_image(here, matrix, image)
+            locked.add(here.lock_directory(image))
+            for path in paths:
+                count = len(pins.read_lock(path))
+                locks.append({"tag": image.tag, "path": path, "pins": count})
+                progress.print(f"{count:3} pins  {path}", markup=False, soft_wrap=True)
+    finally:  # where one cannot be resolved, a child mostly, those before it are locked all the same
+        variants = [image for image in matrix.images if here.lock_directory(image) in locked]
+        files = render.write(render.outputs(here, variants))
     if as_json:
         output.write({"locks": locks, "rendered": files})
     else:
         say("\n".join(map(str, files)))
 
 
-def _to_lock(here: Project, matrix: BuildSpec, images: Iterable[str], skip: Iterable[str]) -> Iterator[ImageSpec]:
-    """Yield an image for each lock of those chosen, parents first, and then what stood on another one's old files.
+def _to_lock(here: Project, matrix: BuildSpec, images: Sequence[str], skip: Sequence[str]) -> Iterator[ImageSpec]:
+    """Yield an image for each lock of those chosen, and of children that do not fit those any more; parents first.
 
     An image is to be locked before the next one is asked for.
     """

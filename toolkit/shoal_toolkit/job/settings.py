@@ -18,7 +18,7 @@ VARIABLES = (
     *("SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
 )
 _BETWEEN_US = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_REHEARSE_TOLD")  # set by `train`, and by it alone
-_ALIKE = 0.8  # Kubernetes sets SHOAL_PORT and more where a service is called shoal: those are nobody's slips
+_ALIKE = 0.8
 
 
 class Settings(NamedTuple):
@@ -59,9 +59,16 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """Return a note for each variable whose name is nearly one of `VARIABLES`, and which changes nothing therefore."""
+    """Return a note for each variable whose name is nearly one of `VARIABLES`, and which therefore changes nothing.
+
+    Less what Kubernetes sets for a service called shoal, or shoal-job: nobody has written those.
+    """
     ours = {*VARIABLES, *_BETWEEN_US}
-    strange = sorted(name for name in environ if name.startswith("SHOAL_") and name not in ours)
+    strange = sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith("SHOAL_") and name not in ours and "_SERVICE_" not in name and "://" not in value
+    )
     hints = {name: did_you_mean(name, VARIABLES, _ALIKE) for name in strange}
     return [f"the variable {name} is not known to this toolkit.{hint}" for name, hint in hints.items() if hint]
 

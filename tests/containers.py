@@ -77,7 +77,10 @@ class Host:
 
     def _doing(self) -> str:
         """Its state and, where it runs, its processes."""
-        processes = self.engines.top()["Processes"] if self.engines.status == "running" else []
+        try:
+            processes = self.engines.top()["Processes"]
+        except docker.errors.APIError:  # it has ended meanwhile
+            processes = []
         return "\n".join([self.engines.status, *(" ".join(process) for process in processes)])
 
     def path(self, name: str) -> Path:

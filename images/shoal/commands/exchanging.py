@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +29,14 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     Children whose locks do not fit what an image has then are locked again too, unless --skip names them.
     """
     here, matrix = open_project()
+    chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = screen(as_json)
     locks = []
     locked: set[Path] = set()
     try:
-        for image in _to_lock(here, matrix, images or (), skip or ()):
+        for image in matrix.choose(skip=skip or ()):  # parents first
+            if not _is_to_lock(here, matrix, image, chosen, locked):
+                continue
             with progress.status(f"resolving {image.tag}"):
                 paths = lock.lock_image(here, matrix, image)
             locked.add(here.lock_directory(image))
@@ -50,21 +53,15 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
         say("\n".join(map(str, files)))
 
 
-def _to_lock(here: Project, matrix: BuildSpec, images: Sequence[str], skip: Sequence[str]) -> Iterator[ImageSpec]:
-    """Yield an image for each lock of those chosen, and of children that do not fit those any more; parents first.
-
-    An image is to be locked before the next one is asked for.
-    """
-    chosen = {image.tag for image in matrix.choose(images, skip)}
-    locked: set[Path] = set()
-    for image in matrix.choose(skip=skip):
-        directory, parent = here.lock_directory(image), matrix.parent(image)
-        if directory in locked:  # by another variant
-            continue
-        on_locked = parent is not None and here.lock_directory(parent) in locked
-        if image.tag in chosen or (on_locked and not pins.are_for(here, matrix, image)):
-            locked.add(directory)
-            yield image
+def _is_to_lock(
+    here: Project, matrix: BuildSpec, image: ImageSpec, chosen: Collection[str], locked: Collection[Path]
+) -> bool:
+    """Whether an image is chosen, or stands on what has been locked and does not fit it. Variants share a lock."""
+    if here.lock_directory(image) in locked:
+        return False
+    parent = matrix.parent(image)
+    on_locked = parent is not None and here.lock_directory(parent) in locked
+    return image.tag in chosen or (on_locked and not pins.are_for(here, matrix, image))
 
 
 @app.command("bundle")

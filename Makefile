@@ -7,17 +7,18 @@ ENGINE ?= docker
 HOSTS ?= 2
 PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
-WORKERS ?= 2
+WORKERS ?= 3
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 ifeq ($(filter $(ENGINE),docker none),)
 $(error ENGINE=$(ENGINE): choose docker or none)
 endif
 CHANNEL := .cache/digits
 SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults check docs render lock bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +53,17 @@ endif
 	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point $(SCRIPT) \
 	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
 
-test: check test-fast test-integration conformance faults ## everything: checks, and all the tests below
+# One run of pytest for all tests, so that those that wait run beside those that compute.
+ifdef CHANGED
+test: check ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+	@files=$$($(BIN)/python scripts/affected.py $(CHANGED)) || exit; \
+	if [ -z "$$files" ]; then echo "no test depends on what has changed"; exit; fi; \
+	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
+	$(PYTEST) $$files
+else
+test: check images ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+	@$(PYTEST) tests
+endif
 
 check: setup ## ruff, mypy strict, rendered Dockerfiles and docs/api fresh
 	@$(BIN)/ruff check .
@@ -62,17 +73,24 @@ check: setup ## ruff, mypy strict, rendered Dockerfiles and docs/api fresh
 	@$(BIN)/python scripts/api_docs.py --check
 
 test-fast: setup ## the tests that need no Docker
-	@$(BIN)/pytest tests/test_walls.py tests/images tests/toolkit tests/library -n $(WORKERS)
+	@$(PYTEST) tests --ignore tests/integration --ignore tests/conformance --ignore tests/faults
 
 test-integration: images ## the tests with real containers
-	@$(BIN)/pytest tests/integration
+	@$(PYTEST) tests/integration
 
 conformance: setup engine ## the same jobs through the stock toolkit and through ours, and what differs
 	@$(SHOAL) build pytorch-training:2.13.0-cpu-py311-debian12 tensorflow
 	@$(BIN)/pytest tests/conformance
 
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-faults: image ## what goes wrong in real containers, and how long it takes to end (docs/reliability.md)
+faults: image ## what goes wrong in real containers, and that it ends as docs/reliability.md says
+	@$(PYTEST) tests/faults
+
+soak: images ## the tests that draw at random, for hours: SEED=<number> repeats a run
+	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600
+
+bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
+bench-faults: image ## how long each fault takes to end, with nothing beside it (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
 
 docs: setup ## write docs/api from the library's docstrings

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,45 @@ import pytest
 
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, load
+
+from .repeats import SEED
+
+pytest_plugins = ["tests.durations"]
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED} (what is drawn at random draws from it: make soak SEED={SEED})"
+
+
+def pytest_configure() -> None:
+    """Restores Python's own handler of SIGINT if SIGINT is ignored.
+
+    A shell script starts its background commands with SIGINT ignored, and the commands that the tests start and
+    interrupt would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers: long tests first, then all mixed, so that those that wait run beside those that compute.
+
+    The tests of one group keep their order.
+    """
+
+    def key(item: pytest.Item) -> tuple[bool, bytes]:
+        group = item.get_closest_marker("xdist_group")
+        name = str(group.args or group.kwargs) if group else item.nodeid
+        return not item.get_closest_marker("long"), hashlib.md5(name.encode()).digest()
+
+    if config.getoption("loadgroup", default=False):
+        items.sort(key=key)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names long bytes by their argument: they may hold the time, and the workers must agree on the names of tests."""
+    return argname if isinstance(val, bytes) and len(val) > 40 else None
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +75,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     yield disk
     subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _groups_work(request: pytest.FixtureRequest) -> None:
+    """Fails if this pytest and pytest-xdist ignore `xdist_group`: tests of one group would disturb each other."""
+    grouped = [item for item in request.session.items if item.get_closest_marker("xdist_group")]
+    if grouped and request.config.getoption("loadgroup", default=False):
+        assert "@" in grouped[0].nodeid, "pytest-xdist has put no test into its group: choose versions that fit"

@@ -7,7 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+import tempfile
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 LIMIT_S = 250  # mpirun keeps it itself: killed from outside it would leave its ranks behind
 LAUNCH_PREFIXES = ("OMPI_", "PMIX_", "SM_", "SMDATAPARALLEL_", "TORCHELASTIC_")
+COLD = ("SHOAL_REHEARSE", "COLD")  # read when an interpreter starts or a framework is imported; asked for by a test
+WARM = Path(__file__).with_name("warm.py")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,14 +47,42 @@ class Mpirun(Protocol):
     def __call__(self, world_size: int, *arguments: object, **environ: str) -> str: ...
 
 
+class Python(Protocol):
+    def __call__(self, **environ: str) -> list[str]: ...
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> tuple[str, ...]:
+    """The modules that ranks have imported when they start; for the conftest of a folder to say."""
+    return ()
+
+
+@pytest.fixture(scope="session")
+def python(preloaded: tuple[str, ...]) -> Iterator[Python]:
+    """The words that stand for `python` in a command: what starts warm (warm.py), if the environment allows it."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as directory:
+        path = f"{directory}/socket"
+        serve = [sys.executable, str(WARM), "serve", path, *preloaded]
+        with subprocess.Popen(serve, env=clean_environment(), stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout
+            assert server.stdout.readline() == "serving\n"
+
+            def words(**environ: str) -> list[str]:
+                is_cold = any(name.startswith(COLD) for name in {**os.environ, **environ})
+                return [sys.executable] if is_cold else [sys.executable, "-I", "-S", str(WARM), "run", path]
+
+            yield words
+            server.kill()
+
+
 @pytest.fixture
-def alone(tmp_path: Path) -> Alone:
+def alone(tmp_path: Path, python: Python) -> Alone:
     """Run Python with these arguments, started by no launcher; its stdout. Fails with its output unless it exits 0."""
-    return lambda *arguments, **environ: run([sys.executable, *arguments], environ, tmp_path)
+    return lambda *arguments, **environ: run([*python(**environ), *arguments], environ, tmp_path)
 
 
 @pytest.fixture
-def mpirun(tmp_path: Path) -> Mpirun:
+def mpirun(tmp_path: Path, python: Python) -> Mpirun:
     """Run Python with these arguments on so many ranks; their stdout. Fails with their output unless all exit 0."""
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
@@ -59,31 +90,46 @@ def mpirun(tmp_path: Path) -> Mpirun:
     options = f"--allow-run-as-root --oversubscribe --bind-to none --timeout {LIMIT_S} -np".split()
 
     def ranks(world_size: int, *arguments: object, **environ: str) -> str:
-        return run([program, *options, world_size, sys.executable, *arguments], environ, tmp_path)
+        words = python(**environ)
+        given = {"PYTHON": " ".join(words), **environ}  # for programs that start Python themselves
+        return run([program, *options, world_size, *words, *arguments], given, tmp_path)
 
     return ranks
 
 
-@contextmanager
-def two_ranks(port: int, *arguments: object, **environ: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks of one host that run Python with these arguments, without mpirun, which would end one when the other
-    fails. They are killed at the end."""
-    common = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **environ}
-    with ExitStack() as undo:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        for process in ranks:
-            undo.enter_context(process)
-            undo.callback(process.kill)
-        yield ranks
+class TwoRanks(Protocol):
+    def __call__(
+        self, port: int, *arguments: object, **environ: str
+    ) -> AbstractContextManager[list[subprocess.Popen[str]]]: ...
+
+
+@pytest.fixture
+def two_ranks(python: Python) -> TwoRanks:
+    """Start two ranks of one host that run Python with these arguments; they are killed at the end.
+
+    Without mpirun, which would end one when the other fails.
+    """
+
+    @contextmanager
+    def start(port: int, *arguments: object, **environ: str) -> Iterator[list[subprocess.Popen[str]]]:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **environ}
+        with ExitStack() as undo:
+            ranks = [
+                subprocess.Popen(
+                    [*python(**environ), *map(str, arguments)],
+                    env={**clean_environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(2)
+            ]
+            for process in ranks:
+                undo.enter_context(process)
+                undo.callback(process.kill)
+            yield ranks
+
+    return start
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,10 @@ from .lab import Run
 from .layout import NONE, PYTORCH, TENSORFLOW, Tree
 from .trees import TREES
 
-# The stock toolkit sleeps for half a minute after each MPI job; the others keep the processors busy.
-SLEEPING, BUSY = 14, 3
+# The stock toolkit sleeps for half a minute after each MPI job; the others keep a processor busy.
+SLEEPING, BUSY = 6, 2
+# One worker of pytest-xdist has all jobs: they run side by side already, and the last test looks at all of them.
+in_one_worker = pytest.mark.xdist_group("conformance")
 SMALL_PYTORCH = "pytorch-training:2.13.0-cpu-py311-debian12"
 _SUMMARY = pytest.StashKey[list[str]]()
 
@@ -59,7 +62,10 @@ class Laboratory:
 
     def __init__(self, images: Images, make_directory: Callable[[str], Path]) -> None:
         self._images, self._make_directory = images, make_directory
-        self._sleeping, self._busy = ThreadPoolExecutor(SLEEPING), ThreadPoolExecutor(BUSY)
+        # Not threads: the client of the engine reads the environment, which pytest changes from test to test.
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload([lab.__name__])
+        self._sleeping, self._busy = (ProcessPoolExecutor(many, processes) for many in (SLEEPING, BUSY))
         self._runs: dict[str, tuple[Future[Run], Future[Run]]] = {}
 
     def start(self, tree: Tree) -> None:

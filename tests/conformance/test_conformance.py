@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import Compared
+from .conftest import Compared, in_one_worker
 from .divergences import DIVERGENCES
 from .trees import TREES
+
+pytestmark = in_one_worker
 
 _LAST_WORDS = 2000
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Compared
+from .conftest import Compared, in_one_worker
 from .lab import HostRun
 from .layout import PYTORCH, RECORD, Tree
 from .trees import (
@@ -22,6 +22,8 @@ from .trees import (
     ends_with,
     groups,
 )
+
+pytestmark = in_one_worker
 
 SECRET = "hunter2hunter2hunter2"
 FAILS_ON_THE_SECOND = "time.sleep(3 * (os.environ['OMPI_COMM_WORLD_RANK'] == '1')); sys.exit(7)"

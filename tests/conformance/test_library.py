@@ -7,9 +7,11 @@ import json
 import pytest
 
 from .commands import launch_command
-from .conftest import Compared
+from .conftest import Compared, in_one_worker
 from .layout import PYTORCH, Tree
 from .trees import DIGITS, TREES, TWO_DATAPARALLEL
+
+pytestmark = in_one_worker
 
 SUM_OF_ONE = sum(range(1000))  # rank 0 gives it once, rank 1 twice
 TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, DIGITS, framework=PYTORCH)

@@ -25,8 +25,7 @@ __all__ = ["client", "network", "start_host"]
 _PASSED = pytest.StashKey[bool]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: is measured while nothing else runs")
+def pytest_configure() -> None:
     without_reaper()
 
 

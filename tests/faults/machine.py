@@ -58,8 +58,11 @@ class Machine(NamedTuple):
         return Run(self.client, str(made["Id"]))
 
     def is_clean(self) -> None:
-        """Nothing is left behind, now or as soon as what was killed is gone."""
-        until(lambda: not self._left_behind(), lambda: f"left behind: {self._left_behind()}", 2)
+        """Nothing is left behind, now or as soon as what was killed is gone.
+
+        The scripts that leave processes behind leave them for 300 s; a file that stays, stays for ever.
+        """
+        until(lambda: not self._left_behind(), lambda: f"left behind: {self._left_behind()}", 30)
 
     def _left_behind(self) -> list[str]:
         """What is there and was not before: processes, and temporary files (but torchrun's, which it never removes)."""

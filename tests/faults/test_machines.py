@@ -129,13 +129,17 @@ def test_most_of_600_hosts_are_missing(start: StartJob, table: Table, launcher: 
     options = dict.fromkeys(WHICH, missing)
     job = start(TRAIN_FOR_LONG, launcher, hosts=MANY, only=list(WHICH), options=options, SHOAL_HOSTS_TIMEOUT="10")
     job.said("algo-1", "launcher")
-    used = job.use("algo-1", 7)
+    used = job.use("algo-1", 3)  # well before the 10 s are over, even if the machine is busy
     since = job.started("algo-1") + 10
     fault = "598 of 600 hosts never start (from the end of SHOAL_HOSTS_TIMEOUT)"
-    table.failed(fault, job, since, codes=1, says="algo-3 (Connection refused)")
-    assert "and 588 more" in job.ends()["algo-1"].failure
+    table.failed(fault, job, since, codes=1, says="algo-3 (")  # it may just be looked up, between two tries
+    failure = job.ends()["algo-1"].failure
+    assert "(Connection refused)" in failure
+    assert "and 588 more" in failure
     table.remark(f"`train` takes {used.memory / MEBIBYTE:.0f} MiB and {used.cpu:.0%} of a core meanwhile")
-    assert used.memory <= 20 * MEBIBYTE
+    # 18 MiB and 7 % on an idle machine. Without longer pauses between the tries it would be 89 % of a core, and 67 %
+    # beside four busy programs on two cores.
+    assert used.memory <= 24 * MEBIBYTE
     assert used.cpu <= 0.25
 
 

@@ -106,7 +106,7 @@ def test_orphans_are_reaped(start: StartJob, table: Table, launcher: Launcher) -
     since = job.marks("forked", 1)[0] + 0.2
     until(lambda: time.time() > since and not zombies(job), lambda: f"zombies: {zombies(job)}")
     table.note("50 orphans end: until none is a zombie", launcher.name, {}, time.time() - since, 5, "")
-    assert time.time() - since < 5
+    table.check()
     job.hosts["algo-1"].path("code/end").touch()
     assert job.ends()["algo-1"].code == 0
 

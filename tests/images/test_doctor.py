@@ -295,7 +295,7 @@ def test_a_server_that_hangs_is_not_waited_for(site: Site, server: Server, monke
     monkeypatch.setattr(reach, "SECONDS", 0.2)
     began = time.monotonic()
     state, found, _ = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
-    assert (state, time.monotonic() - began < 5) == ("failed", True)
+    assert (state, time.monotonic() - began < 20) == ("failed", True)  # the server hangs for 30 s
     assert "no answer within" in found
 
 
@@ -370,6 +370,7 @@ def certificate(name: str, days: int, key_file: Path | None = None) -> bytes:
         (b"<html>404</html>", "failed", "PIP_CERT: "),
         (b"", "failed", "PIP_CERT: "),
     ],
+    ids=["none", "good", "good and old", "old", "no certificate", "empty"],
 )
 def test_the_ca_bundle(site: Site, bundle: bytes | None, state: str, words: str) -> None:
     result = doctor.ca_bundle(with_machine(site, ca_bundle=bundle, ca_origin="PIP_CERT"))
@@ -445,7 +446,7 @@ def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
     checks = {"hanging": hanging, "broken": broken, "good": lambda _: Result("ok", "fine")}
     began = time.monotonic()
     findings = doctor.examine(site, checks, limit=0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert [(each.name, each.state, each.found) for each in findings] == [
         ("hanging", "failed", "not done after 0.5 s"),
         ("broken", "failed", "KeyError: 'MemTotal'"),

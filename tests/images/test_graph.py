@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -21,14 +20,17 @@ def test_what_it_stands_on_comes_first(jobs: int) -> None:
     done: list[str] = []
     under_way: set[str] = set()
     most = 0
+    met = threading.Event()
 
     def work(name: str) -> str:
         nonlocal most
         under_way.add(name)
         most = max(most, len(under_way))
+        if most > 1:
+            met.set()
         beneath = BELOW[name]
         assert beneath in (None, "elsewhere", *done)
-        time.sleep(0.01)
+        met.wait(30 if jobs > 1 else 0.01)  # for another at its side, which may come late
         under_way.discard(name)
         done.append(name)
         return name.upper()

@@ -215,9 +215,11 @@ def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
 
 
-def test_an_archive_cannot_leave_its_directory(tmp_path: Path) -> None:
-    buffer = io.BytesIO(archive.single("../escaped", b"x"))
-    assert list(archive.unpack(buffer, tmp_path / "out")) == ["../escaped: outside the directory"]
+@pytest.mark.parametrize("name", ["../escaped", "inside/../../escaped", "/{}/escaped"])
+def test_an_archive_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
+    name = name.format(str(tmp_path)[1:])
+    buffer = io.BytesIO(archive.single(name, b"x"))
+    assert list(archive.unpack(buffer, tmp_path / "out")) == [f"{name}: outside the directory"]
     assert not (tmp_path / "escaped").exists()
 
 

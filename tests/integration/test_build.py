@@ -25,6 +25,9 @@ from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import bytecode
 
+from ..repeats import SEED, times
+
+pytestmark = pytest.mark.xdist_group("build")  # its images have one tag
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "probe-training:1.0-cpu-py311-debian12"
 SPEC = """\
@@ -42,8 +45,6 @@ releases:
 def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose only image is built from the template that the test writes; for both builders."""
     os.environ["DOCKER_BUILDKIT"] = request.param
-    client = engine.connect()
-    before = untagged(client)
     (tmp_path / "buildspec.yml").write_text(SPEC)
     for room in ("library", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,9 +56,10 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     link_cache(tmp_path, project)
     yield tmp_path
     del os.environ["DOCKER_BUILDKIT"]
+    client = engine.connect()
     if find(client, TAG):
         client.images.remove(TAG, force=True)
-    for image_id in untagged(client) - before:
+    for image_id in untagged(client, tmp_path):
         with contextlib.suppress(docker.errors.ImageNotFound):  # its child's removal took it along
             client.images.remove(image_id, force=True)
 
@@ -73,21 +75,25 @@ def link_cache(probe: Path, project: Project) -> None:
 
 
 def template(probe: Path, text: str) -> None:
-    (probe / "dockerfiles" / "probe.j2").write_text(f"ARG BASE\nFROM ${{BASE}}\n{text}\n")
+    """Write the template of an image of which each step has a label, for `leftovers`."""
+    (probe / "dockerfiles" / "probe.j2").write_text(f"ARG BASE\nFROM ${{BASE}}\nLABEL test={probe}\n{text}\n")
 
 
 def build(probe: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SHOAL, "build"], cwd=probe, capture_output=True, text=True, check=False)
 
 
-def untagged(client: docker.DockerClient) -> set[str]:
-    return {str(image.id) for image in client.images.list(filters={"dangling": True})}
+def untagged(client: docker.DockerClient, probe: Path) -> set[str]:
+    return {str(image.id) for image in client.images.list(filters={"dangling": True, "label": f"test={probe}"})}
 
 
-def leftovers(client: docker.DockerClient) -> set[str]:
-    """Containers, and with BuildKit untagged images too; the classic builder keeps its steps as such, for its cache."""
-    images = untagged(client) if os.environ["DOCKER_BUILDKIT"] == "1" else set()
-    return images | {str(container.id) for container in client.containers.list(all=True, ignore_removed=True)}
+def leftovers(client: docker.DockerClient, probe: Path) -> set[str]:
+    """Containers, and with BuildKit untagged images too; the classic builder keeps its steps as such, for its cache.
+
+    Those of this project alone: other tests, clones and benchmarks may use the same engine.
+    """
+    images = untagged(client, probe) if os.environ["DOCKER_BUILDKIT"] == "1" else set()
+    return images | {found["Id"] for found in client.api.containers(all=True, filters={"label": f"test={probe}"})}
 
 
 def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.DockerClient) -> None:
@@ -105,7 +111,6 @@ def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.Do
 
 
 def test_a_failing_step_is_shown_with_its_last_lines(probe: Path, client: docker.DockerClient) -> None:
-    before = leftovers(client)
     template(probe, "RUN echo first\nRUN for i in $(seq 30); do echo line $i; done; exit 7")
     result = build(probe)
     assert result.returncode == 6
@@ -114,7 +119,7 @@ def test_a_failing_step_is_shown_with_its_last_lines(probe: Path, client: docker
     assert "line 30" in result.stderr
     assert "line 3\n" not in result.stderr
     assert "The whole log:" in result.stderr
-    assert leftovers(client) == before
+    assert leftovers(client, probe) == set()
 
 
 def test_the_machines_configuration_serves_the_build_and_does_not_stay(
@@ -151,7 +156,6 @@ def test_the_machines_configuration_serves_the_build_and_does_not_stay(
 
 
 def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: docker.DockerClient) -> None:
-    before = leftovers(client)
     marker = f"sleep 987.{os.getpid()}"
     template(probe, f"RUN echo waiting; {marker}")
     process = subprocess.Popen([SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -161,19 +165,20 @@ def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: do
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert wait_until(lambda: marker not in processes()), "the step still runs"
-    assert wait_until(lambda: leftovers(client) == before)
+    assert wait_until(lambda: not leftovers(client, probe))
     assert find(client, TAG) is None
 
 
+@pytest.mark.soak
 def test_an_interrupt_at_any_moment_leaves_nothing(
     probe: Path, client: docker.DockerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    before = leftovers(client)
     started = time.monotonic()
-    for number, share in enumerate([1.0, *(random.Random(7).random() for _ in range(10))]):
+    drawn = random.Random(SEED)
+    for number, share in enumerate([1.0, *(drawn.random() for _ in range(times(3, 20)))]):
         template(probe, f"RUN sleep 0.3; echo {number} > /one\nRUN sleep 0.3; echo {number} > /two")
         process = subprocess.Popen(
             [SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -191,7 +196,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         assert process.returncode in (130, -signal.SIGINT) or (process.returncode == 0 and built), stderr
         if built:
             client.images.remove(TAG, force=True)
-        assert wait_until(lambda: leftovers(client) == before), f"moment {share:.2f}"
+        assert wait_until(lambda: not leftovers(client, probe)), f"moment {share:.2f}"
         assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
 
 
@@ -216,33 +221,51 @@ def wait_until(condition: object, seconds: float = 60) -> bool:
 
 @pytest.fixture
 def copied(project: Project, tmp_path: Path) -> Path:
-    """A copy of what images are built from."""
+    """A copy of what images are built from, as another clone would have it, in which pytorch is named again.
+
+    So an image has the steps of the real one and a tag of its own: tests beside this one go on with theirs.
+    """
     for name in ("library", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)
     link_cache(tmp_path, project)
+    templates = tmp_path / "dockerfiles"
+    (templates / "pytorch.j2").rename(templates / "again.j2")
+    for locks in (templates / "requirements").glob("pytorch-*"):
+        locks.rename(locks.with_name(again(locks.name)))
+    for file in (tmp_path / "buildspec.yml", templates / "versions.yml"):
+        file.write_text(again(file.read_text()))
     return tmp_path
 
 
-KEPT = "shoal-test:kept"
+def again(text: str) -> str:
+    return re.sub(r"\bpytorch\b(?!\.org)", "again", text)
+
+
+def layers(client: docker.DockerClient, tag: str) -> list[str]:
+    found: list[str] = client.images.get(tag).attrs["RootFS"]["Layers"]
+    return found
 
 
 @contextlib.contextmanager
-def rebuilt(client: docker.DockerClient, copied: Path, tag: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Build a real image from a copy; its layers before and after. The one that was there is there again at the end."""
-    original = client.images.get(tag)
-    original.tag(KEPT)
+def built_again(client: docker.DockerClient, copied: Path, tag: str) -> Iterator[str]:
+    """Build an image from the copy, in a process of its own; its tag. It is removed at the end."""
     try:
-        result = subprocess.run([SHOAL, "build", tag], cwd=copied, capture_output=True, text=True, check=False)
+        result = subprocess.run([SHOAL, "build", again(tag)], cwd=copied, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-        after: list[str] = client.images.get(tag).attrs["RootFS"]["Layers"]
-        yield original.attrs["RootFS"]["Layers"], after
+        yield again(tag)
     finally:
-        made = client.images.get(tag)
-        original.tag(tag)
-        if made.id != original.id:
-            client.images.remove(str(made.id))
-        client.images.remove(KEPT)
+        if find(client, again(tag)):
+            client.images.remove(again(tag))
+
+
+def test_two_clones_of_one_commit_give_the_same_layers(
+    client: docker.DockerClient, pytorch: str, copied: Path, tmp_path: Path
+) -> None:
+    """The other clone has no cache of our packages: it makes them anew."""
+    (tmp_path / ".cache").unlink()
+    with built_again(client, copied, pytorch) as tag:
+        assert layers(client, tag) == layers(client, pytorch)
 
 
 def test_a_change_in_the_toolkit_rebuilds_only_its_layer(
@@ -251,7 +274,8 @@ def test_a_change_in_the_toolkit_rebuilds_only_its_layer(
     """The real CUDA 11 image, from a copy of the project with one changed line in the toolkit."""
     with (copied / "toolkit" / "shoal_toolkit" / "__init__.py").open("a") as file:
         file.write("# changed\n")
-    with rebuilt(client, copied, pytorch) as (before, after):
+    with built_again(client, copied, pytorch) as tag:
+        before, after = layers(client, pytorch), layers(client, tag)
         last = -1 if bytecode.is_of("3.11") else -2
         assert after[:last] == before[:last]
         assert after[last] != before[last]
@@ -265,11 +289,11 @@ def test_two_builds_of_one_commit_differ_only_where_the_report_says(
     mark = "export APT_CONFIG=/run/machine/apt.conf"
     assert macros.read_text().count(mark) == 1
     macros.write_text(macros.read_text().replace(mark, f"{mark} AGAIN=yes"))
-    tag = matrix.select("pytorch-*-cpu-*-debian12").tag
-    with rebuilt(client, copied, tag) as (before, after):
-        assert len({*before} & {*after}) == 1, "the base's layer alone"
-        command = [str(SHOAL), "report", "differences", KEPT, tag, "--json"]
+    original = matrix.select("pytorch-*-cpu-*-debian12").tag
+    with built_again(client, copied, original) as tag:
+        assert len({*layers(client, original)} & {*layers(client, tag)}) == 1, "the base's layer alone"
+        command = [str(SHOAL), "report", "differences", original, tag, "--json"]
         document = json.loads(subprocess.run(command, cwd=copied, capture_output=True, check=True).stdout)
-    assert document["unexpected"] == {"(configuration) Labels": "content"}, "the variable, in the steps"
+    assert document["unexpected"] == {"(configuration) Labels": "content"}, "the variable, and the name"
     assert set(document["found"].values()) == {"time", "bytecode's time", "content"}
     assert len(document["found"]) > 10_000

@@ -17,6 +17,7 @@ from shoal.matrix.project import LAYERS, Project
 
 from .test_build import link_cache
 
+pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 SHOAL = Path(sys.executable).with_name("shoal")
 TAG = "offline-training:1.0-cpu-py311-debian12"
 TAGS = (TAG, "offline-training:1.0-cpu-py313-debian13")

@@ -12,20 +12,14 @@ import docker
 from shoal import doctor
 from shoal.matrix.project import Project
 
+from .test_run import job_objects
+
 SHOAL = Path(sys.executable).with_name("shoal")
-
-
-def resources(client: docker.DockerClient) -> set[str]:
-    """Return the networks and containers, by ID, and the images that are tagged."""
-    containers = client.containers.list(all=True, ignore_removed=True)
-    found = {str(each.id) for each in (*containers, *client.networks.list())}
-    return found.union(*(image.tags for image in client.images.list()))
 
 
 def test_a_machine_in_order_has_no_failed_check_and_nothing_is_left(
     project: Project, client: docker.DockerClient
 ) -> None:
-    before = resources(client)
     result = subprocess.run([SHOAL, "doctor", "--json"], cwd=project.root, capture_output=True, text=True, check=False)
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout + result.stderr
@@ -33,7 +27,7 @@ def test_a_machine_in_order_has_no_failed_check_and_nothing_is_left(
     for name in ("checkout", "engine", "memory", "base image", "networks", "loopback"):
         assert findings[name]["state"] == "ok", findings[name]
     assert not [finding for finding in findings.values() if finding["found"].startswith("not checked: it needs")]
-    assert resources(client) == before
+    assert job_objects(client, "shoal-doctor") == set()
 
 
 def test_the_text_has_a_line_for_each_check(project: Project) -> None:

@@ -40,6 +40,7 @@ def large():  # 16 GiB with Adam
 PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", SUITES)
 def test_the_librarys_suite_on_the_oldest_torch(
     start_host: StartHost, pytorch: str, tmp_path: Path, package: str
@@ -50,6 +51,7 @@ def test_the_librarys_suite_on_the_oldest_torch(
     assert ended.code == 0, ended.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suite", ["test_dataparallel.py", "test_modelparallel.py"])
 def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path, suite: str) -> None:
     """All that tests TensorFlow's fronts: it is installed nowhere but in its images."""

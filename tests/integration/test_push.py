@@ -22,6 +22,7 @@ from pathlib import Path
 import docker
 import pytest
 
+pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 PASSWORD = "of-this-test-only"
 TAG = "one-training:1.0-cpu-py311-debian12"
 BUILDSPEC = f"mpi: []\ndefaults: {{one: {TAG}}}\n"

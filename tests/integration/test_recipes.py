@@ -25,6 +25,8 @@ from shoal.matrix.spec import BuildSpec
 
 from .conftest import ROOT, StartHost, write_tree
 
+pytestmark = pytest.mark.xdist_group("recipes")
+
 OWN_BASE, REQUIREMENTS = (ROOT / "examples" / name for name in ("own-base", "requirements"))
 TWO_RANKS = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
 MACHINE = """\

@@ -17,6 +17,8 @@ from shoal.layers.owners import Owner
 from shoal.matrix.spec import BuildSpec
 from shoal.report import size
 
+pytestmark = pytest.mark.xdist_group("report")
+
 PACKAGES = r"${Package} ${Version} ${Architecture} ${db:Status-Status}\n"
 MOST_AROUND_A_FILE = 2560  # bytes: a header, the padding to a block, and two blocks and a header more for a long name
 

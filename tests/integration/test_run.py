@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,16 +19,17 @@ import pytest
 
 from shoal.matrix.spec import BuildSpec
 
+from ..repeats import SEED, times
 from .conftest import ROOT
 
 SHOAL = Path(sys.executable).with_name("shoal")
 
 
-def job_objects(client: docker.DockerClient) -> set[str]:
-    """Every container and network that belongs to a job."""
-    containers = client.containers.list(all=True, filters={"label": "shoal.job"})
-    networks = client.networks.list(filters={"label": "shoal.job"})
-    return {str(container.name) for container in containers} | {str(network.name) for network in networks}
+def job_objects(client: docker.DockerClient, *stems: str) -> set[str]:
+    """Every container and network of a job whose name begins so; tests beside this one have others."""
+    containers = client.api.containers(all=True, filters={"label": "shoal.job"})
+    networks = client.api.networks(filters={"label": "shoal.job"})
+    return {found["Id"] for found in (*containers, *networks) if found["Labels"]["shoal.job"].startswith(stems)}
 
 
 def command(image: str, source: Path, output: Path, *options: str, script: str = "train.py") -> list[str | Path]:
@@ -37,7 +39,7 @@ def command(image: str, source: Path, output: Path, *options: str, script: str =
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    directory = tmp_path / "code"
+    directory = tmp_path / f"code{secrets.token_hex(6)}"  # a job is named after it
     directory.mkdir()
     return directory
 
@@ -52,7 +54,7 @@ def source(tmp_path: Path) -> Path:
     ],
 )
 def test_the_digits_job_on_two_hosts(
-    client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, framework: str, script: str, model: str
+    matrix: BuildSpec, tmp_path: Path, framework: str, script: str, model: str
 ) -> None:
     channel = tmp_path / "channel"
     subprocess.run([sys.executable, ROOT / "examples" / "digits" / "prepare.py", channel], check=True)
@@ -72,7 +74,6 @@ def test_the_digits_job_on_two_hosts(
     for words in ("test accuracy", "2 × 2", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz")):
         assert words in result.stdout
     assert "algo-1 | " in result.stdout
-    assert job_objects(client) == set()
 
 
 def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str,
     for host in ("algo-1", "algo-2"):
         assert (directory / host / "output" / "failure").exists()
         assert not (directory / host / "output" / "success").exists()
-    assert job_objects(client) == set()
+    assert job_objects(client, source.name) == set()
 
 
 def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp_path: Path) -> None:
@@ -115,13 +116,14 @@ def test_an_interrupt_removes_hosts_and_network(
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
-    assert job_objects(client) == set()
+    assert job_objects(client, source.name) == set()
     assert time.monotonic() - started < 40
     (directory,) = (tmp_path / "jobs").iterdir()
     assert (directory / "algo-1" / "model" / "saved").exists()
     assert "was stopped" in (directory / "algo-1" / "output" / "failure").read_text()
 
 
+@pytest.mark.soak
 def test_an_interrupt_at_any_moment_leaves_nothing(
     client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,14 +136,15 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
     started = time.monotonic()
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     seconds = time.monotonic() - started
-    for share in (random.Random(11).random() for _ in range(10)):
+    drawn = random.Random(SEED)
+    for share in (drawn.random() for _ in range(times(3, 20))):
         process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         time.sleep(share * seconds)
         process.send_signal(signal.SIGINT)
         said, stderr = process.communicate(timeout=60)
         # Before Python hears signals it dies of them; an interrupt after the job's end may come too late.
         assert process.returncode in (130, -signal.SIGINT) or "trained" in said, stderr
-        assert job_objects(client) == set(), f"moment {share:.2f}"
+        assert job_objects(client, source.name) == set(), f"moment {share:.2f}"
         assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
 
 
@@ -159,7 +162,7 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 4
     assert "Traceback" not in result.stderr
-    assert job_objects(client) == set()
+    assert job_objects(client, source.name) == set()
 
 
 def test_files_come_back_even_beside_odd_ones(pytorch: str, source: Path, tmp_path: Path) -> None:
@@ -199,4 +202,4 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
     )
     assert result.returncode == 4
     assert "the engine has no image nowhere:1" in result.stderr
-    assert job_objects(client) == set()
+    assert job_objects(client, source.name) == set()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from docker.models.containers import Container
 from testcontainers.core.network import Network
 
+from shoal.matrix.spec import BuildSpec
+
+from .. import impostor
 from .conftest import Ended, Host, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -101,39 +107,88 @@ def test_hosts_with_different_secrets_do_not_start_anything(
     assert all("ran" not in end.output.split() for end in ended.values())
 
 
-def test_a_stranger_on_the_network_cannot_start_anything(
-    start_host: StartHost, pytorch: str, network: Network, tmp_path: Path
-) -> None:
-    tree = write_tree(tmp_path / "algo-2", "print(1)", MPI, HOSTS, "algo-2")
-    worker = start_host(pytorch, tree=tree, network=network, alias="algo-2", env={"SHOAL_HOSTS_TIMEOUT": "15"})
-    probe = (
-        "import socket, time\n"
-        "deadline = time.monotonic() + 10\n"
-        "while True:\n"
-        "    try:\n"
-        "        peer = socket.create_connection(('algo-2', 7411), 5)\n"
-        "        break\n"
-        "    except OSError:\n"
-        "        assert time.monotonic() < deadline\n"
-        "        time.sleep(0.1)\n"
-        "peer.settimeout(10)\n"
-        'peer.sendall(b\'\\x00\\x00\\x00\\x10{"start": ["id"]}\' * 100)\n'
-        "received = b''\n"
-        "try:\n"
-        "    while chunk := peer.recv(4096):\n"
-        "        received += chunk\n"
-        "except ConnectionResetError:\n"
-        "    pass\n"
-        "print('closed after', len(received), b'uid=' in received)\n"
-    )
-    stranger = start_host(pytorch, ["python", "-c", probe], network=network, alias="stranger")
-    ended = stranger.wait()
-    assert ended.code == 0, ended.output
-    assert "closed after" in ended.output
-    assert "False" in ended.output
-    end = worker.wait()
-    assert end.code != 0, end.output
-    assert "algo-1" in end.output  # it names the host that it waited for
+@dataclass(frozen=True)
+class Guarded:
+    """The worker of a job with a secret, whose orted notes that it was started; and containers that speak to it."""
+
+    worker: Host
+    start_host: StartHost
+    image: str
+    network: Network
+
+    def container(self, alias: str) -> Container:
+        """A container that stays, and has a name on the network."""
+        program = {Path(impostor.__file__): "/impostor.py"}
+        host = self.start_host(self.image, ["sleep", "300"], network=self.network, alias=alias, volumes=program)
+        return host.engines
+
+    @property
+    def started(self) -> list[str]:
+        """What the noting orted was started for."""
+        notes = self.worker.path(f"model/{impostor.STARTED}")
+        return notes.read_text().splitlines() if notes.exists() else []
+
+    def lets_only_the_first_host_start(self, first: Container) -> None:
+        """The worker still lets the first host in, and that one's start is the only one."""
+        claim(first, "right", "ready")
+        ended = self.worker.wait()
+        assert ended.code == 0, ended.output
+        assert self.started == [impostor.trace("right", "ready")]
+
+
+@pytest.fixture
+def guarded(start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path) -> Guarded:
+    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+    orted = tmp_path / "orted"
+    orted.write_text(impostor.ORTED)
+    orted.chmod(0o755)
+    tree, env = write_tree(tmp_path / "algo-2", "", MPI, HOSTS, "algo-2"), {"SHOAL_JOB_SECRET": "right"}
+    mounts = {orted: "/opt/venv/bin/orted"}
+    worker = start_host(image, tree=tree, network=network, alias="algo-2", env=env, volumes=mounts)
+    return Guarded(worker, start_host, image, network)
+
+
+def claim(container: Container, secret: str, when: str) -> dict[str, Any]:
+    """Speak to the worker as the first host does, from a container; returns what the impostor prints."""
+    code, output = container.exec_run(["python", "/impostor.py", "algo-2", "", secret, when])
+    assert isinstance(output, bytes)
+    assert code == 0, output.decode()
+    said: dict[str, Any] = json.loads(output)
+    return said
+
+
+def test_the_first_host_is_welcomed_and_starts_a_daemon(guarded: Guarded) -> None:
+    """Shows that the impostors below speak the protocol: they differ from this one in secret or name only."""
+    said = claim(guarded.container("algo-1"), "right", "ready")
+    assert (said["heard"], said["is_proved"]) == (["H", "W", "r", "e"], True)
+    assert guarded.worker.wait().code == 0
+    assert guarded.started == [impostor.trace("right", "ready")]
+
+
+def test_a_start_before_the_proof_starts_nothing(guarded: Guarded) -> None:
+    first = guarded.container("algo-1")
+    said = claim(first, "wrong", "before")
+    assert guarded.started == []
+    assert said["heard"] == ["H"]
+    guarded.lets_only_the_first_host_start(first)
+
+
+def test_a_start_after_a_wrong_proof_starts_nothing(guarded: Guarded) -> None:
+    first = guarded.container("algo-1")
+    said = claim(first, "wrong", "after")
+    assert guarded.started == []
+    assert (said["heard"], said["reason"]) == (["H", "R"], "its SHOAL_JOB_SECRET is not this host's")
+    guarded.lets_only_the_first_host_start(first)
+
+
+def test_the_right_secret_under_another_name_starts_nothing(guarded: Guarded) -> None:
+    """The first host's name is another container's: the stranger is turned away by its address, unheard."""
+    first, stranger = guarded.container("algo-1"), guarded.container("stranger")
+    said = claim(stranger, "right", "after")
+    assert guarded.started == []
+    assert said["heard"] == []
+    guarded.lets_only_the_first_host_start(first)
+    assert "turned away a connection from" in guarded.worker.wait().output
 
 
 def test_a_host_that_never_comes_is_named(

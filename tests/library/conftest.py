@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
-from tests.launching import Alone, Mpirun, alone, clean_environment, free_port, mpirun, run
+from tests.launching import Alone, Mpirun, Python, alone, clean_environment, free_port, mpirun, python, run
 
-__all__ = ["Alone", "Mpirun", "alone", "clean_environment", "free_port", "mpirun", "run"]
+__all__ = ["Alone", "Mpirun", "Python", "alone", "clean_environment", "free_port", "mpirun", "python", "run"]
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 shards_on_the_cpu = pytest.mark.skipif(TORCH < (2, 1), reason="needs torch 2.1: FSDP of 2.0 asks for a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> tuple[str, ...]:
+    """Torch and what scripts, or torch itself, import later. In an image without scikit-learn, without that."""
+    later = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sklearn.datasets")
+    return ("torch", *(name for name in later if find_spec(name.rpartition(".")[0]) and find_spec(name)))

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.library.conftest import clean_environment
+from tests.library.conftest import Python, clean_environment
 
-COMMAND = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")]
+SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
 
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words], env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+def bench(python: Python, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*python(), SCRIPT, *words]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_it_needs() -> None:
-    ended = bench()
+def test_without_a_gpu_it_says_what_it_needs(python: Python) -> None:
+    ended = bench(python)
     assert ended.returncode == 2
     assert ended.stderr.startswith("bench-gpu needs one NVIDIA GPU and a torch with CUDA and NCCL: torch ")
     assert "RESULT" not in ended.stdout
 
 
-def test_all_but_the_device_runs_on_the_cpu() -> None:
-    ended = bench("--device", "cpu", "--rounds", "2", "--bytes", "100000")
+def test_all_but_the_device_runs_on_the_cpu(python: Python) -> None:
+    ended = bench(python, "--device", "cpu", "--rounds", "2", "--bytes", "100000")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert names == [

@@ -124,4 +124,4 @@ assert "torch" not in sys.modules
 
 
 def test_without_its_framework_folder_the_library_imports_no_framework(alone: Alone) -> None:
-    alone("-c", FRAMEWORK_FREE)
+    alone("-c", FRAMEWORK_FREE, COLD="1")

@@ -32,12 +32,12 @@ WITHOUT_TORCH = Path(__file__).parent / "ranks" / "without_torch.py"
     ],
 )
 def test_without_torch(mpirun: Mpirun, world_size: int, ranks_per_host: int, name: str) -> None:
-    assert mpirun(world_size, WITHOUT_TORCH, ranks_per_host).count(name) == world_size
+    assert mpirun(world_size, WITHOUT_TORCH, ranks_per_host, COLD="1").count(name) == world_size
 
 
 @pytest.mark.mpi
 def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
-    said = mpirun(2, WITHOUT_TORCH, 1, "late")
+    said = mpirun(2, WITHOUT_TORCH, 1, "late", COLD="1")
     assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
     assert "within 2 s, the group's timeout" in said
     assert "in late" in said

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from smdistributed.modelparallel.torch import planning
 from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.trace import trace
+
+if TYPE_CHECKING:
+    from tests.library.conftest import Python
 
 MODELS = """\
 from __future__ import annotations
@@ -67,10 +69,21 @@ LAYER = 8192 * 8192 * 4 * 4  # the weight, its gradient and two moments of Adam,
 GIB = 1 << 30
 
 
-def plan(directory: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (directory / "models.py").write_text(MODELS)
-    command = [sys.executable, "-m", "smdistributed.modelparallel", "plan", f"models.py:{name}", *options]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+class Plan(Protocol):
+    def __call__(self, name: str, *options: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def plan(python: Python, tmp_path: Path) -> Plan:
+    """Run the command on one of the models."""
+    (tmp_path / "models.py").write_text(MODELS)
+    words = [*python(), "-m", "smdistributed.modelparallel", "plan"]
+
+    def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [*words, f"models.py:{name}", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    return run
 
 
 def recommended(ended: subprocess.CompletedProcess[str]) -> dict[str, object]:
@@ -79,8 +92,8 @@ def recommended(ended: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return found
 
 
-def test_the_fewest_devices_on_which_a_model_fits(tmp_path: Path) -> None:
-    ended = plan(tmp_path, "wide", "--memory", "9")
+def test_the_fewest_devices_on_which_a_model_fits(plan: Plan) -> None:
+    ended = plan("wide", "--memory", "9")
     assert recommended(ended) == {"partitions": 2, "microbatches": 16, "active_microbatches": 4}
     assert ended.stdout.count("does not fit") == 4, "one device, whatever the microbatches"
     (sizes,) = [line.split()[4:] for line in ended.stdout.splitlines() if line.split()[:3] == ["2", "16", "4"]]
@@ -88,21 +101,21 @@ def test_the_fewest_devices_on_which_a_model_fits(tmp_path: Path) -> None:
     assert "stage 1:  50.0%  8, 9, 10, 11, 12, 13, 14, 15" in ended.stdout
 
 
-def test_what_is_decided_already_stays(tmp_path: Path) -> None:
+def test_what_is_decided_already_stays(plan: Plan) -> None:
     given = {"partitions": 4, "microbatches": 4, "pipeline": "simple"}
-    assert given.items() <= recommended(plan(tmp_path, "wide", "--mp-parameters", json.dumps(given))).items()
+    assert given.items() <= recommended(plan("wide", "--mp-parameters", json.dumps(given))).items()
 
 
-def test_what_backward_needs_counts_once(tmp_path: Path) -> None:
+def test_what_backward_needs_counts_once(plan: Plan) -> None:
     """The result of the ReLU, which both neighbours keep; not the batch, not the results that nobody needs."""
-    ended = plan(tmp_path, "small", "--mp-parameters", '{"partitions": 1, "microbatches": 1}', "--optimizer", "sgd")
+    ended = plan("small", "--mp-parameters", '{"partitions": 1, "microbatches": 1}', "--optimizer", "sgd")
     (line,) = [line for line in ended.stdout.splitlines() if line.split()[:2] == ["1", "1"]]
     parameters = 2 * (2 * 256 * 1024 + 256 + 1024) * 4
     assert float(line.split()[4]) == pytest.approx((4096 * 1024 * 4 + parameters) / GIB, abs=0.006)
 
 
-def test_a_batch_may_be_of_a_class_of_the_models_file(tmp_path: Path) -> None:
-    assert recommended(plan(tmp_path, "classes"))["partitions"] == 1
+def test_a_batch_may_be_of_a_class_of_the_models_file(plan: Plan) -> None:
+    assert recommended(plan("classes"))["partitions"] == 1
 
 
 def model_of(module: nn.Module, batch: torch.Tensor, **named: torch.Tensor) -> planning.Model:
@@ -175,22 +188,22 @@ def test_what_the_optimizer_has_is_counted(dtype: torch.dtype, given: dict[str, 
     assert planning.state_bytes([*trained, frozen], config, "adam", replicas=4) == 400 * each + 400
 
 
-def test_json_has_what_the_table_has_and_nothing_else_is_on_standard_output(tmp_path: Path) -> None:
-    ended = plan(tmp_path, "talks", "--json", "--devices", "2")
+def test_json_has_what_the_table_has_and_nothing_else_is_on_standard_output(plan: Plan) -> None:
+    ended = plan("talks", "--json", "--devices", "2")
     document = json.loads(ended.stdout)
     assert (ended.returncode, "heard" in ended.stderr) == (0, True)
     assert document["recommended"].keys() == {"partitions", "microbatches", "active_microbatches"}
     assert document["recommended"] in [{name: of[name] for name in document["recommended"]} for of in document["plans"]]
     assert len(document["partition"]["shares"]) == document["recommended"]["partitions"]
     assert all(of["fits"] and len(of["stage_bytes"]) == of["partitions"] for of in document["plans"])
-    none = plan(tmp_path, "wide", "--json", "--memory", "1", "--devices", "4")
+    none = plan("wide", "--json", "--memory", "1", "--devices", "4")
     document = json.loads(none.stdout)
     assert (none.returncode, document["recommended"], document["partition"]) == (1, None, None)
     assert not any(of["fits"] for of in document["plans"])
 
 
-def test_nothing_fits(tmp_path: Path) -> None:
-    ended = plan(tmp_path, "wide", "--memory", "1", "--devices", "4")
+def test_nothing_fits(plan: Plan) -> None:
+    ended = plan("wide", "--memory", "1", "--devices", "4")
     assert ended.returncode == 1
     assert "Nothing fits 1 GiB on up to 4 devices: 4.0" in ended.stdout
 
@@ -214,7 +227,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
         ("breaks", [], "raised OSError on the meta device: no such configuration"),
     ],
 )
-def test_what_cannot_be_planned_is_said(tmp_path: Path, name: str, options: list[str], words: str) -> None:
-    ended = plan(tmp_path, name, *options)
+def test_what_cannot_be_planned_is_said(plan: Plan, name: str, options: list[str], words: str) -> None:
+    ended = plan(name, *options)
     assert ended.returncode == 2
     assert words in ended.stderr

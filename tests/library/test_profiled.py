@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.library.conftest import clean_environment
+from tests.library.conftest import Python, clean_environment
 
 from shoal.report import trace
 from shoal.report.analysis import analyse, notes
@@ -18,12 +18,12 @@ SCRIPT = Path(__file__).parent / "ranks" / "profiled.py"
 AHEAD = 5.0  # seconds, of the second host's clock
 
 
-def train(port: int, directory: Path, **of_second: str) -> None:
+def train(python: Python, port: int, directory: Path, **of_second: str) -> None:
     """Run the job on two ranks; the second has these variables as well."""
     common = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, directory],
+            [*python(**of_second), SCRIPT, directory],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(of_second if rank else {})},
         )
         for rank in range(2)
@@ -31,8 +31,8 @@ def train(port: int, directory: Path, **of_second: str) -> None:
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
 
 
-def test_the_report_tells_how_much_communication_is_hidden(tmp_path: Path, free_port: int) -> None:
-    train(free_port, tmp_path)
+def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_path: Path, free_port: int) -> None:
+    train(python, free_port, tmp_path)
     page = tmp_path / "page.html"
     shoal = [str(Path(sys.executable).with_name("shoal")), "report", "timeline", str(tmp_path), "-o", str(page)]
     said = subprocess.run(
@@ -57,8 +57,8 @@ def test_the_report_tells_how_much_communication_is_hidden(tmp_path: Path, free_
         assert len(ready) == sum("bucket" in span.args for span in spans)
 
 
-def test_clocks_of_hosts_are_compared(tmp_path: Path, free_port: int) -> None:
-    train(free_port, tmp_path, SMDDP_HOST="another", SMDDP_STALL_SECONDS="2", SKEW_SECONDS=str(AHEAD))
+def test_clocks_of_hosts_are_compared(python: Python, tmp_path: Path, free_port: int) -> None:
+    train(python, free_port, tmp_path, SMDDP_HOST="another", SMDDP_STALL_SECONDS="2", SKEW_SECONDS=str(AHEAD))
     timeline = trace.read(trace.find([tmp_path]))
     first, second = timeline.ranks
     assert first.clock_offset == 0

@@ -106,6 +106,7 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
     assert python("-c", asked, **start_up).stdout.endswith("[]\n")
 
 
+@pytest.mark.once
 def test_importing_the_library_is_enough() -> None:
     ran = python(
         "-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE
@@ -120,12 +121,14 @@ def test_what_cannot_be_is_refused_by_the_import_of_torch(start_up: dict[str, st
     assert "imported" not in ran.stdout
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("value", ["0", "129", "two", "-1"])
 def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
     with pytest.raises(RehearsalError, match=f"SHOAL_REHEARSE_GPUS='{value}' in the environment: it must be a whole"):
         read_settings({"SHOAL_REHEARSE_GPUS": value})
 
 
+@pytest.mark.once
 def test_as_many_gpus_as_ranks_on_the_host() -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert read_settings({}) == Settings(gpus=1, tells=True, launched=False)

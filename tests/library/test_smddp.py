@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 import torch
 from tests.library.conftest import clean_environment
 
 if TYPE_CHECKING:
-    from tests.library.conftest import Mpirun
+    from tests.library.conftest import Mpirun, Python
 
 RANKS = Path(__file__).parent / "ranks"
 ADDRESS = {"MASTER_ADDR": "127.0.0.1"}
@@ -55,33 +54,44 @@ def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str,
     assert not _left_behind()
 
 
-def _guarded(
-    free_port: int, what: str, world_size: int = 2, ranks_per_host: int = 0, seconds: float = 60, **environ: str
-) -> list[str]:
-    """What each rank of smddp_guards.py has printed; a stopped one is ended when the others have.
+class Guarded(Protocol):
+    def __call__(
+        self, what: str, world_size: int = 2, ranks_per_host: int = 0, seconds: float = 60, **environ: str
+    ) -> list[str]: ...
+
+
+@pytest.fixture
+def guarded(python: Python, free_port: int) -> Guarded:
+    """Run smddp_guards.py; what each rank has printed. A stopped rank is ended when the others have.
 
     ranks_per_host: 0: all. seconds: the group's timeout.
     """
-    environ["SECONDS"] = str(seconds)
-    common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": str(world_size), **environ}
-    command = [sys.executable, str(RANKS / "smddp_guards.py"), what]
-    with ExitStack() as undo:
-        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-        for number, environment in enumerate(environments):
-            if ranks_per_host:
-                environment["SMDDP_HOST"] = f"host-{number // ranks_per_host}"
-        ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environments]
-        for rank in ranks:
-            undo.enter_context(rank)
-            undo.callback(rank.kill)
-        first = ranks[0].communicate(timeout=60)[0]
-        if what in ("stopped", "interrupted"):
-            ranks[1].kill()
-        return [first, *(rank.communicate(timeout=60)[0] for rank in ranks[1:])]
+
+    def run(what: str, world_size: int = 2, ranks_per_host: int = 0, seconds: float = 60, **environ: str) -> list[str]:
+        common = {**clean_environment(), **ADDRESS, "MASTER_PORT": str(free_port), "WORLD_SIZE": str(world_size)}
+        command = [*python(**environ), str(RANKS / "smddp_guards.py"), what]
+        with ExitStack() as undo:
+            own = [{"SECONDS": str(seconds), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+            for number, environment in enumerate(own):
+                if ranks_per_host:
+                    environment["SMDDP_HOST"] = f"host-{number // ranks_per_host}"
+            ranks = [
+                subprocess.Popen(command, env={**common, **environ, **mine}, stdout=subprocess.PIPE, text=True)
+                for mine in own
+            ]
+            for rank in ranks:
+                undo.enter_context(rank)
+                undo.callback(rank.kill)
+            first = ranks[0].communicate(timeout=60)[0]
+            if what in ("stopped", "interrupted"):
+                ranks[1].kill()
+            return [first, *(rank.communicate(timeout=60)[0] for rank in ranks[1:])]
+
+    return run
 
 
-def test_a_late_rank_is_named_with_what_it_does(free_port: int) -> None:
-    first, second = _guarded(free_port, "late", seconds=3)
+def test_a_late_rank_is_named_with_what_it_does(guarded: Guarded) -> None:
+    first, second = guarded("late", seconds=3)
     assert "SMDDPError: rank 1 (process " in first
     assert "did not come to all_reduce of float32 with sum, 40 bytes" in first
     assert "within 3 s, the group's timeout" in first
@@ -91,22 +101,25 @@ def test_a_late_rank_is_named_with_what_it_does(free_port: int) -> None:
     assert "It says, rank 0: rank 1 (process " in second
 
 
-def test_who_waits_says_so_before_giving_up(free_port: int) -> None:
-    first, second = _guarded(free_port, "late_but_in_time", SMDDP_STALL_SECONDS="0.5")
+@pytest.mark.once
+def test_who_waits_says_so_before_giving_up(guarded: Guarded) -> None:
+    first, second = guarded("late_but_in_time", SMDDP_STALL_SECONDS="0.5")
     assert first.count("smddp: rank 1") == 1
     assert "in dawdle\n" in first
     assert first.endswith("reduced\n")
     assert second == "up\nreduced\n"
 
 
-def test_a_stopped_rank_does_not_answer(free_port: int) -> None:
-    first, second = _guarded(free_port, "stopped", seconds=3)
+@pytest.mark.once
+def test_a_stopped_rank_does_not_answer(guarded: Guarded) -> None:
+    first, second = guarded("stopped", seconds=3)
     assert "It does not answer: it may be stopped." in first
     assert second == "up\nstopping\n"
 
 
-def test_ranks_that_call_different_collectives_are_told(free_port: int) -> None:
-    said = _guarded(free_port, "apart", world_size=3)
+@pytest.mark.once
+def test_ranks_that_call_different_collectives_are_told(guarded: Guarded) -> None:
+    said = guarded("apart", world_size=3)
     assert all("SMDDPError: " in text for text in said)
     apart = [text for text in said if "The ranks have come apart" in text]
     assert apart
@@ -114,15 +127,17 @@ def test_ranks_that_call_different_collectives_are_told(free_port: int) -> None:
     assert "broadcast with root 0, 20 bytes" in apart[0]
 
 
-def test_ranks_that_came_apart_earlier_are_told(free_port: int) -> None:
-    said = _guarded(free_port, "apart_earlier")
+@pytest.mark.once
+def test_ranks_that_came_apart_earlier_are_told(guarded: Guarded) -> None:
+    said = guarded("apart_earlier")
     assert any("have come apart before this collective: " in text for text in said)
     assert all("SMDDPError: " in text for text in said)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("world_size", "ranks_per_host"), [(2, 1), (4, 2)])
-def test_a_late_rank_of_another_host_is_named_by_all(free_port: int, world_size: int, ranks_per_host: int) -> None:
-    for said in _guarded(free_port, "last_is_late", world_size, ranks_per_host, seconds=3):
+def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_size: int, ranks_per_host: int) -> None:
+    for said in guarded("last_is_late", world_size, ranks_per_host, seconds=3):
         assert f"rank {world_size - 1} (process " in said
         assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
         assert "within 3 s, the group's timeout" in said
@@ -130,8 +145,9 @@ def test_a_late_rank_of_another_host_is_named_by_all(free_port: int, world_size:
         assert "in dawdle\n    time.sleep(seconds)" in said
 
 
-def test_who_waits_for_another_host_says_so_in_the_logs_of_both(free_port: int) -> None:
-    first, second = _guarded(free_port, "late_but_in_time", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
+@pytest.mark.once
+def test_who_waits_for_another_host_says_so_in_the_logs_of_both(guarded: Guarded) -> None:
+    first, second = guarded("late_but_in_time", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
     assert first.count("smddp: rank 1 (process ") == 1
     assert second.count("smddp: rank 0 says: rank 1 (process ") == 1
     assert "in dawdle\n" in first
@@ -139,12 +155,14 @@ def test_who_waits_for_another_host_says_so_in_the_logs_of_both(free_port: int) 
     assert second.endswith("reduced\n")
 
 
-def test_a_late_bucket_is_named_between_hosts(free_port: int) -> None:
-    first, _ = _guarded(free_port, "late_in_backward", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
+@pytest.mark.once
+def test_a_late_bucket_is_named_between_hosts(guarded: Guarded) -> None:
+    first, _ = guarded("late_in_backward", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
     assert "smddp: rank 1 (process " in first
     assert "The tensor is bucket " in first
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "calls"),
     [
@@ -152,18 +170,20 @@ def test_a_late_bucket_is_named_between_hosts(free_port: int) -> None:
         ("apart_earlier", ("broadcast with root 0, 20 bytes", "broadcast with root 1, 20 bytes")),
     ],
 )
-def test_hosts_that_call_different_collectives_are_told(free_port: int, what: str, calls: tuple[str, str]) -> None:
-    for said in _guarded(free_port, what, ranks_per_host=1, seconds=3):
+def test_hosts_that_call_different_collectives_are_told(guarded: Guarded, what: str, calls: tuple[str, str]) -> None:
+    for said in guarded(what, ranks_per_host=1, seconds=3):
         assert "The ranks have come apart: " in said
         assert all(call in said for call in calls)
 
 
-def test_a_rank_of_another_host_that_has_ended_is_named(free_port: int) -> None:
-    first, _ = _guarded(free_port, "ended", ranks_per_host=1)
+@pytest.mark.once
+def test_a_rank_of_another_host_that_has_ended_is_named(guarded: Guarded) -> None:
+    first, _ = guarded("ended", ranks_per_host=1)
     assert "SMDDPError: rank 1 (process " in first
     assert "It does not answer" in first
 
 
+@pytest.mark.once
 @pytest.mark.mpi
 def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
     hosts = ["-c", _exec_as_rank(BY_RANK.format(by="", engine="mpi")), RANKS / "smddp_guards.py", "last_is_late"]
@@ -172,11 +192,12 @@ def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
     assert "a message has not arrived" not in said
 
 
-def test_an_interrupt_ends_the_wait(free_port: int) -> None:
-    first, _ = _guarded(free_port, "interrupted")
+def test_an_interrupt_ends_the_wait(guarded: Guarded) -> None:
+    first, _ = guarded("interrupted")
     assert first == "up\ninterrupted\n"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "difference"),
     [
@@ -184,38 +205,41 @@ def test_an_interrupt_ends_the_wait(free_port: int) -> None:
         ("another_order", "parameter 0 is first on rank 0, second on rank 1: another order"),
     ],
 )
-def test_models_that_differ_are_refused_on_all_ranks(free_port: int, what: str, difference: str) -> None:
-    for said in _guarded(free_port, what):
+def test_models_that_differ_are_refused_on_all_ranks(guarded: Guarded, what: str, difference: str) -> None:
+    for said in guarded(what):
         assert "SMDDPError: The model of rank 1 is not that of rank 0:" in said
         assert difference in said
 
 
-def test_weights_that_come_apart_are_told_if_asked_for(free_port: int) -> None:
-    for said in _guarded(free_port, "weights_apart", SMDDP_CHECK_WEIGHTS="1"):
+@pytest.mark.once
+def test_weights_that_come_apart_are_told_if_asked_for(guarded: Guarded) -> None:
+    for said in guarded("weights_apart", SMDDP_CHECK_WEIGHTS="1"):
         assert "SMDDPError: The weights of rank 1 have come apart from those of rank 0:\n  bias: " in said
-    assert all("went on" in said for said in _guarded(free_port, "weights_apart"))
+    assert all("went on" in said for said in guarded("weights_apart"))
 
 
-def test_every_way_to_wait_for_a_handle_raises(free_port: int) -> None:
+def test_every_way_to_wait_for_a_handle_raises(guarded: Guarded) -> None:
     """torch's own handles do not. A future of torch has a type of its own for what was raised."""
-    first, _ = _guarded(free_port, "ended_before_a_handle")
+    first, _ = guarded("ended_before_a_handle")
     raised = dict(line.split(": ") for line in first.splitlines()[1:])
     assert raised == {**dict.fromkeys(("handle", "no handle", "C++"), "SMDDPError"), "future": "RuntimeError"}
 
 
-def test_a_failure_in_backward_names_the_bucket(free_port: int) -> None:
-    first, _ = _guarded(free_port, "ended_in_backward")
+def test_a_failure_in_backward_names_the_bucket(guarded: Guarded) -> None:
+    first, _ = guarded("ended_in_backward")
     assert "ended while rank 0 waited in all_reduce" in first
     assert "The tensor is bucket " in first
     assert "of the gradients (" in first
 
 
+@pytest.mark.once
 @pytest.mark.mpi
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, mpi, gloo"):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 
 
+@pytest.mark.once
 @pytest.mark.mpi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
@@ -225,7 +249,7 @@ def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
 
 def _exec_as_rank(script: str) -> str:
     """Python that lets a shell name this rank's host, and becomes Python again."""
-    return f"import os, sys; os.execvp('sh', ['sh', '-c', {script!r}, sys.executable, *sys.argv[1:]])"
+    return f"import os, sys; os.execvp('sh', ['sh', '-c', {script!r}, *os.environ['PYTHON'].split(), *sys.argv[1:]])"
 
 
 def _left_behind() -> list[str]:

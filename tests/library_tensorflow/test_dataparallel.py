@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.launching import Mpirun, two_ranks
+from tests.launching import Mpirun, TwoRanks
 
 RANKS = Path(__file__).parent / "ranks"
 
@@ -15,7 +15,8 @@ def as_hosts(ranks_per_host: int, script: str) -> tuple[object, ...]:
     code = (
         "import os, sys\n"
         f"os.environ['SMDDP_HOST'] = str(int(os.environ['OMPI_COMM_WORLD_RANK']) // {ranks_per_host})\n"
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+        "python = os.environ['PYTHON'].split()\n"
+        "os.execv(python[0], [*python, *sys.argv[1:]])\n"
     )
     return "-c", code, RANKS / script
 
@@ -35,12 +36,12 @@ def test_functions_between_hosts(mpirun: Mpirun, free_port: int) -> None:
 
 @pytest.mark.mpi
 def test_training_is_that_of_one_process(mpirun: Mpirun) -> None:
-    assert mpirun(2, RANKS / "training.py").count("equal") == 2
+    assert mpirun(2, RANKS / "training.py", "on_a_host").count("equal") == 2
 
 
 @pytest.mark.mpi
 def test_training_on_several_hosts_is_that_of_one_process(mpirun: Mpirun, free_port: int) -> None:
-    said = mpirun(4, *as_hosts(2, "training.py"), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    said = mpirun(4, *as_hosts(2, "training.py"), "between_hosts", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
     assert said.count("equal [shm+mpi: 2 hosts × 2 ranks]") == 4
 
 
@@ -58,20 +59,22 @@ def test_a_script_for_gpus_is_rehearsed(mpirun: Mpirun) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["eager", "graph"])
 @pytest.mark.parametrize(
-    ("what", "words", "seconds"),
+    ("what", "words", "timeout"),
     [
-        ("different", "rank 0 calls all_reduce of float32 with avg, 16 bytes", 5),
-        ("killed", "ended while rank 0 waited in all_reduce", 5),
-        ("late", "within 6 s, the group's timeout", 15),
+        ("different", "rank 0 calls all_reduce of float32 with avg, 16 bytes", 60),
+        ("killed", "ended while rank 0 waited in all_reduce", 60),
+        ("late", "within 6 s, the group's timeout", 6),  # by 60 s
     ],
 )
-def test_a_fellow_that_does_something_else(free_port: int, what: str, words: str, seconds: float, way: str) -> None:
-    waits = {"SMDDP_STALL_SECONDS": "3", "SMDDP_TIMEOUT_SECONDS": "6"}
+def test_a_fellow_that_does_something_else(
+    two_ranks: TwoRanks, free_port: int, what: str, words: str, timeout: int, way: str
+) -> None:
+    waits = {"SMDDP_STALL_SECONDS": "3", "SMDDP_TIMEOUT_SECONDS": str(timeout)}
     with two_ranks(free_port, RANKS / "guards.py", what, way, **waits) as ranks:
         said = ranks[0].communicate(timeout=120)[0]
     told = said[said.index(" after ") :]
     assert words in told, said
-    assert float(told.split()[1]) < seconds, said
+    assert float(told.split()[1]) < 30, said
     assert "SMDDPError" in said
     if what == "late":
         assert "time.sleep(60)" in said  # where the late one is

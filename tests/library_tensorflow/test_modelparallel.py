@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launching import Alone, Mpirun, two_ranks
+from tests.launching import Alone, Mpirun, TwoRanks
 
 RANKS = Path(__file__).parent / "ranks"
 LOADS = """
@@ -29,7 +29,8 @@ print("loaded", len(model.variables))
         (1, {"partitions": 1, "microbatches": 4}, "dense:get"),
         (2, {"partitions": 2, "microbatches": 1}, "dense:get dense:compute dense images clipped regularized"),
         (2, {"partitions": 2, "microbatches": 4}, "skips legacy:get tied pinned frozen headless clipped_legacy scaled"),
-        (2, {"partitions": 2, "microbatches": 4, "pipeline": "simple"}, "images words masked sequential borrowing"),
+        (2, {"partitions": 2, "microbatches": 4, "pipeline": "simple"}, "images masked sequential borrowing"),
+        (2, {"partitions": 2, "microbatches": 2, "pipeline": "simple"}, "words"),  # tracing each microbatch takes 2 s
         (4, {"partitions": 4, "microbatches": 1}, "dense skips"),
         (4, {"partitions": 4, "microbatches": 4}, "dense transformer"),
         (4, {"partitions": 2, "microbatches": 2, "horovod": True}, "dense legacy:get"),
@@ -87,18 +88,20 @@ def test_what_cannot_be_is_refused(mpirun: Mpirun) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", ["killed", "raises"])
-def test_a_rank_that_is_gone_is_named(free_port: int, case: str) -> None:
+def test_a_rank_that_is_gone_is_named(two_ranks: TwoRanks, free_port: int, case: str) -> None:
     with two_ranks(free_port, RANKS / "modelparallel_refused.py", case) as ranks:
         ranks[1].wait(timeout=120)
         ended = time.monotonic()
-        said = ranks[0].communicate(timeout=30)[0]
+        said = ranks[0].communicate(timeout=60)[0]
     assert "Rank 1 is gone" in said, said
-    assert time.monotonic() - ended < 10
+    assert time.monotonic() - ended < 30
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
-def test_a_stage_says_what_it_waits_for_and_records_its_messages(free_port: int, tmp_path: Path) -> None:
+def test_a_stage_says_what_it_waits_for_and_records_its_messages(
+    two_ranks: TwoRanks, free_port: int, tmp_path: Path
+) -> None:
     come = tmp_path / "come"
     environ = {"SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
     with two_ranks(free_port, RANKS / "modelparallel_refused.py", come, **environ) as ranks:

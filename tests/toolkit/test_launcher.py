@@ -185,12 +185,10 @@ def test_a_rank_that_fails_under_torchrun_ends_the_job_with_its_own_code(tree: T
         "import os, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
         "    print('RuntimeError: no luck', file=sys.stderr); sys.exit(37)\n"
-        "time.sleep(60)\n",
+        "time.sleep(300)\n",
     )
-    began = time.monotonic()
-    done = run()
+    done = run()  # which waits for at most 60 s
     assert done.code == 37
-    assert time.monotonic() - began < 30
     assert tree.failure.startswith("RuntimeError: no luck\nrank 1 on ")
     assert tree.outcome() == {"failure"}
 

@@ -163,11 +163,11 @@ def test_many_lines_are_read_in_linear_time(tmp_path: Path) -> None:
     assert metrics
     (tmp_path / "output").mkdir()
     meter = Meter(metrics, 0, "h")
-    began = time.monotonic()
+    began = time.process_time()  # CPU time, to which a busy machine adds little: 0.3 s
     for n in range(0, 100_000, 1000):
         meter.feed(b"".join(b"step %d without a number\n" % (n + m) for m in range(999)) + b"loss: %d\n" % n)
     metrics.close()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert len((tmp_path / "output" / "metrics.jsonl").read_text().splitlines()) == 100
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +34,12 @@ def launch_by(tree: Tree, launcher: str, ranks: int = 1) -> None:
     tree.hosts("algo-1", "algo-1")
     if launcher == "mpi":
         tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)
+
+
+def children_cpu_seconds() -> float:
+    """The CPU time of the processes that have ended, to which a busy machine adds little."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def output(tree: Tree, **variables: str) -> tuple[bytes, bytes]:
@@ -71,10 +77,10 @@ def test_a_line_with_an_error_in_it_costs_no_more_than_another(tree: Tree, launc
     """Defect 10: the stock toolkit takes 51 s for these 80,000 lines, as it is quadratic in them."""
     launch_by(tree, launcher)
     tree.script("import sys\nfor n in range(80_000): sys.stderr.write(f'ValueError: {n}\\n')")
-    began = time.monotonic()
+    began = children_cpu_seconds()
     _, err = output(tree)
     assert err.count(b"\nValueError: ") == 80_000
-    assert time.monotonic() - began < 10
+    assert children_cpu_seconds() - began < 10  # 0.6 s
 
 
 @pytest.mark.mpi

@@ -99,10 +99,10 @@ def test_a_known_secret_is_masked_wherever_it_turns_up() -> None:
     "long", ["a1B2" * 50_000, "\\" * 200_000, "'a': \"" * 30_000, '"token":"' * 20_000, "'token=" * 30_000]
 )
 def test_a_long_value_costs_linear_time(long: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()  # CPU time, to which a busy machine adds little: at most 0.2 s. Quadratic: minutes
     redact.learn({"SM_HPS": f'{{"token":"abcdef","x":"{long}"}}'})
     redact.text(f"token {long}")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_what_may_be_anything_is_masked_by_its_name_alone() -> None:

@@ -66,6 +66,6 @@ def test_a_stop_while_pip_waits_for_its_index(tree: Tree, tmp_path: Path) -> Non
             began = time.monotonic()
             job.send_signal(signal.SIGTERM)
             assert job.wait(timeout=20) == 143
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 12  # pip itself gives up after 15 s, and then tries again
     assert "was stopped" in tree.failure
     assert not (tree.base / "model" / "ran").exists()

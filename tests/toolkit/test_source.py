@@ -344,7 +344,7 @@ def test_a_stop_while_the_code_is_fetched_ends_the_job_at_once(tree: Tree) -> No
             began = time.monotonic()
             train.send_signal(signal.SIGTERM)
             train.communicate(timeout=30)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20  # the request itself ends after 60 s
     assert train.returncode == 128 + signal.SIGTERM
     assert not alive(int(child))
     assert "was stopped" in tree.failure

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
 
+from .. import impostor
 from .conftest import Finished
 from .netns import UNAVAILABLE, Host, cut, init_of, running, send, stranger, two_hosts
 
@@ -41,9 +44,16 @@ def run(hosts: list[Host], **variables: str) -> list[Finished]:
     processes = [host.start(**variables) for host in hosts]
     with running(*processes):
         done = [host.finished(process) for host, process in zip(hosts, processes)]
-    assert done[0].code == done[1].code, done
-    assert hosts[0].tree.outcome() == hosts[1].tree.outcome() == {"failure" if done[0].code else "success"}
+    assert {each.code for each in done} == {done[0].code}, done
+    assert all(host.tree.outcome() == {"failure" if done[0].code else "success"} for host in hosts)
     return done
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
 
 
 def until(happened: Path, text: str, count: int = 1) -> None:
@@ -83,11 +93,30 @@ def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
 
 
 def test_the_launch_is_quick(hosts: list[Host]) -> None:
+    """From the worker's start it takes at most three times as long as on one host, and a second in which it waits.
+
+    The stock toolkit sleeps for half a minute. What a busy machine adds, it adds to both; the best of three tries
+    counts. The first host is there before, and has found nobody: its next try must come soon.
+    """
     script(hosts, "")
-    began = time.monotonic()
-    run(hosts)
-    assert time.monotonic() - began < 2
-    assert hosts[0].tree.report["launch_seconds"] < 2
+    on_one, on_two = [], []
+    for _ in range(3):
+        hosts[0].tree.hosts("algo-1", "algo-1", network_interface_name="eth0")
+        on_one.append(seconds_of(lambda: run(hosts[:1])))
+        hosts[0].tree.hosts("algo-1", "algo-1", "algo-2", network_interface_name="eth0")
+        on_two.append(launch_seconds(hosts))
+    assert min(on_two) < 3 * min(on_one) + 1
+
+
+def launch_seconds(hosts: list[Host]) -> float:
+    """How long a job takes from the worker's start on, which the first host has looked for already."""
+    before = refusals(hosts[1])
+    first = hosts[0].start()
+    with running(first):
+        wait_until(lambda: refusals(hosts[1]) > before)
+        seconds = seconds_of(lambda: run(hosts[1:]))
+        assert hosts[0].finished(first).code == 0
+    return seconds
 
 
 def test_a_sub_second_job_ten_times_in_a_row(hosts: list[Host]) -> None:
@@ -102,7 +131,7 @@ def test_a_failing_rank_ends_both_hosts_with_its_code(hosts: list[Host], rank: i
     script(hosts, f"{MEET}if comm.rank == {rank}: raise SystemExit(42)\ncomm.Barrier()")
     began = time.monotonic()
     assert run(hosts)[0].code == 42
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     for host in hosts:
         assert f"rank {rank} on algo-{rank + 1} exited with code 42" in host.tree.failure
 
@@ -170,7 +199,8 @@ def test_a_worker_that_never_starts_is_named(hosts: list[Host]) -> None:
     with running(first):
         done = hosts[0].finished(first)
     assert done.code == 1
-    assert "After 1 s these hosts are missing: algo-2 (Connection refused)" in hosts[0].tree.failure
+    refused = r"After 1 s these hosts are missing: algo-2 \((Connection refused|its name is being looked up)\)"
+    assert re.search(refused, hosts[0].tree.failure)  # between two tries its name is looked up
 
 
 def test_a_first_host_that_never_starts_is_named(hosts: list[Host]) -> None:
@@ -202,6 +232,52 @@ def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
     assert "algo-2 refused this first host: its SHOAL_JOB_SECRET is not this host's" in hosts[0].tree.failure
     assert "this host refused a connection from the first host's address: its SHOAL_JOB" in hosts[1].tree.failure
     assert not any((host.tree.code / "trained").exists() for host in hosts)
+
+
+@pytest.fixture
+def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
+    """The worker of a job with a secret, whose orted notes that it was started."""
+    script(hosts, "")
+    orted = hosts[1].tree.base / "bin" / "orted"
+    orted.parent.mkdir()
+    orted.write_text(impostor.ORTED)
+    orted.chmod(0o755)
+    worker = hosts[1].start(SHOAL_JOB_SECRET="right", PATH=f"{orted.parent}:{os.environ['PATH']}")
+    with running(worker):
+        yield worker
+
+
+def test_the_first_host_is_welcomed_and_starts_a_daemon(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
+    """Shows that the impostors below speak the protocol: they differ from this one in secret or address only."""
+    said = claim_to_be_first(hosts, hosts[0].address, "right", "ready")
+    assert (said["heard"], said["is_proved"]) == (["H", "W", "r", "e"], True)
+    assert hosts[1].finished(guarded).code == 0
+    assert started(hosts[1]) == [impostor.trace("right", "ready")]
+
+
+def test_a_start_before_the_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
+    said = claim_to_be_first(hosts, hosts[0].address, "wrong", "before")
+    assert started(hosts[1]) == []
+    assert said["heard"] == ["H"]
+    assert_only_the_first_host_starts(hosts, guarded)
+
+
+def test_a_start_after_a_wrong_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
+    said = claim_to_be_first(hosts, hosts[0].address, "wrong", "after")
+    assert started(hosts[1]) == []
+    assert (said["heard"], said["reason"]) == (["H", "R"], "its SHOAL_JOB_SECRET is not this host's")
+    assert_only_the_first_host_starts(hosts, guarded)
+
+
+def test_the_right_secret_from_another_address_starts_nothing(
+    hosts: list[Host], guarded: subprocess.Popen[bytes]
+) -> None:
+    with stranger(hosts[0]) as address:
+        said = claim_to_be_first(hosts, address, "right", "after")
+    assert started(hosts[1]) == []
+    assert said["heard"] == []
+    assert_only_the_first_host_starts(hosts, guarded)
+    assert f"turned away a connection from {address}" in hosts[1].file("err").read_text()
 
 
 def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> None:
@@ -276,13 +352,12 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
     processes = [host.start() for host in hosts]
     with running(*processes):
         until(hosts[0].file("out"), "up", 2)
-        began = time.monotonic()
         processes[killed].kill()
         other = 1 - killed
         assert hosts[other].finished(processes[other]).code == 1
-        assert time.monotonic() - began < 5
     assert hosts[other].tree.outcome() == {"failure"}
-    assert f"host algo-{killed + 1} was lost" in hosts[other].tree.failure
+    # At once: silence, which it would notice after LOST_SECONDS, is told by other words.
+    assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
 
 
 def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
@@ -293,7 +368,7 @@ def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
         began = time.monotonic()
         cut(hosts[0])
         assert [host.finished(process).code for host, process in zip(hosts, processes)] == [1, 1]
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < LOST_SECONDS + 30
     assert all("was lost: nothing was heard from it for" in host.tree.failure for host in hosts)
 
 
@@ -334,10 +409,7 @@ def test_pid_1_reaps_orphans(hosts: list[Host]) -> None:
     process = hosts[0].start()
     with running(process):
         until(hosts[0].file("out"), "forked")
-        deadline = time.monotonic() + 10
-        while zombies(init_of(process)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not zombies(init_of(process)))
         send(process, signal.SIGTERM)
         assert hosts[0].finished(process).code == 143
 
@@ -371,14 +443,47 @@ def knock(hosts: list[Host], source: str, words: bytes) -> bytes:
     return bytes.fromhex(subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout)
 
 
+def claim_to_be_first(hosts: list[Host], source: str, secret: str, when: str) -> dict[str, Any]:
+    """Speak to the worker as its first host does, from an address of that host's; returns what the impostor prints."""
+    command = hosts[0].command(sys.executable, impostor.__file__, hosts[1].address, source, secret, when)
+    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return said
+
+
+def started(host: Host) -> list[str]:
+    """What the noting orted was started for on a host."""
+    notes = host.tree.base / "model" / impostor.STARTED
+    return notes.read_text().splitlines() if notes.exists() else []
+
+
+def assert_only_the_first_host_starts(hosts: list[Host], worker: subprocess.Popen[bytes]) -> None:
+    """The worker still lets the first host in. It serves one frame after the other: nothing started before is late."""
+    claim_to_be_first(hosts, hosts[0].address, "right", "ready")
+    assert hosts[1].finished(worker).code == 0
+    assert started(hosts[1]) == [impostor.trace("right", "ready")]
+
+
 def wait_for_agent(hosts: list[Host]) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        listening = subprocess.run(
-            hosts[1].command("cat", "/proc/net/tcp6", "/proc/net/tcp"), capture_output=True, text=True
-        )
-        if any(":1CF3" in line and " 0A " in line for line in listening.stdout.splitlines()):
-            return
+    def listens() -> bool:
+        sockets = read_inside(hosts[1], "/proc/net/tcp6", "/proc/net/tcp")
+        return any(":1CF3" in line and " 0A " in line for line in sockets.splitlines())
+
+    wait_until(listens)
+
+
+def refusals(host: Host) -> int:
+    """How many connections a host's kernel has reset, as it does if nobody listens."""
+    names, values = (line.split() for line in read_inside(host, "/proc/net/snmp").splitlines() if line[:4] == "Tcp:")
+    return int(values[names.index("OutRsts")])
+
+
+def read_inside(host: Host, *files: str) -> str:
+    return subprocess.run(host.command("cat", *files), capture_output=True, text=True).stdout
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

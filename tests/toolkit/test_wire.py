@@ -69,6 +69,73 @@ def test_hosts_of_another_job_do_not(loop: Loop) -> None:
     assert "names other hosts" in meet(loop, "", "", ["localhost", "127.0.0.1", "algo-3"])[0]
 
 
+class Visitor:
+    """Speaks to the agent of a worker; `forged` replaces fields of the handshake that its proof is about."""
+
+    def __init__(self, loop: Loop, port: int, secret: str, source: str, role: str, forged: dict[str, str]) -> None:
+        self.heard: list[bytes] = []
+        self.lost: list[str] = []
+        self._secret, self._role, self._forged = secret, role, forged
+        sock = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
+        self.channel = Channel(loop, sock, self._frame, self.lost.append)
+
+    def _frame(self, kind: bytes, payload: bytes) -> None:
+        self.heard.append(kind)
+        if kind != wire.HELLO:
+            return
+        nonce, hosts = wire.nonce(), wire.fingerprint(HOSTS)
+        transcript = {
+            "first": HOSTS[0],
+            "worker": HOSTS[1],
+            "hosts": hosts,
+            "first_nonce": nonce,
+            "worker_nonce": wire.fields(payload)["nonce"],
+            **self._forged,
+        }
+        proof = wire.proof(self._secret, self._role, transcript)
+        self.channel.send_json(wire.PROVE, nonce=nonce, hosts=hosts, proof=proof)
+        self.channel.send_json(wire.START, command="orted")
+
+
+def visit(
+    loop: Loop, secret: str = "s3cret", source: str = "127.0.0.1", role: str = "first", **forged: str
+) -> tuple[list[bytes], list[bytes]]:
+    """Visit an agent whose secret is s3cret; returns what it answered, and the frames that it handed on."""
+    channels: list[Channel] = []
+    passed_on: list[bytes] = []
+
+    def welcomed(channel: Channel) -> None:
+        channel.on_frame = lambda kind, _: passed_on.append(kind)
+        channels.append(channel)
+
+    port = free_port()
+    agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], welcomed)
+    visitor = Visitor(loop, port, secret, source, role, forged)
+    loop.run_until(lambda: bool(visitor.lost) or (wire.WELCOME in visitor.heard and bool(passed_on)))
+    agent.close()
+    for channel in (visitor.channel, *channels):
+        channel.close()
+    return visitor.heard, passed_on
+
+
+def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop) -> None:
+    """Shows that the visits below are valid but for what they forge."""
+    assert visit(loop) == ([wire.HELLO, wire.WELCOME], [wire.START])
+
+
+def test_who_cannot_prove_the_secret_is_refused_and_not_served(loop: Loop) -> None:
+    refused: tuple[list[bytes], list[bytes]] = ([wire.HELLO, wire.REFUSED], [])
+    assert visit(loop, secret="other") == refused
+    assert visit(loop, role="worker") == refused
+    assert visit(loop, first_nonce=wire.nonce()) == refused
+    assert visit(loop, worker_nonce=wire.nonce()) == refused
+    assert visit(loop, worker="algo-3") == refused
+
+
+def test_who_comes_from_another_address_is_not_even_greeted(loop: Loop) -> None:
+    assert visit(loop, source="127.0.0.2") == ([], [])
+
+
 def test_a_proof_holds_for_one_role_and_one_handshake_only() -> None:
     transcript = {"first_nonce": "1", "worker_nonce": "2"}
     proof = wire.proof("s", "first", transcript)

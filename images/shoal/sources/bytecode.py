@@ -1,21 +1,20 @@
-"""Bytecode beside modules, for images whose Python is this process's, as `python -m compileall` in them would make it.
+"""Bytecode beside modules, for images whose Python is this command's, as `python -m compileall` in them would make it.
 
-It is checked by the content of the source (PEP 552), so it holds whatever time a file is given on its way, and tells
-itself whether it is still that of a source.
+It is checked by the content of the source (PEP 552), so it is valid whatever time a file is given on its way.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import py_compile
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.errors import BuildError
 
-_CHECKED = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little")
-"""How bytecode begins that is checked by content; the hash of its source follows."""
+# Isolated and without site-packages. What marshal writes depends on which strings the process holds already: the same
+# source gives other bytes in a process that has imported something. A fresh interpreter holds the same ones each time.
+_COMPILE = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
 
 
 def is_of(python: str) -> bool:
@@ -23,32 +22,22 @@ def is_of(python: str) -> bool:
     return sys.implementation.name == "cpython" and python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def write(root: Path, known: Mapping[str, bytes], package: str) -> None:
-    """Put bytecode beside each module under `root`, which stands for the root of an image.
+def write(root: Path, package: str) -> None:
+    """Put bytecode beside each module under `root`, which is the root of an image; the same bytes in each process.
 
-    `known` is bytecode by path from the root; what of it is still that of its source is taken. `package` is where the
-    modules come from, for the words of the BuildError that one that is no Python raises.
+    Starts a Python interpreter. Raises BuildError for a module that is not Python; its text names `package` as the
+    directory that the module comes from.
     """
-    for path in root.rglob("*.py"):
-        target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
-        begins = _CHECKED + importlib.util.source_hash(path.read_bytes())
-        content = known.get(str(target.relative_to(root)), b"")
-        if content.startswith(begins):
-            target.parent.mkdir(exist_ok=True)
-            target.write_bytes(content)
-            continue
-        try:
-            _compile(path, target, f"/{path.relative_to(root)}")
-        except py_compile.PyCompileError as error:
-            where = f"{package}/{str(path).rpartition('/site-packages/')[2]}"
-            raise BuildError(f"{where}{_told(error)}. What to do: mend it; all modules are compiled") from None
+    ended = subprocess.run([*_COMPILE, "-s", root, "-p", "/", root], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        what = _describe(ended.stdout + ended.stderr)
+        raise BuildError(f"{package}/{what}. Fix: correct it; all modules are compiled")
 
 
-def _compile(path: Path, target: Path, place: str) -> None:
-    mode = py_compile.PycInvalidationMode.CHECKED_HASH
-    py_compile.compile(str(path), str(target), place, doraise=True, optimize=0, invalidation_mode=mode)
-
-
-def _told(error: py_compile.PyCompileError) -> str:
-    reason = error.exc_value
-    return f":{reason.lineno}: {reason.msg}" if isinstance(reason, SyntaxError) else f": {reason}"
+def _describe(output: str) -> str:
+    """Return the place and the error of the first module that compileall could not compile."""
+    named = re.search(r"/site-packages/([^'\"]+)['\"]", output)
+    line = re.search(r", line (\d+)", output)
+    place = (named[1] if named else "") + (f":{line[1]}" if line else "")
+    reason = output.strip().splitlines()[-1].rpartition("Error: ")[2]
+    return f"{place}: {re.sub(r' [(].*, line [0-9]+[)]$', '', reason)}"

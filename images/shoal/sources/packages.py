@@ -13,11 +13,12 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import os
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -56,43 +57,42 @@ def build_wheel(package: Path, directory: Path) -> Path:
 def installed(package: Path, python: str, cache: Path) -> bytes:
     """Return what installing the package puts into an image with that Python: a tar archive from the image's root.
 
-    Bytecode is among it where this process makes that Python's. What was made of the same files by the same tools is
+    Bytecode is among it if this process runs that Python. What was made of the same files by the same tools is
     taken from the directory `cache`. Raises BuildError for a module that is not Python.
     """
     kept = cache / "installed" / f"{package.name}-{python}-{_identity(package)}.tar"
     with contextlib.suppress(OSError):
         return kept.read_bytes()
-    older = _older(kept)
-    content = _install(package, python, older)
+    content = _install(package, python)
     _keep(content, kept)
     with contextlib.suppress(OSError):
-        for path in older if kept.exists() else ():
+        for path in _older(kept) if kept.exists() else ():
             path.unlink(missing_ok=True)
     return content
 
 
 def contents(layer: bytes) -> dict[str, str]:
-    """Return the SHA-256 (hexadecimal) of what an archive of `installed` lists as the package's files, by path.
+    """Return a SHA-256 (hexadecimal) of each file that an archive of `installed` lists as the package's, by path.
 
-    Paths are those within site-packages, or within the virtual environment. Bytecode is not among them.
+    Paths are those within site-packages, or within the virtual environment. A module with bytecode has the digest of
+    both: an image with other bytecode is another image.
     """
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
-        name = next(name for name in tar.getnames() if name.endswith(".dist-info/RECORD"))
-        file = tar.extractfile(name)
-        assert file
-        rows = csv.reader(file.read().decode().splitlines())
-    hashes = {path.replace("../", ""): digest.removeprefix("sha256=") for path, digest, _ in rows if digest}
-    return {path: base64.urlsafe_b64decode(f"{digest}=").hex() for path, digest in hashes.items()}
+        found = {entry.name: file.read() for entry in tar if (file := tar.extractfile(entry))}
+    (record,) = (name for name in found if name.endswith(".dist-info/RECORD"))
+    modules = Path(record).parents[1]
+    rows = [row for row in csv.reader(found[record].decode().splitlines()) if row[1]]
+    return {path.replace("../", ""): _digest(digest, found, str(modules / path)) for path, digest, _ in rows}
 
 
-def _files(layer: bytes) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
-        for entry in tar:
-            if file := tar.extractfile(entry):
-                yield entry.name, file.read()
+def _digest(recorded: str, files: Mapping[str, bytes], path: str) -> str:
+    """Return the digest of a row of RECORD; of a module with bytecode, that of both."""
+    digest = base64.urlsafe_b64decode(f"{recorded.removeprefix('sha256=')}=")
+    compiled = files.get(importlib.util.cache_from_source(path)) if path.endswith(".py") else None
+    return (hashlib.sha256(digest + compiled).digest() if compiled else digest).hex()
 
 
-def _install(package: Path, python: str, older: Iterable[Path]) -> bytes:
+def _install(package: Path, python: str) -> bytes:
     # Not at the top: most builds find all of this in the cache.
     import installer
     from installer.destinations import SchemeDictionaryDestination
@@ -109,20 +109,11 @@ def _install(package: Path, python: str, older: Iterable[Path]) -> bytes:
             installer.install(source, destination, {})
         _record(root / modules[1:], COMPILED.get(package.name, ()))
         if bytecode.is_of(python):
-            bytecode.write(root, _bytecode(older), package.name)
+            bytecode.write(root, package.name)
         files: dict[str, archive.Content] = {str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file()}
         out = io.BytesIO()
         archive.write(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
         return out.getvalue()
-
-
-def _bytecode(layers: Iterable[Path]) -> dict[str, bytes]:
-    """Return the bytecode in archives of `installed`, by path from the image's root."""
-    found: dict[str, bytes] = {}
-    for path in layers:
-        with contextlib.suppress(OSError, tarfile.TarError):  # removed by another build, or broken off
-            found |= {name: content for name, content in _files(path.read_bytes()) if name.endswith(".pyc")}
-    return found
 
 
 def _record(modules: Path, compiled: tuple[str, ...]) -> None:

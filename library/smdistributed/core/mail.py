@@ -204,7 +204,7 @@ class Mail:
     def _forget(self, incoming: _Incoming) -> None:
         descriptor = incoming.sock.fileno()
         self._in.pop(descriptor, None)
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # `close` has closed it meanwhile: its descriptor is -1
             self._epoll.unregister(descriptor)
         incoming.sock.close()
 

@@ -6,6 +6,7 @@ Every rank knows what the others give: rank r gives `given(r, …)`. References 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import random
 import sys
@@ -46,10 +47,15 @@ print(ENGINE)
 
 
 def given(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return drawn(rank, tuple(shape), dtype.is_floating_point).to(dtype, copy=True)
+
+
+@functools.cache  # it takes longer than the collectives
+def drawn(rank: int, shape: tuple[int, ...], floating: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
-    if dtype.is_floating_point:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 5, tuple(shape), generator=generator).to(dtype)
+    if floating:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randint(0, 5, shape, generator=generator)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

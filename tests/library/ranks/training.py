@@ -2,7 +2,7 @@
 
 Arguments: OUT, and MICROBATCHES: the pieces that a share is trained in, all but the last under `no_sync()`. Rank 0 also
 trains the same model unwrapped on whole batches, into OUT/expected.npz. At the end it evaluates alone a model with
-buffers, which must start no collective.
+buffers, which must start no collective, and all ranks compare the buffers of a model in training.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ def evaluate_alone() -> None:
     assert highest.item() == dist.get_world_size() - 1, "evaluation on rank 0 started a collective"
 
 
+def buffers_follow_the_first_rank() -> None:
+    """Each forward begins with rank 0's buffers: running means of other data end equal."""
+    model = DistributedDataParallel(torch.nn.BatchNorm1d(4))
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(data).sum().backward()
+    with torch.no_grad():
+        model(torch.zeros(8, 4))
+    mean = model.module.running_mean
+    found = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mean)
+    assert all(torch.equal(found[0], other) for other in found), found
+
+
 assert DistributedDataParallel is SameByItsLongName
 dist.init_process_group()
 rank = dist.get_rank()
@@ -71,3 +84,4 @@ if rank == 0:
     train(unwrapped, 0, 1, microbatches=1)
     save(unwrapped, "expected")
 evaluate_alone()
+buffers_follow_the_first_rank()

@@ -1,6 +1,6 @@
 """A rank: training on shares of a batch against one process on all of it; each rank computes both.
 
-Ends with `equal` and the engine.
+Argument: `on_a_host` or `between_hosts`. Ends with `equal` and the engine.
 """
 
 from __future__ import annotations
@@ -114,7 +114,13 @@ def mixed_precision(optimizers: Any) -> None:
     tf.keras.mixed_precision.set_global_policy("float32")
 
 
-if __name__ == "__main__":
+def between_hosts() -> None:
+    bits_of_every_rank()
+    against_one_process(by_tape, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
+    against_one_process(by_optimizer, lambda: tf.keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), graph=False)
+
+
+def on_a_host() -> None:
     legacy = tf.keras.optimizers.legacy
     bits_of_every_rank()
     mixed_precision(tf.keras.optimizers)
@@ -125,5 +131,9 @@ if __name__ == "__main__":
     against_one_process(by_optimizer, lambda: tf.keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), graph=True)
     against_one_process(by_optimizer, lambda: legacy.Adam(1e-2), graph=True)
     against_one_process(by_optimizer, lambda: legacy.SGD(0.1), graph=False)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
     assert "torch" not in sys.modules
     tell("equal")

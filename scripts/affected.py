@@ -1,0 +1,145 @@
+"""Prints the test files that a change can affect, a line each, and on stderr what was left out and why.
+
+    scripts/affected.py 1      since the branch left origin's main one; without an origin, what is not committed
+    scripts/affected.py REV    since that revision
+
+A test file depends on itself, the conftests above it, the modules of this repository that these import (and those
+import in turn), and on what tests/affected.toml says that its tests start or read. pytest-testmon and plugins that
+follow imports alone see none of what runs in another process, here most of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("", "images", "toolkit", "library", "benchmarks")
+"""The directories from which modules are imported."""
+
+
+def git(*words: str) -> list[str]:
+    ended = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"affected: git {' '.join(words)}: {ended.stderr.strip()}")
+    return ended.stdout.splitlines()
+
+
+def changed_since(revision: str) -> tuple[str, list[str]]:
+    """Return what the change is compared with, and the files that differ from it: committed, not committed and new."""
+    if revision == "1":
+        has_origin = "origin/HEAD" in git("for-each-ref", "--format=%(refname:short)", "refs/remotes/origin/HEAD")
+        revision = git("merge-base", "HEAD", "origin/HEAD")[0] if has_origin else "HEAD"
+    new = git("ls-files", "--others", "--exclude-standard")
+    return revision, sorted({*git("diff", "--name-only", revision), *new})
+
+
+@functools.cache
+def glob(pattern: str) -> re.Pattern[str]:
+    """Return an expression for a glob: `**` is anything, `*` anything but a slash."""
+    parts = re.split(r"(\*\*/?|\*|\[[^\]]*\])", pattern)
+    words = {"**": ".*", "**/": "(?:.*/)?", "*": "[^/]*"}
+    return re.compile("".join(words.get(part) or (part if part[:1] == "[" else re.escape(part)) for part in parts))
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[Path]:
+    """Return the files of this repository that a module imports, itself."""
+    if path.suffix != ".py" or not path.exists():
+        return frozenset()
+    return frozenset(file for name in _names(path) for file in _files(name))
+
+
+def _names(path: Path) -> Iterator[str]:
+    package = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            stem = ".".join(part for part in (above, node.module) if part)
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def _files(name: str) -> Iterator[Path]:
+    """Yield the files of a module and of the packages that it is in; the last word may be a name inside a module."""
+    words = name.split(".")
+    for package in PACKAGES:
+        for count in range(1, len(words) + 1):
+            place = ROOT.joinpath(package, *words[:count])
+            yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+
+
+def closure(files: Sequence[Path]) -> set[Path]:
+    """Return these files and all that they import."""
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        if (file := waiting.pop()) not in found:
+            found.add(file)
+            waiting += imported(file)
+    return found
+
+
+def affected(changed: Sequence[str], tests: Sequence[str], rows: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the changed files that each test file depends on."""
+    return {test: [name for name in changed if depends(test, name, rows)] for test in tests}
+
+
+def depends(test: str, name: str, rows: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a test file depends on a file, both by their path from the root."""
+    return any(glob(pattern).fullmatch(name) for pattern in _patterns(test, rows)) or ROOT / name in _imports(test)
+
+
+def _patterns(test: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
+    return [pattern for tests, needs in rows.items() if glob(tests).fullmatch(test) for pattern in needs]
+
+
+@functools.cache
+def _imports(test: str) -> frozenset[Path]:
+    path = ROOT / test
+    conftests = [folder / "conftest.py" for folder in path.parents if (folder / "conftest.py").exists()]
+    return frozenset(closure([path, *conftests]))
+
+
+def test_files() -> list[str]:
+    """Return all test files but those that run in an image alone."""
+    found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+    return [name for name in found if not name.startswith("tests/library_tensorflow/")]
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    revision, changed = changed_since(arguments[0])
+    chosen = affected(changed, test_files(), tomllib.loads((ROOT / "tests/affected.toml").read_text()))
+    for test in (test for test, names in chosen.items() if names):
+        print(test)
+    for line in summary(revision, changed, chosen):
+        print(f"affected: {line}", file=sys.stderr)
+    return 0
+
+
+def summary(revision: str, changed: Sequence[str], chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield what was chosen and left out, in words."""
+    yield f"{len(changed)} files differ from {revision}"
+    needed = {name for names in chosen.values() for name in names}
+    if free := [name for name in changed if name not in needed]:
+        yield f"no test depends on: {', '.join(free)}"
+    left = Counter(str(Path(test).parent) for test, names in chosen.items() if not names)
+    run = sum(1 for names in chosen.values() if names)
+    words = ", ".join(f"{folder} ({count})" for folder, count in left.items()) or "nothing"
+    yield f"{run} of {len(chosen)} test files are run; left out: {words}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

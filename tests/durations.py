@@ -1,0 +1,31 @@
+"""The end of each run: the minutes of each group of tests, and the slowest tests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+SLOWEST = 20
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    terminalreporter.section("where the time went")
+    for line in profile(report for report in reports if isinstance(report, pytest.TestReport)):
+        terminalreporter.write_line(line)
+
+
+def profile(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
+    """Yield a line for each group, and for each of the slowest tests; set-up and tear-down count."""
+    tests: defaultdict[str, float] = defaultdict(float)
+    for report in reports:
+        tests[report.nodeid.partition("@")[0]] += report.duration  # behind the @: pytest-xdist's group
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for test, seconds in tests.items():
+        groups["/".join(test.partition("::")[0].split("/")[:2])].append(seconds)
+    for group, each in sorted(groups.items(), key=lambda row: -sum(row[1])):
+        yield f"{sum(each) / 60:6.1f} min  {group}: {len(each):,} tests, summed over the workers"
+    for test, seconds in sorted(tests.items(), key=lambda row: -row[1])[:SLOWEST]:
+        yield f"{seconds:6.1f} s    {test}"

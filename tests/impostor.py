@@ -1,0 +1,108 @@
+"""A program that speaks to a worker as the first host of a job does: impostor.py WORKER SOURCE SECRET WHEN.
+
+It connects from the address SOURCE (or any, if SOURCE is empty), proves SECRET, and has the worker start its orted.
+WHEN: `ready` sends START once the worker is ready, as a first host does; `before` and `after` also send it directly
+before and after the proof, without waiting for a welcome. It prints as JSON what it heard.
+
+It runs in containers and network namespaces, which have shoal_toolkit but not the tests' packages. START asks for an
+orted with the option `--mca impostor SECRET/WHEN`; the tests put a program of this name (`ORTED`) on PATH.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from typing import Any
+
+from shoal_toolkit.hosts import wire
+from shoal_toolkit.run.loop import Loop
+
+PORT = 7411
+FIRST, WORKER = HOSTS = ("algo-1", "algo-2")
+LIMIT_S = 30.0
+# Notes each of its starts in a file of the worker: what was started is seen by its effect.
+STARTED = "started"
+ORTED = f'#!/bin/sh\necho "$*" >>"$SM_MODEL_DIR/{STARTED}"\n'
+
+
+def trace(secret: str, when: str) -> str:
+    """What `ORTED` notes if an impostor with this secret has had it started."""
+    return f"--mca impostor {secret}/{when}"
+
+
+class Impostor:
+    """One connection to the worker's agent."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, secret: str, when: str) -> None:
+        self.heard: list[str] = []  # the kinds of the frames, in order
+        self.reason = ""  # why the worker refused it
+        self.is_proved = False  # whether the worker proved the secret too
+        self.lost = ""  # how the connection ended
+        self._secret, self._when = secret, when
+        self._transcript: dict[str, str] = {}
+        self._channel = wire.Channel(loop, sock, self._frame, self._end)
+
+    def _end(self, reason: str) -> None:
+        self.lost = reason
+
+    def _frame(self, kind: bytes, payload: bytes) -> None:
+        self.heard.append(kind.decode())
+        said = wire.fields(payload)
+        if kind == wire.HELLO:
+            self._answer(said)
+        elif kind == wire.WELCOME:
+            self.is_proved = said["proof"] == wire.proof(self._secret, "worker", self._transcript)
+            self._channel.start_heartbeats()
+        elif kind == wire.REFUSED:
+            self.reason = said["reason"]
+        elif kind == wire.READY:
+            self._start()
+        elif kind == wire.ENDED:
+            self._channel.send_json(wire.VERDICT, code=0, message="", report={})
+
+    def _answer(self, hello: dict[str, Any]) -> None:
+        self._transcript = {
+            "first": FIRST,
+            "worker": WORKER,
+            "hosts": wire.fingerprint(HOSTS),
+            "first_nonce": wire.nonce(),
+            "worker_nonce": hello["nonce"],
+        }
+        proof = wire.proof(self._secret, "first", self._transcript)
+        if self._when == "before":
+            self._start()
+        self._channel.send_json(
+            wire.PROVE, nonce=self._transcript["first_nonce"], hosts=self._transcript["hosts"], proof=proof
+        )
+        if self._when == "after":
+            self._start()
+
+    def _start(self) -> None:
+        self._channel.send_json(wire.START, command=f"orted {trace(self._secret, self._when)}")
+
+
+def connect(worker: str, source: str) -> socket.socket:
+    """Connect as soon as the worker listens."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return socket.create_connection((worker, PORT), 5, (source, 0) if source else None)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main(worker: str, source: str, secret: str, when: str) -> None:
+    loop = Loop()
+    impostor = Impostor(loop, connect(worker, source), secret, when)
+    loop.call_later(LIMIT_S, lambda: impostor._end(f"not within {LIMIT_S} s"))
+    loop.run_until(lambda: bool(impostor.lost))
+    names = ("heard", "reason", "is_proved", "lost")
+    print(json.dumps({name: getattr(impostor, name) for name in names}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -61,7 +61,9 @@ test: check ## everything; CHANGED=1 or CHANGED=<revision>: only what the change
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
 	$(PYTEST) $$files
 else
-test: check images ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+# The first steps of the images wait for downloads, beside which the checks compute.
+test: setup engine ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+	@$(MAKE) --no-print-directory -j 2 check images
 	@$(PYTEST) tests
 endif
 

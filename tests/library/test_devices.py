@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from smdistributed.core.torch import devices
-from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.core.torch.torchs_own import TorchsOwn
+from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 MINUTE = timedelta(minutes=1)
 
@@ -40,11 +42,31 @@ def test_the_script_s_own_choice_stays(two_devices: list[int], monkeypatch: pyte
     assert two_devices == [1]
 
 
-def test_a_rank_without_a_device_of_its_own_says_so(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("error")
+def test_a_rank_that_sees_its_device_alone_takes_that(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers may set CUDA_VISIBLE_DEVICES for each rank: then its device is number 0, whatever its local rank."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.warns(UserWarning, match=r"Local rank 1 has no CUDA device of its own \(1 on this host\)"):
-        devices.take_device()
+    devices.take_device()
     assert two_devices == []
+
+
+class Properties:
+    """Of torch 2.0: no `uuid`."""
+
+    name = "A100"
+
+
+def test_devices_are_told_apart_by_the_names_that_the_host_has_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    found = []
+    for visible in ("2", "3", "GPU-8b3c", "2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found.append(devices._device()[0])
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
 
 
 class FakeNccl:
@@ -78,10 +100,30 @@ def open_both(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> list[A
 
 @pytest.mark.parametrize(
     ("names", "kind"),
-    [(("gpu-a", "gpu-b"), FakeNccl), (("gpu-a", "gpu-a"), devices.Staged), (("gpu-a", ""), devices.Staged)],
+    [(("gpu-a", "gpu-b"), TorchsOwn), (("gpu-a", "gpu-a"), devices.Staged), (("gpu-a", ""), devices.Staged)],
 )
+@pytest.mark.filterwarnings("ignore:CUDA tensors are copied")
 def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], kind: type) -> None:
     assert [type(each) for each in open_both(monkeypatch, names)] == [kind, kind]
+
+
+def test_copies_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        r"CUDA tensors are copied to the host to be reduced: rank 0 and rank 1 share one CUDA device, cuda:0 \(gpu-a\)"
+    )
+    with pytest.warns(UserWarning, match=words) as told:
+        open_both(monkeypatch, ("gpu-a", "gpu-a"))
+    assert len(told) == 1
+
+
+def test_nccl_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, *_: object) -> None:
+        raise RuntimeError("ncclInvalidUsage")
+
+    monkeypatch.setattr(FakeNccl, "__init__", fail)
+    for refused in open_both(monkeypatch, ("gpu-a", "gpu-b")):
+        assert isinstance(refused, SMDDPNCCLError)
+        assert "ncclInvalidUsage" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +138,14 @@ def test_nccl_is_refused_where_it_cannot_be(
 ) -> None:
     monkeypatch.setenv("SMDDP_ENGINE", "nccl")
     for refused in open_both(monkeypatch, names):
-        assert isinstance(refused, SMDDPError)
+        assert isinstance(refused, SMDDPNCCLError)
         assert f"NCCL cannot carry the CUDA tensors of this group: {problem}. " in str(refused)
-        assert "SMDDP_ENGINE=auto copies" in str(refused)
+        assert "SMDDP_ENGINE=auto and the backend smddp alone copy" in str(refused)
 
 
 def test_nccl_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMDDP_ENGINE", "nccl")
-    assert [type(each) for each in open_both(monkeypatch, ("gpu-a", "gpu-b"))] == [FakeNccl, FakeNccl]
+    assert [type(each) for each in open_both(monkeypatch, ("gpu-a", "gpu-b"))] == [TorchsOwn, TorchsOwn]
 
 
 @pytest.mark.parametrize(("has_nccl", "problem"), [(False, "has a torch without NCCL"), (True, "sees no CUDA device")])
@@ -114,19 +156,35 @@ def test_what_this_rank_lacks(monkeypatch: pytest.MonkeyPatch, has_nccl: bool, p
 
 
 class Doubling:
-    """A group that doubles what it is given, after a while."""
+    """A group that doubles what it is given, after a while; what it has to write into is first left to chance."""
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
-        class Work:
-            def wait(self) -> None:
-                for output in outputs[0]:
-                    output.copy_(2 * inputs[0])
+        return _Work(lambda: [output.copy_(2 * inputs[0]) for output in outputs[0]])
 
-        return Work()
+    def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Any:
+        return _Work(lambda: [tensor.mul_(2) for tensor in tensors])
+
+
+class _Work:
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
 
 
 def test_staged_tensors_come_back() -> None:
     given, outputs = torch.tensor([1.0, 2.0]), [torch.zeros(2), torch.zeros(2)]
-    devices.Staged(Doubling()).allgather([outputs], [given])
+    work = devices.Staged(Doubling()).allgather([outputs], [given])
     assert [output.tolist() for output in outputs] == [[2, 4], [2, 4]]
     assert given.tolist() == [1, 2]
+    assert work.is_completed()
+
+
+def test_staging_writes_what_the_collective_writes_alone() -> None:
+    """An input may be expanded, and autograd may need it as it is; what is reduced may need a gradient."""
+    given, parameter = torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(2))
+    squared = (given * given).sum()
+    devices.Staged(Doubling()).allgather([[torch.zeros(3)]], [given.expand(3)])
+    assert given._version == 0
+    squared.backward()  # type: ignore[no-untyped-call]
+    future = devices.Staged(Doubling()).allreduce([parameter], None).get_future()
+    assert parameter.tolist() == [2, 2]
+    assert future.value()[0] is parameter

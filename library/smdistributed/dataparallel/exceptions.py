@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 
 __all__ = ["SMDDPError", "SMDDPNCCLError"]
-
-
-class SMDDPNCCLError(SMDDPError):
-    """NCCL failed (AWS names it so). Here torch raises its own `torch.distributed.DistBackendError` instead."""

@@ -1,7 +1,7 @@
 """CUDA devices: which one a rank takes, and how tensors on them travel.
 
 NCCL carries them where every rank has a device of its own. Where ranks share one, or NCCL is missing, they are staged:
-copied to the host, exchanged there, and copied back; or refused, with SMDDP_ENGINE=nccl.
+copied to the host, exchanged there, and copied back; or refused, where NCCL is asked for.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import segment, timeline
-from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.exceptions import SMDDPNCCLError
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.shared_memory import exchange
+from smdistributed.core.torch.ordered import completed
+from smdistributed.core.torch.torchs_own import TorchsOwn
+
+_MESSAGES = ("send", "recv", "recv_anysource")  # their handles know more: who has sent
+_READ_AS_WELL = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # the first argument
 
 
 def take_device() -> None:
-    """Make the CUDA device numbered like the local rank the current one; warn where the host has too few.
+    """Make the CUDA device numbered like the local rank the current one, if this process sees so many.
 
-    A device that the script has chosen before stays.
+    A device that the script has chosen before stays. A launcher may let each rank see its own device alone: that is
+    number 0. Whether ranks share one shows when they meet (`open_cuda`).
     """
     devices = torch.cuda.device_count()
     if not devices or torch.cuda.current_device():
@@ -38,12 +44,6 @@ def take_device() -> None:
         return
     if local_rank < devices:
         torch.cuda.set_device(local_rank)
-        return
-    warnings.warn(
-        f"Local rank {local_rank} has no CUDA device of its own ({devices} on this host): tensors on it are copied to "
-        "the host to be reduced.",
-        stacklevel=2,
-    )
 
 
 def device_of(group: Any) -> torch.device:
@@ -56,21 +56,28 @@ def device_of(group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any) -> Any:
+def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any, asked: str = "") -> Any:
     """Return what carries tensors on CUDA devices, the same on all ranks: torch's NCCL group, or `Staged`.
 
-    store: of this group alone. on_cpu: the process group for the copies.
+    store: of this group alone. on_cpu: the process group for the copies. asked: what asks for NCCL and for nothing
+    else, such as a backend "cuda:nccl"; SMDDP_ENGINE=nccl does so too. Rank 0 warns of copies, and says why.
 
-    Raises SMDDPError, on all ranks, where SMDDP_ENGINE=nccl and NCCL cannot carry them.
+    Raises SMDDPNCCLError, on all ranks, where NCCL is asked for and cannot carry them, and where NCCL does not start.
     """
     problem = without_nccl(store, rank, size)
     if problem:
-        if os.environ.get("SMDDP_ENGINE") == "nccl":
-            raise refusal(problem)
+        asked = asked or ("SMDDP_ENGINE=nccl" if os.environ.get("SMDDP_ENGINE") == "nccl" else "")
+        if asked:
+            raise refusal(problem, asked)
+        if rank == 0:
+            warnings.warn(f"CUDA tensors are copied to the host to be reduced: {problem}.", stacklevel=2)
         return Staged(on_cpu)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+    try:
+        return TorchsOwn(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
+    except RuntimeError as error:
+        raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}") from error
 
 
 def without_nccl(store: Store, rank: int, size: int) -> str:
@@ -82,13 +89,13 @@ def without_nccl(store: Store, rank: int, size: int) -> str:
     return _shared([name for name, _, _ in told], [called for _, called, _ in told])
 
 
-def refusal(problem: str) -> SMDDPError:
-    """What is raised where SMDDP_ENGINE=nccl cannot be had."""
-    return SMDDPError(
-        f"SMDDP_ENGINE=nccl, and NCCL cannot carry the CUDA tensors of this group: {problem}. "
+def refusal(problem: str, asked: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
+    """What is raised where NCCL is asked for and cannot be had."""
+    return SMDDPNCCLError(
+        f"{asked}, and NCCL cannot carry the CUDA tensors of this group: {problem}. "
         "NCCL needs a torch that has it, and a CUDA device for each rank: start no more ranks on a host than it has "
         "devices, and let each rank see its own (CUDA_VISIBLE_DEVICES, torch.cuda.set_device). "
-        "SMDDP_ENGINE=auto copies the tensors to the host instead."
+        "SMDDP_ENGINE=auto and the backend smddp alone copy the tensors to the host instead."
     )
 
 
@@ -110,35 +117,57 @@ def _device() -> tuple[str, str, str]:
     device, host = torch.cuda.current_device(), segment.this_process().host
     properties = torch.cuda.get_device_properties(device)
     called = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"
-    return f"{host}:{getattr(properties, 'uuid', device)}", called, ""
+    return f"{host}:{getattr(properties, 'uuid', None) or _visible(device)}", called, ""
+
+
+def _visible(device: int) -> str:
+    """What the host calls a device that this process numbers so: each may see others under the same numbers."""
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return named[device] if device < len(named) and named[device] else str(device)
 
 
 class Staged:
-    """A process group's methods for tensors that are not on the CPU: copies of them go through another group."""
+    """A process group's methods for tensors that are not on the CPU: copies of them go through another group.
+
+    The first argument of each is what it writes, which alone is copied back.
+    """
 
     def __init__(self, on_cpu: Any) -> None:
         self._on_cpu = on_cpu
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def staged(*arguments: Any) -> Any:
-            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        @torch.no_grad()
+        def staged(written: Any, *arguments: Any) -> Any:
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             with timeline.span("wait", name):  # whoever calls is blocked until it is done
-                work = getattr(self._on_cpu, name)(*(_copied(argument, copies) for argument in arguments))
+                results = _on_the_host(written, name in _READ_AS_WELL, pairs)
+                given = [_on_the_host(argument, True) for argument in arguments]
+                work = getattr(self._on_cpu, name)(results, *given)
                 work.wait()
-                for tensor, copy in copies:
-                    tensor.detach().copy_(copy)
-            return work
+                if name != "send":
+                    for tensor, copy in pairs:
+                        tensor.copy_(copy)
+            return work if name in _MESSAGES else completed([tensor for tensor, _ in pairs])
 
         return staged
 
 
-def _copied(argument: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """The argument with all its tensors, in however deep lists, copied to the CPU: pinned, where that is faster."""
+def _on_the_host(argument: Any, filled: bool, pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
+    """The argument with all its tensors, in however deep lists, on the CPU: pinned, where that is faster.
+
+    filled: whether they hold what the tensors hold. pairs: takes each tensor and its copy.
+    """
     if isinstance(argument, (list, tuple)):
-        return [_copied(each, copies) for each in argument]
+        return [_on_the_host(each, filled, pairs) for each in argument]
     if not isinstance(argument, torch.Tensor):
         return argument
-    copy = torch.empty(argument.shape, dtype=argument.dtype, pin_memory=argument.is_cuda)
-    copy.copy_(argument.detach())
-    copies.append((argument, copy))
+    tensor = argument.detach()
+    if tensor.layout is not torch.strided:
+        copy = tensor.to("cpu", copy=True)
+    else:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if filled:
+            copy.copy_(tensor)
+    if pairs is not None:
+        pairs.append((argument, copy))
     return copy

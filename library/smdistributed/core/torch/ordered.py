@@ -31,7 +31,7 @@ class Ordered:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._done = _completed([])  # of all that ran at once: nobody looks at its result
+        self._done = completed([])  # of all that ran at once: nobody looks at its result
 
     def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool | None) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.
@@ -53,7 +53,7 @@ class Ordered:
         if not inline:
             return _Handle(future, is_async is None)
         self._perform(collective)
-        return self._done if is_async is False else _completed(list(result))
+        return self._done if is_async is False else completed(list(result))
 
     def close(self) -> bool:
         """End the thread after what it has been asked for, and let nothing begin; False: what runs does not end."""
@@ -61,9 +61,10 @@ class Ordered:
             self._closed = True
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(_AT_MOST_SECONDS)
-            if self._thread.is_alive():
-                return False
+            if not self.is_this_thread():  # else a task was the last to hold the group
+                self._thread.join(_AT_MOST_SECONDS)
+                if self._thread.is_alive():
+                    return False
             self._thread = None
         return self._running.acquire(timeout=_AT_MOST_SECONDS)
 
@@ -81,14 +82,22 @@ class Ordered:
             self._thread.start()
 
     def _serve(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            collective, result, future = task
-            try:
-                self._perform(collective)
-            except BaseException as error:  # whoever waits for the handle gets it
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(result)
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        """Run the next task; False: none will come. This frame lets go of it: a task holds tensors and its group."""
+        task = self._tasks.get()
+        if task is None:
+            return False
+        collective, result, future = task
+        try:
+            self._perform(collective)
+        except BaseException as error:  # whoever waits for the handle gets it
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(result)
+        return True
 
     def _perform(self, collective: Callable[[], object]) -> None:
         try:
@@ -102,9 +111,10 @@ class Ordered:
 class _Handle(Work):
     """What a caller waits for. That which torch makes of a future raises nothing in `wait`, up to torch 2.13.
 
-    torch's C++ holds the part of this object that is written in C++. In old versions that does not keep this one: left
-    alone, it would have the methods of the base class, whose `wait` never ends. So what C++ may hold is kept until it
-    has waited or has asked for the future, and is kept from outside: the garbage collector takes a circle.
+    torch's C++ holds the part of this object that is written in C++. In old versions, which do not tell who calls
+    (`is_async` is None), that does not keep this one: left alone, it would have the methods of the base class, whose
+    `wait` never ends. So what C++ may hold is kept until it has waited or has asked for the future, and is kept from
+    outside: the garbage collector takes a circle. There nobody can tell when C++ has let go of a handle unasked.
     """
 
     _held_by_cpp: ClassVar[set[_Handle]] = set()
@@ -147,7 +157,8 @@ class _Handle(Work):
         return self._future.value()
 
 
-def _completed(result: list[torch.Tensor]) -> Work:
+def completed(result: list[torch.Tensor]) -> Work:
+    """Return the handle of a collective that has ended."""
     future: _Future[list[torch.Tensor]] = _Future()
     future.set_result(result)
     work: Work = _create_work_from_future(future)

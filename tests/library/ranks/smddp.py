@@ -11,10 +11,14 @@ import gc
 import random
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 from smdistributed.dataparallel.exceptions import SMDDPError
@@ -398,6 +402,106 @@ def collected_meanwhile() -> None:
         sys.setswitchinterval(usual)
 
 
+def sparse() -> None:
+    """Other indices on every rank, some of them twice, and none on the last."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            tensor = sparse_of(RANK, dtype)
+            dist.all_reduce(tensor, op=op)
+            total = torch.stack([sparse_of(rank, dtype).to_dense().double() for rank in EVERYBODY]).sum(0)
+            assert tensor.is_sparse and tensor.dtype is dtype
+            expected = (total / SIZE).trunc() if dtype is torch.int64 else total / SIZE
+            close(tensor.to_dense(), expected if op == dist.ReduceOp.AVG else total)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_reduce(sparse_of(RANK, torch.float32), op=dist.ReduceOp.MAX),
+        lambda: dist.broadcast(sparse_of(RANK, torch.float32), src=0),
+    )
+    for call in calls:
+        try:
+            call()
+        except SMDDPError as error:
+            assert "use to_dense()" in str(error), error
+        else:
+            raise AssertionError("not refused")
+
+
+def sparse_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """(20, 3), of which rows are sparse."""
+    count = 0 if rank == SIZE - 1 and SIZE > 1 else 5 + rank
+    rows = torch.tensor([[(3 * number + rank) % 7 for number in range(count)]], dtype=torch.int64).view(1, count)
+    return torch.sparse_coo_tensor(rows, given(rank, (count, 3), dtype), (20, 3))
+
+
+def dropped_handles() -> None:
+    """What nobody waits for is given up when it has ended, its tensor with it. Old versions of torch: see `_Handle`."""
+    if not hasattr(dist.AllreduceOptions(), "asyncOp"):
+        return
+    tensor = torch.ones(1000)
+    dropped = weakref.ref(tensor)
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+    dist.barrier()
+    assert is_given_up(dropped)
+
+
+def is_given_up(reference: weakref.ref[Any]) -> bool:
+    """Whether an object goes within five seconds."""
+    for _ in range(100):
+        gc.collect()
+        if reference() is None:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def again() -> None:
+    """Another group of all ranks after the first, of two backends: gloo has the tensors on the CPU."""
+    everybody: Any = dist.group.WORLD
+    first = weakref.ref(everybody)
+    store: Any = dist.distributed_c10d._get_default_store()
+    del everybody
+    dist.destroy_process_group()
+    assert is_given_up(first), "with its store, which torch may open anew on the same port"
+    dist.init_process_group("cpu:gloo,cuda:smddp", store=PrefixStore("second", store), rank=RANK, world_size=SIZE)
+    everybody = dist.group.WORLD
+    assert everybody.engine.partition(":")[0] == ENGINE.partition(":")[0]
+    assert torch.device("cpu") in everybody._device_types
+    ours: list[str] = []
+    run, proxy = type(everybody)._run, weakref.proxy(everybody)  # nothing here may keep the group
+
+    def noting(name: str, *arguments: Any) -> Any:
+        ours.append(name)
+        return run(proxy, name, *arguments)
+
+    everybody._run = noting
+    tensors = [torch.ones(3), torch.ones(2)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    dist.all_reduce_coalesced(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [[SIZE**2] * 3, [SIZE**2] * 2]
+    if hasattr(dist, "_coalescing_manager"):  # gloo of torch 2.0 has neither
+        gathered, scattered = torch.empty(2 * SIZE), torch.empty(2)
+        dist.all_gather_into_tensor(gathered, torch.full((2,), float(RANK)))
+        assert gathered.tolist() == [float(rank) for rank in EVERYBODY for _ in range(2)]
+        dist.reduce_scatter_tensor(scattered, gathered)
+        assert scattered.tolist() == [float(RANK * SIZE)] * 2
+    assert ours == []
+    dist.barrier()
+    assert ours == ["barrier"]
+    del everybody
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:smddp,cuda:gloo", store=PrefixStore("third", store), rank=RANK, world_size=SIZE)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [SIZE] * 3
+    try:
+        dist.new_group(backend="cpu:mpi,cuda:smddp")
+    except Exception as error:
+        assert "cpu:gloo, cuda:gloo, cuda:nccl" in str(error) or "MPI" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
 def parameters() -> None:
     parameter = torch.nn.Parameter(torch.ones(5))
     dist.all_reduce(parameter)
@@ -408,7 +512,7 @@ CHECKS = (
     *(all_reduce, long, bitwise, averages_of_integers, other_dtypes, not_a_number, what_is_not_reduced, premultiplied),
     *(strides, any_shape_and_strides, broadcast, all_gather, reduce_scatter, reduce, gather_and_scatter, all_to_all),
     *(uneven, messages, coalesced, in_flight, a_handle_blocks_nobody, from_a_callback, collected_meanwhile),
-    *(parameters, refused, groups),
+    *(parameters, sparse, dropped_handles, refused, groups, again),
 )
 for check in CHECKS:
     try:

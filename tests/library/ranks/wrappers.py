@@ -10,7 +10,9 @@ bf16_compress_hook ("required CUDA 11+ and NCCL 2.10+ …").
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -137,6 +139,37 @@ def ddp() -> None:
     ):
         model = wrapped(**options)
         check(model, train(model))
+
+
+def compiled() -> None:
+    """By Dynamo alone: what it makes of a graph later has nothing to do with the ranks."""
+    if not hasattr(dist, "_coalescing_manager"):  # torch 2.0 does not compile on Python 3.11
+        return
+    network = new_model(seed=RANK)
+    network.register_buffer("broadcast", torch.zeros(3))  # in each forward, which is compiled
+    model = DistributedDataParallel(network)
+    fast: Any = torch.compile(model, backend="eager")
+    check(model, train(model, lambda _, step, rank: loss_of(fast, step, rank)))
+
+
+def sparse_gradients() -> None:
+    """Of an embedding whose rows each rank uses others of."""
+
+    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        bags = torch.randint(0, 40, (SAMPLES, 3), generator=generator)
+        return torch.nn.functional.cross_entropy(model(bags), torch.arange(SAMPLES) % CLASSES)
+
+    def new() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8, sparse=True), torch.nn.Linear(8, CLASSES))
+
+    model, one_process = DistributedDataParallel(new()), new()
+    plain = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, one_process)]
+    train(model, loss, optimizer=plain[0])
+    assert model.module[0].weight.grad.is_sparse
+    train(one_process, loss, range(SIZE), optimizer=plain[1])
+    same(parameters_of(model), one_process.parameters(), EXACT)
 
 
 def unused_parameters() -> None:
@@ -271,12 +304,51 @@ def fsdp_in_bfloat16() -> None:
     check(model, train(model), tolerance=5e-2)
 
 
+def distributed_tensors() -> None:
+    """All-gather, all-to-all, all-reduce and reduce-scatter, by torch's functional collectives."""
+    from torch.distributed.tensor import Shard, distribute_tensor  # torch 2.0 has none
+
+    whole = torch.arange(12.0 * SIZE).view(2 * SIZE, 6) / 7
+    rows: Any = distribute_tensor(whole, _mesh(SIZE), [Shard(0)])
+    columns = rows.redistribute(placements=[Shard(1)])
+    for found in (rows, columns):
+        assert torch.equal(found.full_tensor(), whole)
+    product = rows.t() @ rows
+    for found in (product, product.redistribute(placements=[Shard(0)])):
+        torch.testing.assert_close(found.full_tensor(), whole.t() @ whole)
+
+
+def asynchronous_checkpoints() -> None:
+    """Saved beside training, by collectives of a thread of torch's own, in a group of its own; loaded as it was."""
+    from torch.distributed import checkpoint as checkpoints  # other names in torch 2.0
+    from torch.distributed.fsdp import fully_shard
+
+    directory = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(directory)
+    sharded: list[Any] = [fully_shard(new_model(seed), mesh=_mesh(SIZE)) for seed in (0, 1)]
+    model, other = sharded
+    checkpoint: Any = checkpoints
+    beside = dist.new_group(backend="smddp")
+    saving = checkpoint.async_save(model.state_dict(), checkpoint_id=directory[0], process_group=beside)
+    train(model)
+    saving.result()
+    found = other.state_dict()
+    checkpoint.load(found, checkpoint_id=directory[0])
+    same((value.full_tensor() for value in found.values()), new_model().state_dict().values(), 0)
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(str(directory[0]))
+
+
 Check = Callable[[], None]
 replicas: tuple[Check, ...] = (
     *(ddp, unused_parameters, no_sync, hooks, power_sgd, uneven_inputs),
-    *(zero_redundancy, zero_redundancy_with_uneven_inputs),
+    *(zero_redundancy, zero_redundancy_with_uneven_inputs, compiled, sparse_gradients),
 )
-shards: tuple[Check, ...] = (fsdp, hybrid, fully_sharded, fsdp_in_bfloat16)
+shards: tuple[Check, ...] = (
+    *(fsdp, hybrid, fully_sharded, fsdp_in_bfloat16),
+    *(distributed_tensors, asynchronous_checkpoints),
+)
 for name in sys.argv[1:]:
     found = globals()[name]
     for each in found if isinstance(found, tuple) else (found,):

@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from smdistributed.core.torch import buckets, observation
 from smdistributed.core.torch.devices import open_cuda, take_device
 from smdistributed.core.torch.opening import open_engine
 from smdistributed.core.torch.ordered import Ordered
+from smdistributed.core.torch.sparse import all_reduce_sparse
 from smdistributed.core.torch.tensors import (
     DTYPES,
     OPS,
@@ -40,6 +41,8 @@ from smdistributed.core.torch.tensors import (
     require_parts,
     size_of,
 )
+from smdistributed.core.torch.torchs_own import TorchsOwn
+from smdistributed.core.torch.untraced import untraced
 
 _log = logging.getLogger(__name__)
 _Tensors = Sequence[torch.Tensor]
@@ -47,11 +50,23 @@ _Work = Any
 _Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those below by position
 
 
+@untraced
 class ProcessGroup(_Base):  # type: ignore[misc]
-    """The ranks of one group of torch.distributed."""
+    """The ranks of one group of torch.distributed.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    others: torch's backends that carry the tensors on a type of device instead of this library's, by that type: "gloo",
+    or "nccl" for "cuda", as asked for by `init_process_group("cpu:gloo,cuda:smddp")`.
+    """
+
+    # What torch asks of a backend that can do more.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_tensor_alloc = supports_time_estimate = False
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, others: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         super().__init__(rank, size)
+        self._others = dict(others)
         if not dist.is_initialized():  # the first group, of all ranks
             take_device()
         self._store, self._rank, self._timeout = store, rank, timeout
@@ -70,6 +85,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
         return "smddp"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """On what the group takes tensors; torch's own property knows only of backends that are written in C++."""
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return what torch asks for more of: this, whatever carries the tensors."""
+        return self
 
     # torch keeps the two with the backends of a group, of which one in Python has none; meshes ask for the name.
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
@@ -91,8 +115,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce."""
         options = opts or dist.AllreduceOptions()
-        if _on_cuda(tensors):
-            return self._cuda().allreduce(list(tensors), options)
+        other = self._other(tensors)
+        if other is not None:
+            return other.allreduce(list(tensors), options)
         return self._run("all_reduce", lambda: self._reduce(tensors, options.reduceOp), tensors, opts)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
@@ -102,13 +127,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def reduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.reduce; what the other ranks hold stays as it was."""
         options = opts or dist.ReduceOptions()
-        if _on_cuda(tensors):
-            return self._cuda().reduce(list(tensors), options)
+        other = self._other(tensors)
+        if other is not None:
+            return other.reduce(list(tensors), options)
         return self._run("reduce", lambda: self._reduce(tensors, options.reduceOp, options.rootRank), tensors, opts)
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
         for tensor in tensors:
             op, factor = self._operation(tensor, operation)
+            if tensor.layout is not torch.strided:
+                self._reduce_sparse(tensor, op, root, factor)
+                continue
             if factor is None and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_complex():
                 self._engine.all_reduce(flat_of(tensor), op, root)  # a bucket, or a short message: nothing to prepare
                 continue
@@ -121,11 +150,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 if root in (-1, self._rank):
                     flat.copy_(multiplied)
 
+    def _reduce_sparse(self, tensor: torch.Tensor, op: str, root: int, factor: Any) -> None:
+        if root != -1 or factor is not None:
+            raise SMDDPError("The backend smddp sums sparse tensors on all ranks alone: use all_reduce, or to_dense().")
+        all_reduce_sparse(self._engine, self._rank, self.size(), tensor, op)
+
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.broadcast."""
         options = opts or dist.BroadcastOptions()
-        if _on_cuda(tensors):
-            return self._cuda().broadcast(list(tensors), options)
+        other = self._other(tensors)
+        if other is not None:
+            return other.broadcast(list(tensors), options)
 
         def collective() -> None:
             for tensor in tensors:
@@ -136,8 +171,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather; tensors of several sizes are broadcast one by one."""
-        if _on_cuda(inputs):
-            return self._cuda().allgather(list(map(list, outputs)), list(inputs))
+        other = self._other(inputs)
+        if other is not None:
+            return other.allgather(list(map(list, outputs)), list(inputs))
 
         def collective() -> None:
             for parts, tensor in zip(outputs, inputs):
@@ -169,8 +205,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_gather_into_tensor; several at once."""
-        if _on_cuda(inputs):
-            return self._cuda().allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        other = self._other(inputs)
+        if other is not None:
+            return other.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
         def collective() -> None:
             for output, tensor in zip(outputs, inputs):
@@ -194,16 +231,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.gather."""
         options = opts or dist.GatherOptions()
-        if _on_cuda(inputs):
-            return self._cuda().gather(list(map(list, outputs)), list(inputs), options)
+        other = self._other(inputs)
+        if other is not None:
+            return other.gather(list(map(list, outputs)), list(inputs), options)
         parts = list(outputs[0]) if outputs else []
         return self._run("gather", lambda: self._gather(parts, inputs[0], options.rootRank), parts or inputs, opts)
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
         """See torch.distributed.scatter."""
         options = opts or dist.ScatterOptions()
-        if _on_cuda(outputs):
-            return self._cuda().scatter(list(outputs), list(map(list, inputs)), options)
+        other = self._other(outputs)
+        if other is not None:
+            return other.scatter(list(outputs), list(map(list, inputs)), options)
         parts = list(inputs[0]) if inputs else []
 
         def collective() -> None:
@@ -218,8 +257,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
         """See torch.distributed.reduce_scatter; tensors of several sizes are reduced one by one."""
         options = opts or dist.ReduceScatterOptions()
-        if _on_cuda(outputs):
-            return self._cuda().reduce_scatter(list(outputs), list(map(list, inputs)), options)
+        other = self._other(outputs)
+        if other is not None:
+            return other.reduce_scatter(list(outputs), list(map(list, inputs)), options)
 
         def collective() -> None:
             for output, parts in zip(outputs, inputs):
@@ -252,13 +292,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.reduce_scatter_tensor; several at once."""
+        other = self._other(outputs)
+        if other is not None:
+            return other.reduce_scatter_tensor_coalesced(
+                list(outputs), list(inputs), opts or dist.ReduceScatterOptions()
+            )
         parts = [list(tensor.reshape(self.size(), *output.shape)) for output, tensor in zip(outputs, inputs)]
         return self.reduce_scatter(outputs, parts, opts)
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_to_all."""
-        if _on_cuda([*outputs, *inputs]):
-            return self._cuda().alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
+        other = self._other([*outputs, *inputs])
+        if other is not None:
+            return other.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
 
         def collective() -> None:
             with ExitStack() as given_back:
@@ -279,9 +325,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> _Work:
         """See torch.distributed.all_to_all_single."""
-        if _on_cuda([output]):
+        other = self._other([output])
+        if other is not None:
             options = opts or dist.AllToAllOptions()
-            return self._cuda().alltoall_base(output, tensor, list(output_sizes), list(input_sizes), options)
+            return other.alltoall_base(output, tensor, list(output_sizes), list(input_sizes), options)
 
         def collective() -> None:
             with Flattened(output) as flat:
@@ -306,15 +353,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
         """See torch.distributed.send."""
-        return self._group_of(tensors).send(list(tensors), rank, tag)
+        return (self._other(tensors) or self._torchs["gloo"]).send(list(tensors), rank, tag)
 
     def recv(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
         """See torch.distributed.recv."""
-        return self._group_of(tensors).recv(list(tensors), rank, tag)
+        return (self._other(tensors) or self._torchs["gloo"]).recv(list(tensors), rank, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> _Work:
         """See torch.distributed.recv without a source."""
-        return self._group_of(tensors).recv_anysource(list(tensors), tag)
+        return (self._other(tensors) or self._torchs["gloo"]).recv_anysource(list(tensors), tag)
 
     # Their names since torch 2.13.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
@@ -378,11 +425,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """What carries tensors on CUDA devices."""
         if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
-            self._torchs["cuda"] = open_cuda(store, self._rank, self.size(), self._timeout, weakref.proxy(self))
+            asked = "cuda:nccl" if self._others.get("cuda") == "nccl" else ""
+            self._torchs["cuda"] = open_cuda(store, self._rank, self.size(), self._timeout, weakref.proxy(self), asked)
         return self._torchs["cuda"]
 
-    def _group_of(self, tensors: _Tensors) -> Any:
-        return self._cuda() if _on_cuda(tensors) else self._torchs["gloo"]
+    def _other(self, tensors: _Tensors) -> Any:
+        """What carries these tensors instead of this group's engine; None: nothing does."""
+        kind = "cuda" if _on_cuda(tensors) else "cpu"
+        if self._others.get(kind) == "gloo":
+            return TorchsOwn(self._torchs["gloo"])
+        return self._cuda() if kind == "cuda" else None
 
 
 def _close(ordered: Ordered, engine: Engine, torchs: dict[str, Any], pid: int) -> None:
@@ -399,23 +451,23 @@ def _close(ordered: Ordered, engine: Engine, torchs: dict[str, Any], pid: int) -
         torchs.clear()
 
 
-def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """Make a group, as torch.distributed asks for one."""
-    return ProcessGroup(store, rank, size, timeout)
-
-
 def _is_async(opts: Any) -> bool | None:
     """Whether the caller wants a handle; None: it takes one, and may be torch's C++.
 
-    torch's functions in Python have an argument for it. Newer ones tell the group what it says, but so does C++.
+    Newer versions of torch say so in the options. Before, its functions in Python have an argument for it, which only
+    their frame tells: without that, each collective would pass through the thread.
     """
-    if getattr(opts, "asyncOp", None) is False:
-        return False
+    if _TELLS_ASYNC:
+        return getattr(opts, "asyncOp", True)
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals is globals():
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     found = frame.f_locals.get("async_op") if frame else None
     return None if found is None else bool(found)
+
+
+_TELLS_ASYNC = hasattr(dist.AllreduceOptions(), "asyncOp")  # not in torch 2.0
+_BETWEEN = (__name__, untraced.__module__)  # modules whose frames lie between a caller and `_is_async`
 
 
 def _on_cuda(tensors: _Tensors) -> bool:

@@ -25,9 +25,13 @@ class Flattened:
     """A tensor of any shape and strides as one contiguous dimension, complex numbers as two real ones.
 
     What is written into it is in the tensor after `give_back`, or when a `with` block ends well.
+
+    Raises SMDDPError for a sparse tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise SMDDPError(f"The backend smddp takes {tensor.layout} tensors in all_reduce alone: use to_dense().")
         dense = tensor.detach()
         self._tensor = torch.view_as_real(dense) if dense.is_complex() else dense
         self.flat = self._tensor.reshape(-1).contiguous()  # reshape keeps a single stride

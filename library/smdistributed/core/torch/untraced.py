@@ -1,0 +1,56 @@
+"""Keeps torch.compile out of the collectives of a process group.
+
+torch's C++ calls the methods of a process group that is written in Python. If that happens in a compiled region, as
+when DistributedDataParallel broadcasts its buffers, Dynamo would trace into the method, and fail on its engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def untraced(cls: _Class) -> _Class:
+    """Wrap the methods that torch calls, public ones and those that override a name of the base class.
+
+    `torch._dynamo.disable` does the same, and costs the import of Dynamo and some microseconds a call.
+    """
+    for name, method in list(vars(cls).items()):
+        is_called = not name.startswith("_") or (not name.startswith("__") and hasattr(cls.__base__, name))
+        if inspect.isfunction(method) and is_called and _set_eval_frame is not None:
+            setattr(cls, name, _without_dynamo(method))
+    return cls
+
+
+def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call_untraced(*args: Any, **kwargs: Any) -> Any:
+        callback = _set_eval_frame(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _set_eval_frame(callback)
+
+    _skip(call_untraced.__code__)
+    wrapper: Any = functools.wraps(method)(call_untraced)
+    wrapper._torchdynamo_disable = True  # a compiled region that calls it is cut here
+    return wrapper  # type: ignore[no-any-return]
+
+
+def _skip(code: CodeType) -> None:
+    """Have Dynamo run the frames of this code as they are: `torch._dynamo.skip`, which has had two names in C."""
+    if hasattr(_frames, "skip_code"):  # older versions of torch
+        _frames.skip_code(code)
+    else:
+        strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+        _frames.set_code_exec_strategy(code, strategy)
+
+
+_frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_set_eval_frame: Any = getattr(_frames, "set_eval_frame", None)

@@ -100,5 +100,14 @@ with torch.no_grad():
 (args.out / f"rank-{rank}.json").write_text(
     json.dumps({"losses": losses, "mean_score": float(scores.mean()), "devices": torch.cuda.device_count(), **told})
 )
+if distributed and not args.cpu:  # NCCL, unlike gloo, compares numbers of elements, not shapes
+    size = dist.get_world_size()
+    gathered = torch.empty(4 * size, device=device)
+    dist.all_gather_into_tensor(gathered, torch.full((1, 4), float(rank), device=device))
+    assert gathered.tolist() == [float(other) for other in range(size) for _ in range(4)]
+    for op, factor in ((dist.ReduceOp.SUM, size), (dist.ReduceOp.AVG, 1)):
+        scattered = torch.empty((2, 2), device=device)
+        dist.reduce_scatter_tensor(scattered, gathered, op)
+        assert scattered.is_cuda and scattered.tolist() == [[float(rank * factor)] * 2] * 2
 if distributed:
     dist.destroy_process_group()

@@ -38,6 +38,10 @@ def devices() -> None:
     assert torch.cuda.get_device_properties(0).total_memory > 0
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated("cuda:1") == 0
     torch.cuda.empty_cache()
+    others: tuple[Any, ...] = (torch.cuda.device(1), torch.cuda.device("cuda:1"))
+    for device in others:
+        assert torch.cuda.get_device_capability(device) == torch.cuda.get_device_capability(1)
+    raises(RuntimeError, "invalid device ordinal", lambda: torch.cuda.device(2))
 
 
 def ordinals() -> None:
@@ -131,6 +135,28 @@ def functions_of_the_script() -> None:
     torch.autograd.grad(Twice.apply(x).sum(), x)
 
 
+def recomputed_activations() -> None:
+    """What autograd saves of these is compared with what is computed anew, its device as well."""
+    table, words = nn.Embedding(7, 4).cuda(), torch.tensor([1, 2, 3], device=CUDA)
+
+    def masked(rows: torch.Tensor) -> torch.Tensor:
+        positive = rows > 0
+        return F.dropout(rows.masked_fill(positive, 1.0), 0.1) * torch.where(positive, rows, rows * 2)
+
+    for function in (lambda rows: masked(table(rows)), lambda rows: F.dropout(table(rows), 0.1)):
+        checkpoint(function, words, use_reentrant=False).sum().backward()
+    assert table.weight.grad is not None
+
+
+def printed() -> None:
+    x = torch.ones(2, device="cuda:1", dtype=torch.float64)
+    assert repr(x) == str(x) == f"{x}" == "tensor([1., 1.], device='cuda:1', dtype=torch.float64)"
+    assert repr(x.cpu()) == "tensor([1., 1.], dtype=torch.float64)"
+    assert str([torch.ones(1).cuda()]) == "[tensor([1.], device='cuda:0')]"
+    assert "device='cuda:0', requires_grad=True)" in repr(nn.Linear(1, 1).cuda().weight)
+    assert f"{x.sum()}" == "2.0" and f"{x.sum():.2f}" == "2.00"
+
+
 def threads() -> None:
     found: list[torch.device] = []
     thread = threading.Thread(target=lambda: found.append(torch.zeros(1, device="cuda:1").device))
@@ -209,6 +235,8 @@ CHECKS = (
     modules_move,
     mixtures_are_refused,
     functions_of_the_script,
+    recomputed_activations,
+    printed,
     threads,
     defaults,
     checkpoints_bear_no_trace,

@@ -44,7 +44,7 @@ def pretended(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]
         why = f"one for each process; {GPUS} sets how many"
     real = f"; the {machine.gpus} real ones are not used" if machine.gpus else ""
     note = (
-        f"REHEARSAL, because {SWITCH}={job.environ[SWITCH]}: PyTorch's CUDA is pretended, on the CPU. "
+        f"REHEARSAL, because {SWITCH}={job.environ[SWITCH]}: GPUs are pretended, on the CPU. "
         f"This host pretends to have {gpus} GPUs ({why}){real}"
     )
     return machine._replace(gpus=gpus), {SWITCH: "1", GPUS: str(gpus)}, note

@@ -19,6 +19,7 @@ from smdistributed.rehearsal.torch import (
     edges,
     mode,
     modules,
+    printing,
     streams,
 )
 
@@ -29,5 +30,5 @@ if TYPE_CHECKING:
 def rehearse(settings: Settings) -> None:
     """Stand in for CUDA from here on, in this process and the threads it starts."""
     notice.prepare(settings, real=torch.cuda.device_count())  # it is about to be replaced
-    for part in (cuda, streams, amp, checkpoints, modules, distributed, edges, mode):
+    for part in (cuda, streams, amp, checkpoints, modules, distributed, printing, edges, mode):
         part.stand_in(settings.gpus)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Union
+from typing import Protocol, Union, runtime_checkable
 
 import torch
 
@@ -14,9 +14,16 @@ CPU = torch.device("cpu")
 # CPU, and is another object.
 UNKNOWN = torch.device("cpu")
 
-DeviceLike = Union[torch.device, str, int, None]
+DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
 _Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # what CUDA's errors are, by version
 _count = 0
+
+
+@runtime_checkable
+class DeviceContext(Protocol):
+    """A torch.cuda.device object."""
+
+    idx: int
 
 
 class _Thread(threading.local):
@@ -71,12 +78,16 @@ def is_cuda(device: object) -> bool:
 def cuda(device: DeviceLike = None) -> torch.device:
     """The CUDA device that is meant, with its ordinal: None and "cuda" are the current one.
 
+    A torch.cuda.device object is taken as torch takes it: its ordinal.
+
     Raises ValueError for a device of another type, and what `checked` raises.
     """
     if device is None:
         return torch.device("cuda", current())
     if isinstance(device, int):
         return torch.device("cuda", current() if device < 0 else checked(device))
+    if isinstance(device, DeviceContext):
+        return cuda(device.idx)
     found = torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {found}")

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from smdistributed.rehearsal.torch import devices
 
+_UNSEEN = "_shoal_without_mode"
+
 
 def stand_in(_: int) -> None:
     """Translate the backends of torch.distributed, where this torch has it."""
@@ -29,10 +31,16 @@ def stand_in(_: int) -> None:
         _replace(name, _without_nccl)
     _replace("barrier", _without_device_ids)
     _replace("all_reduce", _averaging)
+    for name in ("all_gather_into_tensor", "all_gather_single", "_all_gather_base"):
+        _replace(name, _gathering_flat)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"):
+        _replace(name, _scattering_flat)
 
 
 def _replace(name: str, wrap: Any) -> None:
-    original = getattr(dist, name)
+    original = getattr(dist, name, None)
+    if original is None:  # another version's name
+        return
     replaced = wrap(original)
     for module in (dist, dist.distributed_c10d):
         if getattr(module, name, None) is original:
@@ -49,7 +57,7 @@ def _without_nccl(function: Any) -> Any:
         if backend is None and function.__name__ == "init_process_group":
             options["backend"] = "gloo"
         elif isinstance(backend, str):
-            options["backend"] = "gloo" if "nccl" in backend.lower() else backend
+            options["backend"] = _answering(backend)
         if options.pop("device_id", None) is not None:  # tells NCCL to connect at once
             devices.cuda(kwargs.get("device_id"))
         if "nccl" in str(backend).lower():
@@ -57,6 +65,16 @@ def _without_nccl(function: Any) -> Any:
         return function(**options)
 
     return with_gloo
+
+
+def _answering(backend: str) -> str:
+    """The backend that answers for one, or for several by device: that of CUDA, as all tensors lie in one memory."""
+    wanted = backend.lower()
+    by_device = dict(pair.split(":", 1) for pair in wanted.split(",") if ":" in pair)
+    if not by_device:
+        return "gloo" if "nccl" in wanted else backend
+    found = by_device.get("cuda", "nccl")
+    return by_device.get("cpu", "gloo") if found == "nccl" else found
 
 
 def _without_device_ids(function: Any) -> Any:
@@ -83,6 +101,56 @@ def _averaging(function: Any) -> Any:
     return all_reduce
 
 
+def _gathering_flat(function: Any) -> Any:
+    """NCCL compares the numbers of elements alone; gloo compares shapes, and in torch 2.0 has no such collective."""
+
+    @functools.wraps(function)
+    def gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if not _is_flattened(group, output_tensor, input_tensor):
+            return function(output_tensor, input_tensor, group, async_op)
+        flat, given = output_tensor.view(-1), input_tensor.view(-1)
+        if _HAS_SINGLE:
+            return function(flat, given, group, async_op)
+        return dist.all_gather(list(flat.chunk(dist.get_world_size(group))), given, group, async_op)
+
+    return gather
+
+
+def _scattering_flat(function: Any) -> Any:
+    """As above; NCCL averages, too."""
+
+    @functools.wraps(function)
+    def scatter(
+        output: Any,
+        input: Any,  # noqa: A002 (torch's name)
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if not _is_flattened(group, output, input):
+            return function(output, input, op, group, async_op)
+        flat, given = output.view(-1), input.view(-1)
+        if _HAS_SINGLE and op != dist.ReduceOp.AVG:
+            return function(flat, given, op, group, async_op)
+        total = given.clone()
+        dist.all_reduce(total, op, group)
+        flat.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        return _Done() if async_op else None
+
+    return scatter
+
+
+_HAS_SINGLE = hasattr(dist, "_coalescing_manager")  # torch 2.1 and later
+
+
+def _is_flattened(group: Any, output: Any, given: Any) -> bool:
+    """Whether gloo answers, and the numbers of elements are such that NCCL would take the tensors."""
+    if dist.get_backend(group) != "gloo" or not (output.is_contiguous() and given.is_contiguous()):
+        return False
+    size = dist.get_world_size(group)
+    return bool(output.numel() == size * given.numel() or given.numel() == size * output.numel())
+
+
 class _Done:
     """The work of a collective that has ended."""
 
@@ -100,7 +168,7 @@ def _creator(create: Any) -> Any:
     def create_unseen(*args: Any, **kwargs: Any) -> Any:
         group = _unseen(create)(*args, **kwargs)
         for name, method in list(vars(type(group)).items()):
-            if inspect.isfunction(method) and not name.startswith("__") and not hasattr(method, "__wrapped__"):
+            if inspect.isfunction(method) and not name.startswith("__") and not hasattr(method, _UNSEEN):
                 setattr(type(group), name, _unseen(method))
         return group
 
@@ -113,4 +181,5 @@ def _unseen(function: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
+    setattr(without_mode, _UNSEEN, True)
     return without_mode

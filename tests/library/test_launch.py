@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from smdistributed.core.launch import Address, Launch, LaunchError, read_launch
+from smdistributed.core.launch import Address, Launch, LaunchError, fill_in, read_launch
 
 NAMED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 MASTER = {"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}
@@ -106,3 +108,17 @@ def test_bad_environment_is_refused_by_name(environ: dict[str, str], words: str)
     with pytest.raises(LaunchError) as error:
         read_launch(environ)
     assert words in str(error.value)
+
+
+def test_a_port_for_the_ranks_stays_free_for_them() -> None:
+    """No other process can take it before a server of theirs listens on it, on whatever addresses."""
+    environ = mpi(0, 1, 0, 1)
+    del environ["PMIX_SERVER_TMPDIR"]
+    fill_in(environ)
+    port = int(environ["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    everywhere: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    for address, options in (("127.0.0.1", {}), ("", {}), ("", everywhere)):
+        with socket.create_server((address, port), **options):
+            pass

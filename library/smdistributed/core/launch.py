@@ -32,6 +32,7 @@ _MPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
 _PORT_SECONDS, _PORT_LOOK_SECONDS = 300.0, 0.01
+_reservations: list[socket.socket] = []
 
 
 class LaunchError(RuntimeError):
@@ -144,8 +145,7 @@ def nowhere_to_meet(launch: Launch) -> LaunchError:
 def _agreed_port(launch: Launch) -> int:
     """A port that is free on this host, the same on all ranks: rank 0 writes it down, the others wait for that."""
     if launch.rank == 0 or launch.session_dir is None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port: int = probe.getsockname()[1]
+        port = _reserved_port()
     if launch.session_dir is None:
         return port
     path = launch.session_dir / "smdistributed-port"
@@ -164,6 +164,19 @@ def _agreed_port(launch: Launch) -> int:
             )
         time.sleep(_PORT_LOOK_SECONDS)
     return int(path.read_text())
+
+
+def _reserved_port() -> int:
+    """A port on which this process can listen, and which the system gives to no other one while this process lives.
+
+    Bound by a socket that does not listen, so that a server may share it: all servers for a store set SO_REUSEADDR.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("", 0))
+    _reservations.append(reservation)
+    port: int = reservation.getsockname()[1]
+    return port
 
 
 def _place(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:

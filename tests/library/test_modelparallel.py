@@ -6,12 +6,16 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.library.conftest import TORCH, clean_environment
 from tests.repeats import SEED, SOAK, times
+
+from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.torch import stage
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
@@ -174,3 +178,27 @@ def test_dataparallel_beside_it_is_refused() -> None:
     ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert 'Using "modelparallel" and "dataparallel" in one job is not supported' in ended.stderr
+
+
+class FullMail:
+    """To rank 1 nothing goes out: its socket is full."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.emptied = threading.Event()
+
+    def send(self, to: int, head: bytes, bodies: object = ()) -> None:
+        if to == 1:
+            self.emptied.wait(20)
+        self.told.append(to)
+
+
+def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_TELL_SECONDS", 0.2)
+    mail: Any = FullMail()
+    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None)
+    failing.fail(ValueError("no"))
+    assert mail.told == [2]
+    with pytest.raises(ValueError, match="no"):
+        failing.begin(Config())
+    mail.emptied.set()

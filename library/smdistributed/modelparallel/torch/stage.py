@@ -11,6 +11,7 @@ import functools
 import itertools
 import queue
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from smdistributed.modelparallel.torch.work import Generators, Modes, Work, curr
 
 _DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
 _REASON_SECONDS = 1.0
+_TELL_SECONDS = 5.0
 Hop = tuple[int, tuple[str, ...]]
 """A stage, and the modules, by name, that it calls one after the other."""
 
@@ -270,6 +272,7 @@ class Stage:
         """End the step on all stages because of this, and every later one.
 
         That a stage is gone is told too, by those in a step: others may know nothing of it, and wait for one of these.
+        A stage that takes no messages is waited for no longer than `_TELL_SECONDS`.
         """
         with self._telling:  # before this process learns of it, or another of its threads, and exits
             if not self._told:
@@ -278,10 +281,18 @@ class Stage:
         self._fail(error)
 
     def _tell_all(self, text: str) -> None:
-        for rank in self.ranks:
-            if rank != self.ranks[self.index] and rank not in self._gone:
-                with suppress(OSError):  # gone as well
-                    send(self._mail, rank, Kind.FAILED, self.steps, about=text)
+        """Tell each other stage in a thread of its own: one whose socket is full must not keep this from the others."""
+        others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self._gone]
+        tellers = [threading.Thread(target=self._tell_failure, args=(rank, text), daemon=True) for rank in others]
+        for teller in tellers:
+            teller.start()
+        deadline = time.monotonic() + _TELL_SECONDS
+        for teller in tellers:
+            teller.join(max(0, deadline - time.monotonic()))
+
+    def _tell_failure(self, rank: int, text: str) -> None:
+        with suppress(OSError):  # gone as well
+            send(self._mail, rank, Kind.FAILED, self.steps, about=text)
 
     def _handle(self, message: Message) -> None:
         step = self._in_step()

@@ -16,7 +16,10 @@
 
 /* TF_INTERNAL: sessions that watch themselves take up anew after TF_ABORTED, and would for ever. Input 0 of collectives
    is what keeps their order. TensorFlow's own kernels know tensors of up to 8 dimensions. */
-enum { FLOAT = 1, INVALID_ARGUMENT = 3, INTERNAL = 13, NAME_BYTES = 32, FIRST_TENSOR = 1, MOST_DIMS = 8 };
+enum { FLOAT = 1, NAME_BYTES = 32, FIRST_TENSOR = 1, MOST_DIMS = 8 };
+enum { INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, INTERNAL = 13 };
+
+#define NO_MEMORY "There is no memory for an operation of smdistributed."
 
 typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
@@ -204,6 +207,12 @@ static void *create(TF_OpKernelConstruction *construction, enum kind kind)
 {
     node_t *node = calloc(1, sizeof *node);
     TF_Status *status = tf.NewStatus();
+    if (!node) {
+        tf.SetStatus(status, RESOURCE_EXHAUSTED, NO_MEMORY);
+        tf.OpKernelConstruction_Failure(construction, status);
+        tf.DeleteStatus(status);
+        return NULL;
+    }
     node->kind = kind;
     if (NAME_ATTRIBUTES[kind])
         tf.OpKernelConstruction_GetAttrString(construction, NAME_ATTRIBUTES[kind], node->name, NAME_BYTES - 1, status);
@@ -237,10 +246,13 @@ static void *create_receive(TF_OpKernelConstruction *construction)
     return create(construction, RECEIVE);
 }
 
+/* NULL: there is no memory for it. */
 static work_t *new_work(const node_t *node, int count)
 {
     size_t pointers = (size_t)count * sizeof(void *);
     char *memory = calloc(1, sizeof(work_t) + 4 * pointers + (size_t)count * sizeof(int64_t));
+    if (!memory)
+        return NULL;
     work_t *work = (work_t *)memory;
     work->kind = node->kind;
     work->rank = node->rank;
@@ -321,6 +333,11 @@ static void compute(void *node, TF_OpKernelContext *context)
 {
     work_t *work = new_work(node, tf.NumInputs(context) + 1);
     TF_Status *status = tf.NewStatus();
+    if (!work) {
+        tf.SetStatus(status, RESOURCE_EXHAUSTED, NO_MEMORY);
+        fail(context, status);
+        return;
+    }
     work->context = context;
     take_inputs(work, status);
     if (tf.GetCode(status)) {

@@ -82,6 +82,44 @@ def test_a_launcher_inside_mpirun_decides() -> None:
     assert (launch.rank, launch.world_size, launch.local_rank, launch.session_dir) == (5, 8, 1, None)
 
 
+# What `train` gives a script that it starts once on each of two hosts, the second of which this is.
+PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **MASTER}
+ALONE = {**PLAIN, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+HOSTS = {"SM_CURRENT_HOST_RANK": "1", "SM_HOST_COUNT": "2"}
+
+
+@pytest.mark.parametrize("callers", [ALONE, {**PLAIN, **HOSTS}])
+@pytest.mark.parametrize(("rank", "size"), [(0, 4), (3, 4), (1, 2)])
+def test_a_scripts_own_mpirun_decides(callers: dict[str, str], rank: int, size: int) -> None:
+    """As published launchers (`mpirun -np 4 python …` in a .sh) have it. The last place is as the plain one's."""
+    launch = read_launch({**callers, **mpi(rank, size, rank, size)})
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (rank, size, rank, size)
+    assert (launch.master, launch.session_dir) == (None, Path("/tmp/ompi/1")), "the other host's address is none here"
+
+
+def test_what_train_gives_its_own_ranks_is_no_other_jobs() -> None:
+    environ = {**PLAIN, **HOSTS, **mpi(1, 2, 0, 1)}
+    assert read_launch(environ).master == Address("algo-1", 7777)
+    by_torchrun = {**environ, **mpi(0, 1, 0, 1), "TORCHELASTIC_RUN_ID": "none"}
+    assert (read_launch(by_torchrun).rank, read_launch(by_torchrun).world_size) == (1, 2)
+
+
+def test_torch_finds_the_place_that_a_scripts_own_mpirun_gives(tmp_path: Path) -> None:
+    environ = {**ALONE, **mpi(0, 4, 0, 4), "PMIX_SERVER_TMPDIR": str(tmp_path)}
+    fill_in(environ)
+    named = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    assert {name: environ[name] for name in named} == named
+    assert environ["MASTER_PORT"] == (tmp_path / "smdistributed-port").read_text()
+    assert read_launch(environ).master == Address("127.0.0.1", int(environ["MASTER_PORT"]))
+
+
+@pytest.mark.parametrize("environ", [{**NAMED, **MASTER}, {**mpi(5, 8, 1, 4), **MASTER, "LOCAL_RANK": "7"}])
+def test_the_local_rank_has_the_name_that_transformers_reads(environ: dict[str, str]) -> None:
+    fill_in(environ)
+    assert (environ["SMDATAPARALLEL_LOCAL_RANK"], environ["LOCAL_RANK"]) == ("1", "1")
+    assert environ["MASTER_ADDR"] == "algo-1"
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -100,7 +138,7 @@ def test_a_launcher_inside_mpirun_decides() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2, but no local rank is given: set LOCAL_RANK"),
         ({**NAMED, "MASTER_ADDR": "algo-1"}, "MASTER_ADDR=algo-1 is set, but MASTER_PORT is not"),
         ({**NAMED, **MASTER, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is out of range: it must be from 1 to 65535"),
-        ({**mpi(1, 2, 1, 2), "RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 WORLD_SIZE=1 contradict mpirun"),
+        ({**mpi(1, 3, 1, 3), "RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2 contradict mpirun"),
         ({**mpi(1, 2, 1, 2), "RANK": "0", "WORLD_SIZE": "2"}, "unset RANK and WORLD_SIZE where mpirun is called"),
     ],
 )

@@ -7,8 +7,10 @@ The only module that reads it, and fills in what torch reads. Two families of va
 
 The first family decides where it is there, because it is what torch's own `env://` reads and what a launcher inside
 mpirun (torchrun on every host) sets anew; the second fills in what the first leaves out, when both tell the same rank.
-Two families that cannot both be true (RANK left over in the shell that calls mpirun) are an error: each rank would else
-train alone. With neither, no launcher started the process: a job of one.
+RANK and WORLD_SIZE of the one process that called mpirun are left over, and mpirun's family decides: a world of one,
+and what `train` gives a script that it starts once on each host (as SM_CURRENT_HOST_RANK and SM_HOST_COUNT). Other
+families that cannot both be true are an error: each rank would else train alone. With neither, no launcher started the
+process: a job of one.
 
 The ranks meet at MASTER_ADDR:MASTER_PORT, else at SMDATAPARALLEL_SERVER_ADDR:SMDATAPARALLEL_SERVER_PORT (set by the
 data parallel launcher on several hosts), else, when mpirun started them all on this host, in its session directory.
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _RANK_NAMES = ("RANK", "WORLD_SIZE")
 _MPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_HOST_NAMES = ("SM_CURRENT_HOST_RANK", "SM_HOST_COUNT")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
 _PORT_SECONDS, _PORT_LOOK_SECONDS = 300.0, 0.01
@@ -75,6 +78,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if environ is None else environ
     named, mpi = _place(env, _RANK_NAMES), _place(env, _MPI_NAMES)
+    is_callers = _is_the_callers(env, named, mpi)
+    if is_callers:
+        named = None
     place = named or mpi
     if place is None:
         _refuse_local_rank_alone(env)
@@ -90,38 +96,65 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"This process is rank {rank} of {world_size}, but no local rank is given: "
             f"set {local_names[0]}, from 0 to the ranks on this host less one."
         )
-    alone_on_host = local_world_size == world_size
+    session_dir = _session_dir(env) if local_world_size == world_size and mpi == place else None
     return Launch(
         launched=True,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        master=_master(env) if world_size > 1 else None,
-        session_dir=_session_dir(env) if alone_on_host and mpi == place else None,
+        # The caller's may be another host's.
+        master=_master(env) if world_size > 1 and not (is_callers and session_dir) else None,
+        session_dir=session_dir,
     )
 
 
 def fill_in(environ: MutableMapping[str, str]) -> None:
-    """Set what torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) where mpirun alone started this process.
+    """Set what torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) where mpirun started this process.
 
-    Nothing is changed where RANK is set. Without a master's address, rank 0 leaves a free port of this host in the
-    job's session directory, for which the others wait. Raises LaunchError as `read_launch` does, and where they have
-    neither an address nor a directory.
+    And SMDATAPARALLEL_LOCAL_RANK, as LOCAL_RANK is, for scripts and for transformers. Nothing else is changed where
+    RANK is set, unless it is that of the process which called mpirun. Without a master's address, rank 0 leaves a free
+    port of this host in the job's session directory, for which the others wait. Raises LaunchError as `read_launch`
+    does, and where they have neither an address nor a directory.
     """
-    if "RANK" in environ:
+    is_callers = _is_the_callers(environ, _place(environ, _RANK_NAMES), _place(environ, _MPI_NAMES))
+    if "RANK" in environ and not is_callers:
+        if "LOCAL_RANK" in environ:
+            environ.setdefault("SMDATAPARALLEL_LOCAL_RANK", environ["LOCAL_RANK"])
         return
     launch = read_launch(environ)
     if not launch.launched:
         return
-    named = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": launch.local_rank}
+    named = {
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        **dict.fromkeys(_LOCAL_RANK_NAMES, launch.local_rank),
+    }
     if launch.local_world_size is not None:
         named["LOCAL_WORLD_SIZE"] = launch.local_world_size
-    for name, value in named.items():
-        environ.setdefault(name, str(value))
-    if "MASTER_ADDR" not in environ and (launch.master or launch.session_dir or launch.world_size == 1):
+    has_address = "MASTER_ADDR" in environ and (launch.master is not None or launch.session_dir is None)
+    environ.update({name: str(value) for name, value in named.items()})
+    if not has_address and (launch.master or launch.session_dir or launch.world_size == 1):
         master = meeting_place(launch)
         environ.update(MASTER_ADDR=master.host, MASTER_PORT=str(master.port))
+
+
+def name_local_rank(environ: MutableMapping[str, str]) -> None:
+    """Set SMDATAPARALLEL_LOCAL_RANK where a launcher started this process. Raises LaunchError as `read_launch` does."""
+    launch = read_launch(environ)
+    if launch.launched:
+        environ["SMDATAPARALLEL_LOCAL_RANK"] = str(launch.local_rank)
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of several ranks a host started this process: not one that `train` starts once on each host.
+
+    Raises LaunchError as `read_launch` does.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or _place(environ, _MPI_NAMES) is not None:
+        return True
+    named = _place(environ, _RANK_NAMES)
+    return named is not None and named[1] > 1 and not _is_of_host(environ, named)
 
 
 def meeting_place(launch: Launch) -> Address:
@@ -221,6 +254,24 @@ def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
     for name in _LOCAL_RANK_NAMES:
         if name in env:
             raise LaunchError(f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not: set all three or none.")
+
+
+def _is_the_callers(env: Mapping[str, str], named: tuple[int, int] | None, mpi: tuple[int, int] | None) -> bool:
+    """Whether the first family is of the process that called mpirun: the only one of its job, or of its host.
+
+    torchrun inside mpirun has named this process anew.
+    """
+    if named is None or mpi is None or "TORCHELASTIC_RUN_ID" in env:
+        return False
+    local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if named == mpi and env.get("LOCAL_WORLD_SIZE", local_size) == local_size:
+        return False
+    return named[1] == 1 or _is_of_host(env, named)
+
+
+def _is_of_host(env: Mapping[str, str], named: tuple[int, int]) -> bool:
+    """Whether this is the place of a script that `train` starts once on each host."""
+    return [str(number) for number in named] == [env.get(name) for name in _HOST_NAMES]
 
 
 def _refuse_leftovers(named: tuple[int, int], mpi: tuple[int, int]) -> None:

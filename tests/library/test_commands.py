@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.launching import clean_environment
+
+import smddpcommon
 
 TELL = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:], os.environ['MARK']])); sys.exit(7)"
 MODEL_PARALLEL = ["-i", "ml.p4d.24xlarge", "--allow-bypass"]
@@ -49,6 +52,34 @@ def test_a_rank_rehearses_where_it_is_asked_to(name: str) -> None:
         assert subprocess.run(command, capture_output=True, text=True, env=environ, check=True).stdout == f"{said}\n"
 
 
+def by_function(name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the commands in an environment of no launcher but what is given."""
+    program = Path(sys.executable).with_name(name)
+    start = f"import sys; from smdistributed.core.commands import {name}; sys.argv[0] = {str(program)!r}; {name}()"
+    env = {**clean_environment(), **environ}
+    return subprocess.run([sys.executable, "-c", start, *words], capture_output=True, text=True, env=env, timeout=60)
+
+
+LOCAL_RANK = ["sh", "-c", "echo $SMDATAPARALLEL_LOCAL_RANK $MINE"]
+MPI_RANK = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+MPI_RANK |= {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+
+
+@pytest.mark.parametrize("name", ["smddprun", "smddpsinglenode", "smddp_singlenode_dev"])
+def test_a_data_parallel_rank_finds_its_local_rank(name: str) -> None:
+    """AWS documents the variable; transformers reads it."""
+    assert by_function(name, *LOCAL_RANK, **MPI_RANK, SM_NUM_GPUS="2").stdout == "1\n"
+
+
+@pytest.mark.parametrize("name", ["smddpsinglenode", "smddp_singlenode_dev"])
+def test_a_rank_for_each_gpu_is_started_where_no_launcher_has(name: str) -> None:
+    """As in the published smdataparallel_mnist_script_mode.sh, which is started once."""
+    plain = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = by_function(name, "-x", "MINE=x", *LOCAL_RANK, **plain, SM_NUM_GPUS="3")
+    assert sorted(done.stdout.splitlines()) == ["0 x", "1 x", "2 x"], done.stderr
+    assert by_function(name, *LOCAL_RANK).stdout == "\n", "no GPU: a job of one"
+
+
 def test_a_command_is_looked_for_on_path() -> None:
     assert start("smddprun", "true").wait(timeout=60) == 0
 
@@ -84,3 +115,13 @@ def test_explain_names_the_rank_and_its_engine() -> None:
     assert re.search(
         r"else copied to the host and reduced there; this host shows \d+ NVIDIA devices? to 2 local ranks", said
     )
+
+
+def test_smddpcommon_is_what_published_scripts_call() -> None:
+    with pytest.warns(UserWarning, match="setBucketSize has no effect: .* bucket_cap_mb"):
+        smddpcommon.setBucketSize(25 << 20)
+    for size in (0, 2.5, True):
+        with pytest.raises(ValueError, match="must be a whole number of bytes, above 0"):
+            smddpcommon.setBucketSize(size)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"no 'allReduce': .* there is setBucketSize only"):
+        _ = smddpcommon.allReduce

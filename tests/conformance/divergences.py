@@ -85,6 +85,18 @@ VARIABLES = (
         "torch's names for a process: init_process_group() works under every launcher.",
         *("env RANK", "env WORLD_SIZE", "env LOCAL_RANK", "env LOCAL_WORLD_SIZE"),
     ),
+    Divergence(
+        "env SMDATAPARALLEL_LOCAL_RANK",
+        ADDITIONAL,
+        "AWS's library documents it for a rank of data parallelism, and transformers reads it.",
+        "*dataparallel* pytorchddp torch-distributed-*",
+    ),
+    Divergence(
+        "env OMP_NUM_THREADS",
+        ADDITIONAL,
+        "The ranks of a host share its cores; by itself each starts a thread for every core.",
+        "mpi-* *dataparallel* modelparallel-* pytorchddp torch-distributed-* library-*",
+    ),
     *each(
         ADDITIONAL, _TORCH, "env MASTER_ADDR", "env MASTER_PORT", "env NCCL_SOCKET_IFNAME", "env SM_DLC_TORCH_VERSION"
     ),
@@ -312,13 +324,6 @@ FILES = (
     Divergence("file code/vendored/*", ADDITIONAL, _FOR_ALL, "requirements-of-shell"),
     *each(
         ADDITIONAL, "What was launched, and when, for tools.", "file output/job.json", "file elsewhere/output/job.json"
-    ),
-    *each(
-        DIFFERENT,
-        "SM_MODULE_DIR is where the code is; the stock toolkit says where it came from.",
-        *("env SM_MODULE_DIR", "env SM_TRAINING_ENV.module_dir"),
-        trees="code-archive code-one-file",
-        ours='"?/opt/ml/code"?',
     ),
     Divergence("file code/train.py", MISSING, _IN_PLACE, "code-directory"),
     Divergence("cwd", DIFFERENT, _IN_PLACE, "code-directory", ours="/opt/ml/sources"),

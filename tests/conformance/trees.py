@@ -393,7 +393,12 @@ FRAMEWORK_LAUNCHERS = (
     ),
     Tree("pytorchddp", {**SDK_BASE, "sagemaker_pytorch_ddp_enabled": "true", "sagemaker_instance_type": '"local"'}),
     Tree("torch-distributed-sdk", {**SDK_BASE, **SDK_TORCH_DISTRIBUTED, "lr": "0.1"}, resources=SDK_RESOURCES),
-    Tree("torch-distributed-two-ranks", {**SDK_TORCH_DISTRIBUTED, "sagemaker_mpi_num_of_processes_per_host": "2"}),
+    # OMP_NUM_THREADS: torchrun sets 1 for several ranks, ours depends on the machine's cores; the user's own stays.
+    Tree(
+        "torch-distributed-two-ranks",
+        {**SDK_TORCH_DISTRIBUTED, "sagemaker_mpi_num_of_processes_per_host": "2"},
+        environ={"OMP_NUM_THREADS": "3"},
+    ),
     Tree("torch-distributed-two-hosts", {**SDK_TORCH_DISTRIBUTED, "lr": "0.1"}, hosts=TWO_HOSTS),
     Tree("torch-distributed-fails", SDK_TORCH_DISTRIBUTED, files=ends_with("raise SystemExit(7)")),
     Tree("torch-distributed-shell", SDK_TORCH_DISTRIBUTED, files={"train.sh": SHELL}, program="train.sh"),

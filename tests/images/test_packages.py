@@ -58,6 +58,19 @@ def test_the_library_is_that_of_any_host(project: Project, tmp_path: Path) -> No
     assert packages.installed(copy, HERE, tmp_path / "cache") == layer
 
 
+@pytest.mark.parametrize(
+    ("package", "module"), [("toolkit", "sagemaker_training/environment.py"), ("library", "smddpcommon.py")]
+)
+def test_modules_of_aws_names_that_scripts_import_are_there(
+    project: Project, tmp_path: Path, package: str, module: str
+) -> None:
+    layer = packages.installed(project.root / package, HERE, tmp_path / "cache")
+    (path,) = (name for name in names(layer) if name.endswith(f"site-packages/{module}"))
+    compiled = importlib.util.cache_from_source(path)
+    assert compiled in names(layer)
+    assert any(name.endswith(f"site-packages/{module}") for name in packages.contents(layer))
+
+
 def test_a_package_is_made_again_only_when_it_changes(project: Project, tmp_path: Path) -> None:
     package, cache = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit"), tmp_path / "cache"
     first = packages.installed(package, HERE, cache)

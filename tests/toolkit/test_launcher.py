@@ -165,6 +165,7 @@ SUM = (
     "x = torch.tensor([float(dist.get_rank() + 1)])\n"
     "dist.all_reduce(x)\n"
     "print(f'sum {x.item():.0f} of {dist.get_world_size()} on', os.environ['SM_CURRENT_HOST'])\n"
+    "assert os.environ['SMDATAPARALLEL_LOCAL_RANK'] == os.environ['LOCAL_RANK']\n"
     "dist.destroy_process_group()\n"
 )
 
@@ -174,6 +175,7 @@ def test_ranks_under_torchrun_meet(tree: Tree, run: Run) -> None:
     done = run()
     assert done.code == 0, done.err
     assert sorted(re.findall(r"^\[(\d),[^]]+\] sum 3 of 2 on", done.out, re.MULTILINE)) == ["0", "1"]
+    assert "OMP_NUM_THREADS" not in done.err, "torchrun says that it sets 1, where nobody has set it"
     assert tree.outcome() == {"success"}
     assert tree.report["launcher"] == "torch_distributed"
 

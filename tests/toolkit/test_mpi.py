@@ -23,6 +23,7 @@ pytestmark = pytest.mark.mpi
 BIN = str(Path(sys.executable).parent)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SM_CURRENT_HOST")
+DATA_PARALLEL = "SMDATAPARALLEL_LOCAL_RANK"
 
 HARMLESS = {
     0: "-verbose --allow-run-as-root --display-map --display-allocation --display-devel-map --report-bindings "
@@ -62,6 +63,23 @@ def test_every_rank_knows_itself(tree: Tree, run: Run) -> None:
     report = tree.report
     assert (report["launcher"], report["ranks"], report["exit_code"]) == ("mpi", 2, 0)
     assert report["launch_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "local_rank"),
+    [
+        ({"sagemaker_distributed_dataparallel_enabled": True}, ["0", "0"]),
+        ({"sagemaker_mpi_enabled": True, "mp_parameters": {"partitions": 1}}, [None, None]),
+    ],
+)
+def test_a_rank_of_the_library_finds_what_aws_documents(
+    tree: Tree, run: Run, asked: dict[str, object], local_rank: list[object]
+) -> None:
+    """The stages of a model have no LOCAL_RANK, not even the container's own."""
+    tree.script(f"import os; print([os.environ.get(n) for n in ('LOCAL_RANK', {DATA_PARALLEL!r})])")
+    tree.hyperparameters(**asked)
+    done = run(SAGEMAKER_PROGRAM="train.py", LOCAL_RANK="3")
+    assert done.out == f"{local_rank}\n", done.err
 
 
 def test_ranks_meet(tree: Tree, run: Run) -> None:

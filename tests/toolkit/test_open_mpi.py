@@ -3,7 +3,9 @@ and test_two_hosts.py."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,23 @@ def test_ranks_of_one_host_meet(tree: Tree, run: Run) -> None:
     done = run(SAGEMAKER_PROGRAM="train.py", **openmpi.variables())
     assert done.code == 0, done.err
     assert sorted(line.partition("] ")[2] for line in done.out.splitlines()) == [f"2 Open MPI v{openmpi.VERSION}"] * 2
+
+
+@pytest.mark.parametrize("series", [4, 5])
+def test_a_scripts_own_mpirun_starts_a_rank_for_each_emulated_gpu(tree: Tree, run: Run, series: int) -> None:
+    """As published launchers do, on a machine with fewer cores than the instance has GPUs."""
+    ranks = (os.cpu_count() or 1) + 1
+    rehearsal = {
+        "SHOAL_REHEARSE": "1",
+        "SHOAL_REHEARSE_GPUS": str(ranks),
+        "OMPI_MCA_plm_rsh_agent": "ssh:rsh:/bin/false",
+    }
+    own = openmpi.variables() if series == 5 else {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    tree.script(f"mpirun --allow-run-as-root -np {ranks} sh -c 'echo rank $OMPI_COMM_WORLD_RANK'", "go.sh")
+    tree.hyperparameters()  # without any, train would start a rank for each GPU itself
+    done = run(SAGEMAKER_PROGRAM="go.sh", **own, **rehearsal)
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == sorted(f"rank {rank}" for rank in range(ranks))
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(42)", "import os; os._exit(42)", "comm.Abort(42)"])

@@ -135,6 +135,62 @@ def test_every_variable_of_the_contract_is_there(tree: Tree) -> None:
     assert {f"SM_{name}" for name in names.split()} <= set(planned(tree).env)
 
 
+SMDDP, MPI_JOB = "sagemaker_distributed_dataparallel_enabled", "sagemaker_mpi_enabled"
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ({MPI_JOB: True}, "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"),
+        ({MPI_JOB: True, "mp_parameters": {"partitions": 2}}, "RANK WORLD_SIZE LOCAL_WORLD_SIZE"),
+        ({SMDDP: True}, "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMDATAPARALLEL_LOCAL_RANK"),
+        (
+            {"sagemaker_pytorch_ddp_enabled": True},
+            "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SMDATAPARALLEL_LOCAL_RANK",
+        ),
+    ],
+)
+def test_the_names_of_a_rank_under_mpirun(tree: Tree, asked: dict[str, Any], names: str) -> None:
+    """A stage of a model gets no LOCAL_RANK, which published scripts add to its seed."""
+    tree.hyperparameters(**asked)
+    command = planned(tree).command
+    lines = command[command.index("shoal-rank") - 1].splitlines()
+    assert next(line for line in lines if line.startswith("export ")) == f"export {names}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpus", "threads"),
+    [
+        ({MPI_JOB: True, "sagemaker_mpi_num_of_processes_per_host": 2}, 8, "4"),
+        ({SMDDP: True, "sagemaker_mpi_num_of_processes_per_host": 3}, 8, "2"),
+        ({"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}, 8, "4"),
+        ({MPI_JOB: True, "sagemaker_mpi_num_of_processes_per_host": 4}, 2, "1"),
+        ({}, 8, None),
+    ],
+)
+def test_ranks_share_the_cores(tree: Tree, asked: dict[str, Any], cpus: int, threads: str | None) -> None:
+    tree.hyperparameters(**asked)
+    machine = MACHINE._replace(cpus=cpus)
+    assert planned(tree, machine).env.get("OMP_NUM_THREADS") == threads
+    assert "OMP_NUM_THREADS" not in planned(tree, machine, OMP_NUM_THREADS="7").env, "the user's own stays"
+
+
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [(4, ("OMPI_MCA_rmaps_base_oversubscribe", "1")), (5, ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"))],
+)
+def test_a_scripts_own_mpirun_has_a_place_for_each_emulated_gpu(
+    tree: Tree, series: int, expected: tuple[str, str]
+) -> None:
+    tree.hyperparameters()
+    machine, rehearsed = MACHINE._replace(open_mpi=series), {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "8"}
+    assert expected in planned(tree, machine, **rehearsed).env.items()
+    assert expected[0] not in planned(tree, machine, **{**rehearsed, expected[0]: "mine"}).env
+    assert expected[0] not in planned(tree, machine).env
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    assert expected[0] not in planned(tree, machine, **rehearsed).env, "train's own mpirun is told its hosts"
+
+
 def test_the_launchers_own_python_path_stays_out(tree: Tree) -> None:
     """Defect 15: a script that calls another Python must not get this one's standard library."""
     assert planned(tree, PYTHONPATH="/mine").env["PYTHONPATH"] == f"{tree.code}:/mine"

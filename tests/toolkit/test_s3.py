@@ -101,10 +101,11 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_an_archive_is_fetched_and_run(tree: Tree, run: Run, bucket: Bucket) -> None:
+    """SM_MODULE_DIR is its address, as on AWS: published scripts save their checkpoints beside it."""
     address = bucket.put("job/source/sourcedir.tar.gz", sourcedir(train_py="import lib; lib.go()", lib_py=GO))
     tree.hyperparameters(sagemaker_submit_directory=address, sagemaker_program="train.py")
     done = run(**bucket.variables)
-    assert (done.code, done.out) == (0, f"{tree.code} {tree.code}\n"), done.err
+    assert (done.code, done.out) == (0, f"{tree.code} {address}\n"), done.err
     assert f"the code is from {address} (sagemaker_submit_directory), in {tree.code}" in done.err
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in done.err
 

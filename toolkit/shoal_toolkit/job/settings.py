@@ -15,7 +15,12 @@ VARIABLES = (
     *("SHOAL_JOB_SECRET", "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_STOP_GRACE", "SHOAL_LOG_FORMAT"),
     *("SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
 )
-_BETWEEN_US = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_REHEARSE_TOLD")  # set by `train` and the library alone
+_BETWEEN_US = (
+    "SHOAL_JOB",
+    "SHOAL_RUN_DIR",
+    "SHOAL_CODE_DIR",
+    "SHOAL_REHEARSE_TOLD",
+)  # set by `train` and the library alone
 _ALIKE = 0.8
 
 

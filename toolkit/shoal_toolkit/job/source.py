@@ -43,6 +43,7 @@ class Code(NamedTuple):
     setup_py: bool = False
     package: bool = False  # pip can install it
     fetched: bool = True  # False in `train --explain`: it would be fetched, and has not been looked at
+    origin: str = ""  # where it was fetched from; empty for a directory that is used in place
     note: str = ""
 
 
@@ -72,7 +73,7 @@ def foresee(source: Source, code_dir: str) -> Code:
     if source.in_place:
         return look(source.address)
     note = f"the code will be fetched from {source.address} ({source.named_by}); here it has not been looked at"
-    return Code(code_dir, fetched=False, note=note)
+    return Code(code_dir, fetched=False, origin=source.address, note=note)
 
 
 def fetch(source: Source, code_dir: str, environ: Mapping[str, str]) -> Code:
@@ -89,7 +90,7 @@ def fetch(source: Source, code_dir: str, environ: Mapping[str, str]) -> Code:
         raise
     directory, why = (os.path.join(stage, "code"), why) if why else _settle(stage, code_dir)
     note = f"the code is from {source.address} ({source.named_by}), in {directory}"
-    return look(directory)._replace(note=f"{note}: {why}" if why else note)
+    return look(directory)._replace(origin=source.address, note=f"{note}: {why}" if why else note)
 
 
 def look(directory: str) -> Code:

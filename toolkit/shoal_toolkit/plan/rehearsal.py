@@ -50,6 +50,16 @@ def pretended(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]
     return machine._replace(gpus=gpus), {SWITCH: "1", GPUS: str(gpus)}, note
 
 
+def slots(open_mpi: int) -> dict[str, str]:
+    """Return the variable by which a script's own mpirun has a place for each emulated GPU; `open_mpi`: its series.
+
+    By itself it has one for each core, of which an instance with GPUs has more than it has GPUs, and a laptop fewer.
+    """
+    if open_mpi == 5:
+        return {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    return {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
 def _number(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
         raise ContractError(f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MOST_GPUS}.")

@@ -148,7 +148,8 @@ class Work:
 
         In `/` where mpirun has a say: it asks for its own directory on every host; the code may lie elsewhere there.
         """
-        self._start(argv, {**variables, "SHOAL_RUN_DIR": self.directory}, cwd, self._sayer)
+        places = {"SHOAL_RUN_DIR": self.directory, "SHOAL_CODE_DIR": self._plan.cwd}  # for the ranks' shells
+        self._start(argv, {**variables, **places}, cwd, self._sayer)
         self._start_companions()
 
     def _start(

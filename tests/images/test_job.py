@@ -150,7 +150,10 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
         ({"distribution": {"mpi": True}}, "distribution.mpi: expected a dictionary, found True"),
         ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 3}}}, "Give one of them"),
         ({"distribution": {"mpi": {"enabled": False}}}, "--procs-per-host 2 starts MPI"),
-        ({"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}}, "--procs-per-host 2 starts MPI"),
+        (
+            {"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}},
+            "--env SHOAL_REHEARSE=1 --env SHOAL_REHEARSE_GPUS=2",
+        ),
         (
             {"procs_per_host": None, "distribution": {"smdistributed": {"modelparallel": {"enabled": True}}}},
             "needs MPI",

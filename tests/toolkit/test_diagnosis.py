@@ -155,6 +155,16 @@ LINKER = "a: error while loading shared libraries: libX.so.1: cannot open shared
 IMPORT = "Traceback (most recent call last):\n  File\nImportError: libGL.so.1: cannot open shared object file: x"
 MODULE = "Traceback (most recent call last):\n  File\nModuleNotFoundError: No module named 'yaml.x'"
 BUS = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."
+BEGIN = "Traceback (most recent call last):\n"
+NO_CHANNEL = f"{BEGIN}  File\nKeyError: 'SM_CHANNEL_TRAINING'\n"
+NO_FILE = f"{BEGIN}  File\nFileNotFoundError: [Errno 2] No such file or directory: '/opt/ml/input/data/training/x.csv'"
+NO_DEVICE = f"{BEGIN}  File\nRuntimeError: CUDA error: no CUDA-capable device is detected"
+NO_DEVICES = f"""{BEGIN}  File "a.py", line 3, in <module>
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+                          ~~~~~^~~~~~~~~~~~~~~~~~~~~~~~~~~
+ZeroDivisionError: integer modulo by zero
+"""
+FULL = "OSError: [Errno 28] No space left on device"
 LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
 
 
@@ -168,10 +178,24 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         (BUS, 1, {"shm": 1 << 26}, "--shm-size"),
         (LINKER, 127, {}, "The library libX.so.1 is not in this image"),
         (IMPORT, 1, {}, "The library libGL.so.1 is not in this image"),
-        (MODULE, 1, {}, "Name the package that holds yaml in requirements.txt"),
+        (MODULE, 1, {}, "The image has no module yaml. If it is yours, put it beside the script; else look up which"),
+        (MODULE.replace("yaml.x", "smddpcommon"), 1, {}, "No package index has AWS's: install nothing of that name."),
+        (MODULE.replace("yaml.x", "smdistributed.x"), 1, {}, "install nothing of that name."),
+        (MODULE.replace("yaml.x", "sagemaker_training.params"), 1, {}, "there is sagemaker_training.environment;"),
+        ("go.sh: line 3: aws: command not found", 127, {}, "The image has no AWS CLI: name awscli in requirements.txt"),
+        (NO_CHANNEL, 1, {}, "The job has no channel training. Give it one: shoal run --channel training=DIR"),
+        ("go.sh: line 3: SM_CHANNEL_VAL: unbound variable", 1, {}, "shoal run --channel val=DIR"),
+        (NO_FILE, 1, {}, "shoal run --channel CHANNEL=DIR"),
+        ("ls: cannot access '/opt/ml/input/data/x/y': No such file or directory", 2, {}, "shoal run --channel"),
+        (NO_DEVICE, 1, {"gpus": 0}, "shoal run --env SHOAL_REHEARSE=1, or train --rehearse"),
+        (NO_DEVICES, 1, {"gpus": 0}, "This host has no GPU. Try the script without: shoal run --env SHOAL_REHEARSE=1"),
+        (NO_DEVICE, 1, {"gpus": 2}, "No GPU can be used here: docker run --gpus all"),
         ("./go.sh: line 2: foo: command not found", 127, {}, "Exit code 127: a program"),
         ("./go.sh: line 2: ./foo: Permission denied", 126, {}, "Exit code 126: a program was found"),
-        ("OSError: [Errno 28] No space left on device", 1, {}, "A file system is full"),
+        (FULL, 1, {}, "A file system was full, and has space again now"),
+        (FULL, 1, {"full_mounts": 0}, "A file system was full, and has space again now"),
+        (f"{FULL}: '/opt/ml/model/a.pt'", 1, {"full_mounts": 0}, "The file system of /opt/ml/model/a.pt was full."),
+        (FULL, 1, {"full_mounts": 2, "full:/tmp": 1, "full:/data": 1}, "No space is left in /tmp, /data."),
     ],
 )
 def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dict[str, int], says: str) -> None:
@@ -183,6 +207,9 @@ def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dic
     [
         ("", 137, {"oom_kills": 0, "machine_oom_kills": 0}, "memory"),
         ("", 135, {"shm": 1 << 30}, "/dev/shm"),
+        (NO_DEVICES, 1, {"gpus": 2}, "GPU"),
+        (NO_CHANNEL.replace("SM_CHANNEL_TRAINING", "lr"), 1, {}, "channel"),
+        (FULL, 1, {"full_mounts": 1, "full:/tmp": 1, "shm": 1 << 30}, "/dev/shm"),
         ("W: libcudart.so.11: cannot open shared object file\n" + TRACEBACK, 1, {}, "library"),
         ("W: libcudart.so.11: cannot open shared object file\nno data\n", 3, {}, "library"),
     ],
@@ -233,7 +260,7 @@ def test_a_secret_that_a_clipped_line_would_cut_is_masked_first() -> None:
         ("go.sh", "set -e\ncat /no/such/file\necho never\n", 1, "cat: /no/such/file: No such file or directory\n"),
         ("go.sh", "no-such-program\n", 127, "Exit code 127"),
         ("train.py", "def f(:\n", 1, "SyntaxError: "),
-        ("train.py", "import no_such_module\n", 1, "Name the package that holds no_such_module in requirements.txt"),
+        ("train.py", "import no_such_module\n", 1, "The image has no module no_such_module. If it"),
         (
             "train.py",
             "import ctypes; ctypes.CDLL('libnone.so.3')\n",
@@ -250,6 +277,17 @@ def test_real_failures_are_named(tree: Tree, run: Run, name: str, script: str, c
     tree.script(script, name)
     assert run(SAGEMAKER_PROGRAM=name).code == code
     assert says in tree.failure
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_the_mount_that_is_full_is_named(tree: Tree) -> None:
+    full = tree.base / "full here"
+    full.mkdir()
+    tree.script(f"file = open({str(full / 'x')!r}, 'wb', buffering=0)\nwhile True: file.write(bytes(1 << 16))")
+    mounted = f"mount -t tmpfs -o size=64k none '{full}' && exec {' '.join(TRAIN)}"
+    environ = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    subprocess.run(["unshare", "--mount", "sh", "-c", mounted], env=environ, capture_output=True, timeout=60)
+    assert f"No space is left in {full}" in tree.failure.replace(", ", "\n"), tree.failure
 
 
 @pytest.mark.mpi

@@ -5,27 +5,35 @@ from __future__ import annotations
 import base64
 import json
 import os
+import ssl
 import subprocess
 import sys
 import sysconfig
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import shoal_toolkit
 from shoal_toolkit.beside import install
 from shoal_toolkit.job import contract
+from shoal_toolkit.outcome import pip_failure
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
 from .test_s3 import CREDENTIALS
 
-PIP = (MACHINE.python, "-m", "pip", "install")
 OURS = (MACHINE.python, "-m", "shoal_toolkit.beside.install")
 REQUIREMENTS = ("-r", "requirements.txt")
 # A build backend in the tree needs none from an index.
@@ -45,14 +53,17 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
 PYPROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 
 
-def wheel(directory: Path, name: str) -> Path:
+def wheel(directory: Path, name: str, version: str = "1.0", needs: str = "") -> Path:
     """A package of one module, which says its name."""
-    path = directory / f"{name}-1.0-py3-none-any.whl"
+    path, info = directory / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (
+        f"Requires-Dist: {needs}\n" if needs else ""
+    )
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr(f"{name}.py", f"NAME = {name!r}")
-        packed.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        packed.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        packed.writestr(f"{name}-1.0.dist-info/RECORD", "")
+        packed.writestr(f"{info}/METADATA", metadata)
+        packed.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{info}/RECORD", "")
     return path
 
 
@@ -90,16 +101,16 @@ def environment(tmp_path: Path) -> Environment:
     ("files", "program", "expected"),
     [
         ({}, "train.py", ()),
-        ({"requirements.txt": "x"}, "train.py", (*PIP, *REQUIREMENTS)),
-        ({"requirements.txt": "x"}, "go.sh", (*PIP, *REQUIREMENTS)),
-        ({"requirements.txt": "x"}, "-m pkg", (*PIP, *REQUIREMENTS)),
+        ({"requirements.txt": "x"}, "train.py", (*OURS, *REQUIREMENTS)),
+        ({"requirements.txt": "x"}, "go.sh", (*OURS, *REQUIREMENTS)),
+        ({"requirements.txt": "x"}, "-m pkg", (*OURS, *REQUIREMENTS)),
         ({"requirements.txt": " \n# nothing\n\n"}, "train.py", ()),
         ({"setup.py": ""}, "pkg", (*OURS, ".")),
         ({"setup.py": ""}, "-m pkg", (*OURS, ".")),
         ({"setup.py": ""}, "train.py", (*OURS, ".")),
         ({"setup.py": ""}, "go.sh", ()),
         ({"setup.py": "", "requirements.txt": "x"}, "pkg", (*OURS, ".", *REQUIREMENTS)),
-        ({"setup.py": "", "requirements.txt": "x"}, "go.sh", (*PIP, *REQUIREMENTS)),
+        ({"setup.py": "", "requirements.txt": "x"}, "go.sh", (*OURS, *REQUIREMENTS)),
         ({"pyproject.toml": PYPROJECT}, "pkg", (*OURS, ".")),
         ({"pyproject.toml": "[project]\nname='pkg'"}, "-m pkg", (*OURS, ".")),
         ({"pyproject.toml": PYPROJECT}, "train.py", ()),
@@ -115,8 +126,6 @@ def test_what_is_installed(
     paths = contract.Paths(str(tree.base))
     environ = {"SAGEMAKER_PROGRAM": program, "CA_REPOSITORY_ARN": arn}
     job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
-    if arn and expected[:4] == PIP:
-        expected = (*OURS, *expected[4:])
     assert install.commands(job, MACHINE) == ((expected,) if expected else ())
 
 
@@ -157,6 +166,143 @@ def test_a_failed_install_fails_the_job_with_pips_words(tree: Tree, environment:
     assert "started" not in done.out
     assert tree.failure.startswith("ERROR: Could not find a version that satisfies the requirement no-such-package")
     assert tree.outcome() == {"failure"}
+
+
+# The framework stays
+
+TORCH = metadata.version("torch")
+NUMPY_MAJOR = int(metadata.version("numpy").partition(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "wheels", "problem"),
+    [
+        (
+            "torch==99.0",
+            {"torch": ("99.0", "")},
+            f"requirements.txt asks for torch==99.0, but this image has torch {TORCH}",
+        ),
+        (
+            "wants",
+            {"wants": ("1.0", "torch>=99"), "torch": ("99.0", "")},
+            f"torch>=99, but this image has torch {TORCH}",
+        ),
+        (
+            "numpy>=99",
+            {"numpy": ("99.0", "")},
+            f"numpy>=99, but this image has numpy {metadata.version('numpy')}, which",
+        ),
+    ],
+)
+def test_requirements_do_not_replace_the_framework(
+    tree: Tree, environment: Environment, asked: str, wheels: dict[str, tuple[str, str]], problem: str
+) -> None:
+    for name, (version, needs) in wheels.items():
+        wheel(tree.code, name, version, needs)
+    tree.script(f"--no-index\n--find-links .\n{asked}\n", "requirements.txt")
+    tree.script("print('started')")
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, "started" in done.out) == (1, False)
+    assert problem in tree.failure.splitlines()[0]
+    assert environment.installed() == set()
+
+
+def test_requirements_may_name_the_framework_and_replace_the_rest(tree: Tree, environment: Environment) -> None:
+    wheel(tree.code, "wants", "1.0", f"torch=={TORCH.partition('+')[0]}")
+    wheel(tree.code, "rich", "99.0")
+    tree.script(f"--no-index\n--find-links .\ntorch>=2\nwants\nrich==99.0\nnumpy>={NUMPY_MAJOR}", "requirements.txt")
+    tree.script("print('started')")
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "started"), done.out + done.err
+    assert environment.installed() == {"wants", "rich"}
+
+
+# Why pip failed
+
+
+def test_an_untrusted_certificate_is_the_cause(tree: Tree, environment: Environment, tmp_path: Path) -> None:
+    tree.script("needed", "requirements.txt")
+    tree.script("")
+    with served_by_nobodys_authority(tmp_path) as url:
+        variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{url}/simple", "PIP_RETRIES": "0"}
+        done = environment.train(tree, SAGEMAKER_PROGRAM="train.py", **variables)
+    assert done.code == 1
+    head = tree.failure.splitlines()[0]
+    assert head.startswith("pip does not trust the certificate of 127.0.0.1: self"), head
+    assert "PIP_CERT" in head
+
+
+@contextmanager
+def served_by_nobodys_authority(directory: Path) -> Iterator[str]:
+    """A server whose certificate it has signed itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(timezone.utc)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
+    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), False)
+    pem = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (directory / "server.pem").write_bytes(pem + key.private_bytes(*private))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "server.pem")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler, bind_and_activate=True)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client does not like the certificate
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_package_that_cannot_be_built_is_named_with_its_own_error(tree: Tree, environment: Environment) -> None:
+    """pip's last line is a hint, and its first error says that metadata-generation-failed."""
+    tree.script(PYPROJECT, "pyproject.toml")
+    tree.script("raise RuntimeError('a compiler is missing')", "backend.py")
+    tree.script("", "requirements.txt")
+    tree.hyperparameters(sagemaker_program="installed")
+    done = environment.train(tree, PIP_NO_INDEX="1")
+    assert done.code == 1
+    head = tree.failure.splitlines()[0]
+    assert head.startswith("pip cannot build "), tree.failure
+    assert head.endswith("RuntimeError: a compiler is missing")
+
+
+RETRY = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError("
+NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (from versions: none)\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "head"),
+    [
+        (
+            f"Looking in indexes: https://me:secret@index.test/simple\n{RETRY}<x>: Failed to establish a new "
+            f"connection: [Errno 111] Connection refused')': /simple/x/\n{NOT_FOUND}",
+            "pip cannot reach index.test: Failed to establish a new connection: [Errno 111] Connection refused. Fix: ",
+        ),
+        (
+            "error: externally-managed-environment\n\n× This environment is externally managed\n╰─> x\n\nhint: No.\n",
+            "externally-managed-environment: This environment is externally managed",
+        ),
+        (NOT_FOUND + "ERROR: No matching distribution found for x\n", NOT_FOUND.strip()),
+        ("usage\nno such option: --x\nhint: read the manual\n", "no such option: --x"),
+        (
+            "The conflict is caused by:\n    The user requested a==2\n    b 1.0 depends on a<2\n\nTo fix this\n",
+            "requirements.txt: no versions fit together: requirements.txt asks for a==2 and b 1.0 depends on a<2.",
+        ),
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
+            "pip found no space left on device",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_cause_is_read_from_what_pip_prints(printed: str, head: str) -> None:
+    found = pip_failure.describe(printed)
+    assert found.startswith(head)
+    assert "secret" not in found
+    assert bool(found) == bool(head)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")

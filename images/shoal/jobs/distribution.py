@@ -57,7 +57,11 @@ def with_processes_per_host(distribution: Mapping[str, Any], count: int | None) 
     mpi = distribution.get("mpi", {"enabled": not others})
     _check(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
     if not mpi.get("enabled"):
-        raise UsageError(f"--procs-per-host {count} starts MPI, but distribution asks for another launcher or none.")
+        raise UsageError(
+            f"--procs-per-host {count} starts MPI, but distribution asks for another launcher or none. A launcher for "
+            "data parallelism has a rank for each GPU. Fix: leave --procs-per-host out; on a machine without GPUs, "
+            f"emulate them: --env SHOAL_REHEARSE=1 --env SHOAL_REHEARSE_GPUS={count}."
+        )
     mpi = dict(mpi)
     said = mpi.setdefault("processes_per_host", count)
     if said != count:

@@ -4,10 +4,15 @@ The requirements are installed for every kind of entry point; the package for a 
 a setup.py, except for shell scripts. (So does the stock toolkit, which forgets the requirements of shell scripts.)
 Nothing is run where there is nothing to install.
 
-`python -m shoal_toolkit.beside.install . -r requirements.txt` is `pip install` with two things added. A package is
-built in a copy: pip leaves files in the directory that it builds in, which may be read-only, or mounted in all hosts'
-containers at once. And the variable CA_REPOSITORY_ARN names a repository of AWS CodeArtifact to install from: its
-index, and a token for it, are passed in a variable, where other users of the machine cannot read it.
+`python -m shoal_toolkit.beside.install . -r requirements.txt` is `pip install` with three things added:
+
+- The framework stays as it is: pip is given constraints, the installed versions of data/fixed_packages.json. Without
+  them `torch>=2.1` silently replaces the torch for which everything else in the image was built. What cannot be is an
+  error that names both versions (outcome/pip_failure.py).
+- A package is built in a copy: pip leaves files in the directory that it builds in, which may be read-only, or mounted
+  in all hosts' containers at once.
+- The variable CA_REPOSITORY_ARN names a repository of AWS CodeArtifact to install from: its index, and a token for it,
+  are passed in a variable, where other users of the machine cannot read it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING
+from shoal_toolkit.tables import read_table
 
 if TYPE_CHECKING:  # what main() runs alone needs neither
     from shoal_toolkit.job.contract import Job
@@ -34,9 +40,7 @@ def commands(job: Job, machine: Machine) -> tuple[tuple[str, ...], ...]:
     words = [*(["."] if package else []), *(["-r", "requirements.txt"] if job.code.requirements else [])]
     if not words:
         return ()
-    added = package or job.environ.get("CA_REPOSITORY_ARN")
-    installer = ("shoal_toolkit.beside.install",) if added else ("pip", "install")
-    return ((machine.python, "-m", *installer, *words),)
+    return ((machine.python, "-m", "shoal_toolkit.beside.install", *words),)
 
 
 def main(words: Sequence[str]) -> int:
@@ -50,8 +54,27 @@ def main(words: Sequence[str]) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     with tempfile.TemporaryDirectory(prefix="shoal-install-") as directory:
+        fixed = os.path.join(directory, "image-constraints.txt")
+        with open(fixed, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in constraints())
         words = [_copy(directory) if word == "." else word for word in words]
-        return subprocess.call([sys.executable, "-m", "pip", "install", *words], env=environ)
+        return subprocess.call([sys.executable, "-m", "pip", "install", "--constraint", fixed, *words], env=environ)
+
+
+def constraints() -> list[str]:
+    """Return what pip is held to: a line for each installed package that stays, such as torch==2.0.1+cu117."""
+    from fnmatch import fnmatchcase
+    from importlib import metadata
+
+    table = read_table("fixed_packages")
+    found = {re.sub(r"[-_.]+", "-", dist.metadata["Name"]).lower(): dist.version for dist in metadata.distributions()}
+    lines = []
+    for name, version in sorted(found.items()):
+        if any(fnmatchcase(name, pattern) for pattern in table["version"]):
+            lines.append(f"{name}=={version}")
+        elif name in table["major"] and (major := version.partition(".")[0]).isdecimal():
+            lines.append(f"{name}>={major},<{int(major) + 1}")
+    return lines
 
 
 def _copy(directory: str) -> str:

@@ -13,6 +13,7 @@ from functools import cache
 
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import redact
+from shoal_toolkit.outcome import disks
 from shoal_toolkit.outcome.verdict import Failure, exit_description
 from shoal_toolkit.tables import read_table
 
@@ -130,6 +131,9 @@ def _advice(failure: Failure, words: Words) -> tuple[str, str]:
         match = _fits(entry, failure, words)
         if match is not None:
             named = _Named({name: _shown(name, value) for name, value in failure.facts.items()}, **match.groupdict())
+            named["full"] = disks.named(failure.facts)
+            if "channel" in named:  # a variable has its name in capitals
+                named["channel"] = named["channel"].lower()
             return entry.get("head", "").format_map(named), entry["advice"].format_map(named)
     return "", ""
 

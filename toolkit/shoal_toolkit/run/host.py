@@ -14,7 +14,7 @@ from shoal_toolkit.logs import redact
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.logs.output import Output, defines_metrics
 from shoal_toolkit.logs.streams import Flow
-from shoal_toolkit.outcome import oom, verdict
+from shoal_toolkit.outcome import disks, oom, verdict
 from shoal_toolkit.outcome.verdict import Verdict
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop
@@ -143,7 +143,9 @@ class Host:
 
     def facts(self) -> dict[str, int]:
         """Return what explains a failure here, beside the script's own words."""
-        return oom.facts(self._kills)
+        plan = self.task.plan
+        gpus = int(plan.env.get("SM_NUM_GPUS", 0)) if isinstance(plan, LaunchPlan) else 0
+        return {**oom.facts(self._kills), **disks.facts(), "gpus": gpus}
 
     def _signalled(self, number: int) -> None:
         """One signal stops, a second one to this host kills. (All hosts may be told at once: one each.)"""

@@ -279,9 +279,9 @@ class Work:
 
 def _setup_failure(command: Sequence[str], code: int, output: str) -> str:
     from shoal_toolkit.logs import redact
+    from shoal_toolkit.outcome import pip_failure
 
+    reason = pip_failure.describe(output) or "it printed nothing"
     lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]  # pip's first one is the reason
-    reason = (errors or lines or ["it printed nothing"])[0 if errors else -1]
     words = " ".join(redact.arguments(command))
     return f"{reason}\nBefore the launch, this exited with code {code}: {words}\n\n" + "\n".join(lines[-10:])

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 SITE = Path(sysconfig.get_path("platlib"))
-OUR_PACKAGES = {"shoal-toolkit": "shoal_toolkit", "shoal-smdistributed": "smdistributed"}
+OUR_PACKAGES = {
+    "shoal-toolkit": ("shoal_toolkit", "sagemaker_training"),
+    "shoal-smdistributed": ("smdistributed", "smddpcommon.py"),
+}
 # In the environment of a rank, accelerate takes other ways.
 RANK = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-COMMANDS = ("train", "smddprun", "smddpmprun", "mpirun", "python", "pip")
+COMMANDS = ("train", "smddprun", "smddpsinglenode", "smddp_singlenode_dev", "smddpmprun", "mpirun", "python", "pip")
 
 
 def main(name: str) -> None:
@@ -82,7 +85,8 @@ def nvidia() -> dict[str, Any]:
 def ours() -> dict[str, Any]:
     """What the wheels of the toolkit and the library brought."""
     found = {name: importlib.metadata.distribution(name) for name in OUR_PACKAGES}
-    modules = [path for name in OUR_PACKAGES.values() for path in (SITE / name).rglob("*.py")]
+    places = [SITE / name for names in OUR_PACKAGES.values() for name in names]
+    modules = [path for place in places for path in ([place] if place.suffix else place.rglob("*.py"))]
     return {
         "versions": {name: distribution.version for name, distribution in found.items()},
         "files": [str(path) for path in found["shoal-smdistributed"].files or ()],

@@ -18,6 +18,18 @@ def test_no_configuration_at_all(start_host: StartHost, pytorch: str) -> None:
     assert "epoch" in ended.output
 
 
+def test_any_user_trains_without_a_mount(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
+    """The image has an /opt/ml in which a user without an account makes the directories of a job."""
+    (tmp_path / "train.py").write_text(
+        "import os\nopen(os.environ['SM_MODEL_DIR'] + '/m', 'w')\nprint('as', os.getuid())"
+    )
+    tmp_path.chmod(0o755)
+    settings = {"SAGEMAKER_PROGRAM": "train.py", "SAGEMAKER_SUBMIT_DIRECTORY": "/code"}
+    ended = start_host(pytorch, ["train"], volumes={tmp_path: "/code"}, env=settings, user="12345").wait()
+    assert ended.code == 0, ended.output
+    assert "as 12345" in ended.output
+
+
 def test_the_default_command_is_train(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
     ended = start_host(pytorch, None, tree=write_tree(tmp_path / "ml", "print('as', 'default')")).wait()
     assert ended.code == 0, ended.output

@@ -67,7 +67,9 @@ def constraints() -> list[str]:
     from importlib import metadata
 
     table = read_table("fixed_packages")
-    found = {re.sub(r"[-_.]+", "-", dist.metadata["Name"]).lower(): dist.version for dist in metadata.distributions()}
+    found: dict[str, str] = {}
+    for dist in metadata.distributions():  # in the order of sys.path: the first is the one that is imported
+        found.setdefault(re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower(), dist.version)
     lines = []
     for name, version in sorted(found.items()):
         if any(fnmatchcase(name, pattern) for pattern in table["version"]):

@@ -55,12 +55,16 @@ def _installed(constraint: str) -> str:
 def _known(output: str) -> str:
     for entry in read_table("failures")["pip"]:
         if found := re.search(entry["words"], output):
-            # A host may be named before or after, or not at all.
-            host = re.search(r"host='(?P<host>[^']+)'|https?://(?:[^/@\s]*@)?(?P<index>[^/\s]+)/", output)
-            named = {"host": (host and (host["host"] or host["index"])) or "the index", **found.groupdict("")}
+            named = {"host": _host(output), **found.groupdict("")}
             named["full"] = ", ".join(disks.full_mounts()) or "a file system"
             return str(entry["head"]).format_map({name: text.strip() for name, text in named.items()})
     return ""
+
+
+def _host(output: str) -> str:
+    """Return the host of the request that failed, else of the first index."""
+    found = re.search(r"host='([^']+)'", output) or re.search(r"https?://(?:[^/@\s]*@)?([^/\s]+)/", output)
+    return found[1] if found else "the index"
 
 
 def _build(output: str) -> str:

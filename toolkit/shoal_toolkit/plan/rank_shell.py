@@ -26,8 +26,8 @@ EVENTS = "events"
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
 STOPPING = "stopping"  # exists once the job is being stopped, and holds the pid of `train`
 
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-DATA_PARALLEL = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
+TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
 MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 
 # A shell exports what it was given exported: a LOCAL_RANK of the container's goes first.

@@ -17,7 +17,8 @@ import numpy as np, tensorflow as tf
 X, outputs = np.random.RandomState(0).standard_normal((8, 6)).astype(np.float32)[:4], np.load(sys.argv[2])
 model = tf.keras.models.load_model(sys.argv[1])
 np.testing.assert_allclose(model(X).numpy(), outputs, rtol=0, atol=1e-6)
-np.testing.assert_allclose(model.signatures["serving_default"](tf.constant(X))["output_0"], outputs, rtol=0, atol=1e-6)
+doubles = tf.constant(X, tf.float64)  # what the script called it with
+np.testing.assert_allclose(model.signatures["serving_default"](doubles)["output_0"], outputs, rtol=0, atol=1e-6)
 print("loaded", len(model.variables))
 """
 
@@ -75,6 +76,11 @@ REFUSED = {
     "nested": "StepUsageError: A function under smp.step is called inside a step",
     "frozen": "SMPRuntimeError: Stage 0 computes gradients, and stage 1, which uses output 0 of dense, computes none",
     "pinned": "SMPConfigError: smp.partition(2) puts layer 'dense_2' on a stage that there is not",
+    "jit": "leave jit_compile=True out of the tf.function",
+    "jit_step": "SMPUnsupportedError: smp.step(jit_compile=True): XLA cannot send and receive",
+    "option": "TypeError: smp.step() has no argument 'non_split_input': did you mean non_split_inputs?",
+    "average": "TypeError: allreduce() has no argument 'averages': did you mean average?",
+    "profile": "UserWarning: profile() has no effect",
     "accumulate": "SMPConfigError: accumulate(method='sum'): it must be one of 'variable'",
 }
 

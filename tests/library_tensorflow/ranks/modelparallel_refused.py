@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 import smdistributed.modelparallel.tensorflow as smp
+from smdistributed.modelparallel.tensorflow import horovod as hvd
 
 X, Y = tf.ones([4, 6]), tf.zeros([4], tf.int32)
 smp.init({"partitions": 2, "microbatches": 2})
@@ -64,15 +67,21 @@ def make(case: str) -> Any:
 
 
 def refused(case: str) -> None:
+    warnings.filterwarnings("error", ".* has no effect")
     model, step = make(case)
-    if case == "outside":
-        model(X)
-    elif case == "batch":
-        step(X[:3], Y[:3])
-    elif case == "accumulate":
-        step(X, Y)[1].accumulate(method="sum")
-    else:
-        step(X, Y)
+    allreduce: Any = hvd.allreduce
+    calls: dict[str, Callable[[], object]] = {
+        "outside": lambda: model(X),
+        "batch": lambda: step(X[:3], Y[:3]),
+        "jit": lambda: tf.function(step, jit_compile=True)(X, Y),
+        "jit_step": lambda: smp.step(jit_compile=True),
+        "option": lambda: smp.step(non_split_input=["x"]),
+        "average": lambda: allreduce(X, averages=True),
+        "profile": lambda: model.profile(X),
+        "accumulate": lambda: step(X, Y)[1].accumulate(method="sum"),
+    }
+    call = calls.get(case)
+    step(X, Y) if call is None else call()
 
 
 def absent(case: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import smdistributed.modelparallel.tensorflow as smp
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 
 smp.init({"partitions": 2, "microbatches": 2, "horovod": True})
 directory, what = Path(sys.argv[1]), sys.argv[2]
@@ -77,10 +78,25 @@ def send_files() -> None:
     assert all((received / name).read_bytes() == (source / name).read_bytes() for name in names)
 
 
+def refuse_files_outside() -> None:
+    """A name that leads out of the directory is not written."""
+    if smp.mp_rank() == 1:
+        smp.state.post.send(["mp_rank_1/fine", "../outside"], smp.get_mp_group()[0], "files")
+        return
+    received = directory / f"refused_{smp.dp_rank()}"
+    try:
+        smp.utils.receive_checkpoint_files(str(received), smp.get_mp_group()[1])
+    except SMPRuntimeError as error:
+        assert "'../outside', whose place is not under" in str(error), error
+    else:
+        raise AssertionError("a file was written outside")
+    assert not received.exists()
+
+
 def train(steps: int) -> list[str]:
     losses = []
     for _ in range(steps):
-        losses.append(f"{float(train_step(X, Y)):.6f}")
+        losses.append(f"{float(train_step(X.astype(np.float64), Y)):.6f}")  # as scripts do with numpy's images
         seen.assign_add(1)
         if what == "train":
             manager.save()
@@ -96,6 +112,7 @@ if what == "train":
     if smp.rank() == 0:
         np.save(directory / "outputs.npy", outputs)
     send_files()
+    refuse_files_outside()
 else:
     manager.restore("ckpt-2")
     losses = train(2)

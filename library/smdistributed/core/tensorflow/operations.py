@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
@@ -113,9 +114,20 @@ def reason_of(error: tf.errors.InternalError) -> str:
     return message.partition(_NAMED)[2].rpartition(" [Op:")[0] or message
 
 
+def refuse_xla(what: str) -> None:
+    """Raise SMDDPError where a function is being traced for XLA, which knows none of the operations."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise SMDDPError(
+            f"{what} is called in a function that XLA compiles, which cannot communicate: leave jit_compile=True out "
+            "of the tf.function, or of the Model.compile, that has it. tf.config.optimizer.set_jit(True) compiles the "
+            "rest."
+        )
+
+
 def _call(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
     if not tensors:
         return []
+    refuse_xla("A collective")
     chain = f"smddp_last_{next(iter(attributes))}"  # variables are broadcast without what is reduced later
     with tf.device("/CPU:0"), _after_the_last(chain):
         results: list[Any] = operation(order=_order(), tensors=list(tensors), **attributes)

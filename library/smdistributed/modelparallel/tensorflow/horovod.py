@@ -11,24 +11,58 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import only_known
 from smdistributed.core.tensorflow import operations
 from smdistributed.modelparallel.backend.api import dp_rank as rank
 from smdistributed.modelparallel.backend.api import dp_size as size
 from smdistributed.modelparallel.backend.api import local_rank, local_size
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.tensorflow.state_mod import state
 
-__all__ = ["allreduce", "broadcast", "broadcast_variables", "init", "local_rank", "local_size", "rank", "size"]
+__all__ = [
+    "Average",
+    "Sum",
+    "allreduce",
+    "broadcast",
+    "broadcast_variables",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "size",
+]
+
+Average, Sum = "average", "sum"
 
 
 def init() -> None:
     """Nothing: `smp.init` has done it."""
 
 
-def allreduce(tensor: Any, average: bool = True) -> Any:
-    """The mean, or the sum, of the replicas' tensors."""
-    if state.replicas is None:
-        return tf.convert_to_tensor(tensor)
-    return operations.all_reduce([tf.convert_to_tensor(tensor)], "avg" if average else "sum")[0]
+def is_initialized() -> bool:
+    """Whether `smp.init` was called."""
+    return state.initialized
+
+
+@only_known
+def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, name: str | None = None) -> Any:
+    """The mean, or the sum, of the replicas' tensors.
+
+    average: True for the mean and False for the sum, in place of `op`. op: Average (the default) or Sum, or its name.
+    name: of the result in a graph.
+
+    Raises SMPConfigError for another `op`, and for both; TypeError for an argument that there is not.
+    """
+    if average is not None and op is not None:
+        raise SMPConfigError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
+    wanted = (Sum if average is False else Average) if op is None else op.lower()
+    if wanted not in (Average, Sum):
+        raise SMPConfigError(f"op={op!r} is no reduction of replicas: use Average or Sum.")
+    found = tf.convert_to_tensor(tensor)
+    if state.replicas is not None:
+        (found,) = operations.all_reduce([found], "avg" if wanted == Average else "sum")
+    return found if name is None else tf.identity(found, name=name)
 
 
 def broadcast(tensor: Any, root_rank: int) -> Any:

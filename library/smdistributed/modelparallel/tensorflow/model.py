@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import warn_without_effect
 from smdistributed.core.tensorflow import operations
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.tensorflow import saving
@@ -74,10 +75,16 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         return found
 
     def profile(self, *args: Any, **kwargs: Any) -> None:
-        """Of AWS's interface, where the partition is measured; here it is computed from the first call of a step."""
+        """Do nothing, and warn: AWS's library measures the partition; here the first call in a step decides it.
+
+        args, kwargs: as `call()` takes them.
+        """
+        warn_without_effect("profile()", "the model is partitioned by its first call in a function under smp.step.")
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
         """Write the whole model as a SavedModel, which tf.keras.models.load_model reads without this library.
+
+        The signature `serving_default` takes what the script called the model with, in that dtype.
 
         All ranks call this. The first stage of the first replica borrows the others' weights, and writes.
 
@@ -105,6 +112,7 @@ def answer(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def follow(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
     """What a call with tensors like these does on which stage. It is decided for layers that are new."""
+    saving.note_dtypes(model, args)
     found = trace(model, args, kwargs, is_cut=state.cfg.partitions > 1)
     stages = _stages_of(model)
     with tf.init_scope():

@@ -51,5 +51,16 @@ def _write(model: Any, path: str) -> None:
         signature = tf.function(lambda inputs: model(inputs, training=False))
         args, kwargs = model.save_spec()
         one = len(args) == 1 and isinstance(args[0], tf.TensorSpec) and not kwargs
-        signatures = signature.get_concrete_function(args[0]) if one else None
+        signatures = signature.get_concrete_function(_as_called(model, args[0])) if one else None
         tf.keras.Model.save(model, path, save_format="tf", signatures=signatures)
+
+
+def note_dtypes(model: Any, args: tuple[Any, ...]) -> None:
+    """Note the dtype of what a model is called with first: Keras notes its own, after it has cast it."""
+    if not hasattr(model, "_smp_dtypes"):
+        dtypes = [tensor.dtype for tensor in tf.nest.flatten(args) if tf.is_tensor(tensor)]
+        object.__setattr__(model, "_smp_dtypes", dtypes)
+
+
+def _as_called(model: Any, spec: tf.TensorSpec) -> tf.TensorSpec:
+    return tf.TensorSpec(spec.shape, model._smp_dtypes[0] if model._smp_dtypes else spec.dtype, spec.name)

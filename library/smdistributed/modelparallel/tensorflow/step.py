@@ -9,6 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import names_of, refuse_unknown, warn_without_effect
+from smdistributed.core.tensorflow.operations import refuse_xla
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.model import follow
 from smdistributed.modelparallel.tensorflow.splitting import Splitter, merge
 from smdistributed.modelparallel.tensorflow.state_mod import state
@@ -32,15 +35,25 @@ def step(
 
     non_split_inputs: names of arguments that every microbatch gets whole.
     input_split_axes: the axis along which an argument is split, by its name.
-    detach_outputs: of the PyTorch interface; here nothing that is returned has a gradient.
+    detach_outputs: of the PyTorch interface; here nothing that is returned has a gradient, and False gets a warning.
     options: of tf.function, as `input_signature`.
 
     Raises MicrobatchError when an axis does not divide by the number of microbatches, SMPUnsupportedError for what
-    cannot be cut.
+    cannot be cut and for `jit_compile=True`, TypeError for an argument that there is not.
     """
+    _check(options)
+    if not detach_outputs:
+        warn_without_effect("smp.step(detach_outputs=False)", "nothing that a step returns has a gradient.")
     if function is None:
         return lambda decorated: _decorate(decorated, non_split_inputs, input_split_axes or {}, options)
     return _decorate(function, non_split_inputs, input_split_axes or {}, options)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    ours = {"non_split_inputs", "input_split_axes", "detach_outputs"}
+    refuse_unknown("smp.step", options, ours | names_of(tf.function) - {"func", "autograph"})
+    if options.get("jit_compile"):
+        raise SMPUnsupportedError("smp.step(jit_compile=True): XLA cannot send and receive. Leave jit_compile out.")
 
 
 def _decorate(
@@ -66,6 +79,7 @@ def _decorate(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         state.require()
+        refuse_xla("A function under smp.step")
         return merge(compiled(*args, **kwargs))
 
     return tf.autograph.experimental.do_not_convert(wrapper)  # type: ignore[no-any-return]

@@ -26,9 +26,22 @@ def send_checkpoint_files(directory: str, dest_rank: int) -> None:
 
 
 def receive_checkpoint_files(directory: str, src_rank: int) -> None:
-    """Write the files that a rank sends to the same places under a directory, which is made."""
+    """Write the files that a rank sends to the same places under a directory, which is made.
+
+    Raises SMPRuntimeError, and writes nothing, when one of the places would be outside of it.
+    """
     root = Path(directory).resolve()
-    for name in state.post.receive(src_rank, _BOX):
-        path = Path(root, name)
+    paths = [_inside(root, name, src_rank) for name in state.post.receive(src_rank, _BOX)]
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(state.post.receive(src_rank, _BOX))
+
+
+def _inside(root: Path, name: str, src_rank: int) -> Path:
+    path = Path(root, name).resolve()
+    if not path.is_relative_to(root):
+        raise SMPRuntimeError(
+            f"Rank {src_rank} sends a file {name!r}, whose place is not under {root}: its path must be relative and "
+            "without `..` or links that lead out."
+        )
+    return path

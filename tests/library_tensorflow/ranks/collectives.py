@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.impl.api import StagingError
 from tests.library_tensorflow.ranks.told import tell
 
 import smdistributed.dataparallel.tensorflow as sdp
+import smdistributed.dataparallel.tensorflow.keras as sdk
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.dataparallel.tensorflow import Compression, ReduceOp
+from smdistributed.dataparallel.tensorflow import horovod as hvd
 
 sdp.init()
 RANK, SIZE = sdp.rank(), sdp.size()
@@ -65,6 +69,60 @@ def structures() -> None:
     assert sdp.allreduce(None, 0, 1) is None and sdp.oob_allreduce([]) == []
     layer = object()
     assert sdp.overlap(layer) is layer
+
+
+def horovod_names() -> None:
+    """What scripts for Horovod call: the same in eager code and in a graph."""
+    mine = tf.fill([RANK + 1, 2], float(RANK))
+    everybodys = np.concatenate([np.full([rank + 1, 2], float(rank)) for rank in range(SIZE)])
+    for gather in ways(sdp.allgather)[:2]:
+        np.testing.assert_array_equal(gather(mine).numpy(), everybodys)
+    np.testing.assert_array_equal(sdp.allgather(tf.constant([RANK > 0])).numpy(), [rank > 0 for rank in range(SIZE)])
+    weight = tf.Variable(mine)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(sdp.allgather(weight) ** 2) * (1.0 + RANK)
+    factor = sum(1.0 + rank for rank in range(SIZE))
+    np.testing.assert_allclose(tape.gradient(loss, weight).numpy(), 2 * factor * mine.numpy())
+    numbers = tf.range(2 * SIZE) + 100 * RANK  # two for each rank
+    found = sdp.alltoall(numbers)
+    np.testing.assert_array_equal(found, [100 * rank + 2 * RANK + i for rank in range(SIZE) for i in range(2)])
+    splits = [rank + 1 for rank in range(SIZE)]
+    found, received = tf.function(sdp.alltoall)(tf.repeat(tf.range(SIZE), splits) + 10 * RANK, splits)
+    np.testing.assert_array_equal(found, np.repeat([RANK + 10 * rank for rank in range(SIZE)], RANK + 1))
+    np.testing.assert_array_equal(received, [RANK + 1] * SIZE)
+    told = sdp.broadcast_object({"rank": RANK, "text": "x" * 100 * RANK}, root_rank=SIZE - 1)
+    assert told == {"rank": SIZE - 1, "text": "x" * 100 * (SIZE - 1)}, told
+    sdp.barrier()
+    assert sdp.is_initialized() and not tf.function(sdp.barrier)()
+    ranks = sum(range(SIZE))
+    for total in (
+        sdp.allreduce(tf.constant(float(RANK)), average=False, name="total"),
+        sdp.allreduce(tf.constant(float(RANK)), op="Sum"),
+        sdp.oob_allreduce(tf.constant(float(RANK)), op=sdp.Sum),
+        hvd.allreduce(tf.constant(float(RANK)), False),
+        hvd.allreduce(tf.constant(float(RANK)), op=hvd.Average, prescale_factor=2.0, postscale_factor=SIZE / 2),
+    ):
+        assert float(total) == ranks, total
+    assert float(sdp.allreduce(tf.constant(float(RANK)), average=True)) == ranks / SIZE
+    graph = tf.function(lambda x: sdp.broadcast(x, 0, name="wanted")).get_concrete_function(tf.constant(1.0)).graph
+    assert any(operation.name == "wanted" for operation in graph.get_operations())
+    hvd.init()  # as Horovod's, it may be called again
+
+
+def without_effect() -> None:
+    """Told once each."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sdp.overlap(object())
+            sdp.allreduce(tf.constant(1.0), 0, 1)
+            sdp.DistributedOptimizer(tf.keras.optimizers.SGD(), name="mine")
+    found = [str(one.message) for one in told if "no effect" in str(one.message)]
+    assert [words.split(" has ")[0] for words in found] == [
+        "overlap()",
+        "allreduce(param_index=, num_params=)",
+        "DistributedOptimizer(name=, use_locking=)",
+    ], found
 
 
 def compression() -> None:
@@ -191,11 +249,35 @@ def refusals() -> None:
         ("sparse_as_dense", lambda: sdp.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=False)),
         ("no optimizer", lambda: sdp.DistributedOptimizer(object())),
         ("no global variables", lambda: sdp.broadcast_global_variables(0)),
+        ("leave average out", lambda: sdp.allreduce(tf.constant(1), average=True, op="Sum")),
+        ("'Mean' is no reduction", lambda: sdp.DistributedGradientTape(tf.GradientTape(), op="Mean")),
+        ("the training step", lambda: sdp.DistributedOptimizer(tf.keras.optimizers.SGD(), backward_passes_per_step=2)),
+        ("as many steps", sdp.join),
+        ("pass a scalar as", lambda: sdp.allgather(1.0)),
+        ("outside of tf.function", lambda: tf.function(lambda: sdp.broadcast_object(1))()),
+        ("leave jit_compile=True out", lambda: tf.function(sdp.oob_allreduce, jit_compile=True)(tf.constant(1.0))),
+        ("neither fused=True", lambda: sdp.SyncBatchNormalization(fused=True)),
     )
     for words, call in refused:
         try:
             call()
-        except SMDDPError as error:
+        except (SMDDPError, StagingError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+    loose: Any = sdp
+    loose_keras: Any = sdk
+    unknown: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("allreduce() has no argument 'ops': did you mean op?", lambda: loose.allreduce(tf.constant(1.0), ops=1)),
+        ("did you mean compression?", lambda: loose.oob_allreduce(1.0, compresion=1)),
+        ("did you mean sparse_as_dense?", lambda: loose.DistributedGradientTape(nothing, sparse_as_dens=True)),
+        ("did you mean bucket_cap_mb?", lambda: loose_keras.DistributedOptimizer(nothing, bucket_cap=1)),
+        ("it takes backward_passes_per_step", lambda: loose.DistributedOptimizer(nothing, zzz=1)),
+    )
+    for words, call in unknown:
+        try:
+            call()
+        except TypeError as error:
             assert words in str(error), error
         else:
             raise AssertionError(words)
@@ -203,8 +285,8 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     cases = (
-        *(every_dtype, structures, compression, broadcasts, in_order, tape, higher_order, version_1),
-        *(graphs_of_version_1, refusals),
+        *(without_effect, every_dtype, structures, horovod_names, compression, broadcasts, in_order, tape),
+        *(higher_order, version_1, graphs_of_version_1, refusals),
     )
     for case in cases:
         if case.__name__ in sys.argv[1:] or (not sys.argv[1:] and (SIZE > 1 or case is not every_dtype)):

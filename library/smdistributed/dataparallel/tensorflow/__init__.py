@@ -15,27 +15,49 @@ from smdistributed.dataparallel.tensorflow.collectives import (
     overlap,
 )
 from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.gathering import allgather, alltoall, barrier, broadcast_object, join
 from smdistributed.dataparallel.tensorflow.gradients import DistributedGradientTape
 from smdistributed.dataparallel.tensorflow.hooks import BroadcastGlobalVariablesHook
-from smdistributed.dataparallel.tensorflow.job import init, local_rank, local_size, rank, shutdown, size
+from smdistributed.dataparallel.tensorflow.job import (
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from smdistributed.dataparallel.tensorflow.normalization import SyncBatchNormalization
 from smdistributed.dataparallel.tensorflow.optimizer import DistributedOptimizer
 
+Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX  # Horovod's names
 get_rank, get_world_size, get_local_rank = rank, size, local_rank  # other libraries look for these
 
 __all__ = [
+    "Average",
     "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Max",
+    "Min",
     "ReduceOp",
+    "Sum",
+    "SyncBatchNormalization",
+    "allgather",
     "allreduce",
+    "alltoall",
+    "barrier",
     "broadcast",
     "broadcast_global_variables",
+    "broadcast_object",
     "broadcast_variables",
     "get_local_rank",
     "get_rank",
     "get_world_size",
     "init",
+    "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "oob_allreduce",

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.core.tensorflow import operations
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
@@ -18,26 +19,46 @@ BUCKET_MB = 25
 _OPS = {ReduceOp.AVERAGE: "avg", ReduceOp.SUM: "sum", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
 
 
+@only_known
 def allreduce(
     tensor: Any = None,
     param_index: int | None = None,
     num_params: int | None = None,
     compression: Any = Compression.none,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: ReduceOp | str | None = None,
     grad: Any = None,
+    average: bool | None = None,
+    name: str | None = None,
 ) -> Any:
-    """Return a gradient combined over the ranks; published scripts also call it with `grad=` in place of `tensor=`.
+    """Return a gradient combined over the ranks (AWS API; `average` and `name` are Horovod's).
 
-    param_index, num_params: AWS's library buckets by them; here a tensor that comes alone is reduced alone.
+    Args:
+        tensor: Any shape and any number dtype; tf.IndexedSlices become dense, None stays None.
+        param_index: No effect, and a warning: AWS's library buckets by it; here a tensor that comes alone is reduced
+            alone.
+        num_params: As param_index.
+        compression: A member of `Compression`.
+        op: A `ReduceOp`, or its name; AVERAGE by default.
+        grad: In place of `tensor`, as published scripts call it.
+        average: True for AVERAGE and False for SUM, in place of `op`.
+        name: Of the result in a graph.
 
-    Raises SMDDPError before `init`, and when the ranks come apart; inside a `tf.function` the latter is
-    tf.errors.InternalError with the same text.
+    Raises:
+        SMDDPError: Before `init`, for an `op` that is none, or together with `average`, and when the ranks call
+            different collectives; inside a `tf.function` the last is tf.errors.InternalError with the same text.
+        TypeError: For an argument that there is not.
     """
+    if param_index is not None or num_params is not None:
+        warn_without_effect("allreduce(param_index=, num_params=)", "each tensor is reduced when it is ready.")
     given = tensor if tensor is not None else grad
-    return None if given is None else reduce_tensors([given], compression, op)[0]
+    if given is None:
+        return None
+    (result,) = reduce_tensors([given], compression, _op_of(op, average))
+    return result if name is None else tf.identity(result, name=name)
 
 
-def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
+@only_known
+def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp | str = ReduceOp.AVERAGE) -> Any:
     """Return a tensor, or a list, tuple or dict of them, combined over the ranks: losses, metrics, counts.
 
     Numbers are taken as tensors. Raises as `allreduce` does.
@@ -46,11 +67,17 @@ def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp
     return tf.nest.pack_sequence_as(tensor, reduce_tensors(flat, compression, op))
 
 
-def broadcast(tensor: Any, root_rank: int) -> Any:
-    """Return that rank's tensor, on every rank. Raises SMDDPError where there is no such rank."""
-    return broadcast_tensors([tf.convert_to_tensor(tensor)], root_rank)[0]
+@only_known
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return that rank's tensor, on every rank. Raises SMDDPError where there is no such rank.
+
+    name: of the result in a graph, as Horovod has it.
+    """
+    (result,) = broadcast_tensors([tf.convert_to_tensor(tensor)], root_rank)
+    return result if name is None else tf.identity(result, name=name)
 
 
+@only_known
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """Set variables to their values on that rank, on all of them; in a graph of version 1, the operation that does.
 
@@ -62,6 +89,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
 
 
+@only_known
 def broadcast_global_variables(root_rank: int) -> Any:
     """The same for all global variables of a graph of version 1; eager code has none, and passes them itself."""
     if tf.executing_eagerly():
@@ -70,19 +98,20 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 def overlap(tensor: Any) -> Any:
-    """Return what was given, a tensor or a layer: reductions overlap with the gradients of earlier layers anyway."""
+    """Return what was given, a tensor or a layer, and warn: reductions overlap with the gradients of earlier layers
+    without it."""
+    warn_without_effect("overlap()", "reductions overlap with the gradients of earlier layers without it.")
     return tensor
 
 
 def reduce_tensors(
-    tensors: Sequence[Any], compression: Any, op: ReduceOp, bucket_bytes: int = BUCKET_MB << 20
+    tensors: Sequence[Any], compression: Any, op: ReduceOp | str, bucket_bytes: int = BUCKET_MB << 20
 ) -> list[Any]:
     """Combine tensors over the ranks, in buckets of one dtype, of which each is an operation.
 
     None stays None, tf.IndexedSlices become dense. The last tensors go first: their gradients are computed first.
     """
-    if op not in _OPS:
-        raise SMDDPError(f"op={op!r} is no reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX.")
+    reduction = _OPS[op_of(op)]
     require()
     results: list[Any] = [None] * len(tensors)
     compressed = {
@@ -91,10 +120,28 @@ def reduce_tensors(
         if tensors[index] is not None
     }
     for bucket in _buckets({index: tensor for index, (tensor, _) in compressed.items()}, bucket_bytes):
-        reduced = _told(operations.all_reduce, [compressed[index][0] for index in bucket], _OPS[op])
+        reduced = _told(operations.all_reduce, [compressed[index][0] for index in bucket], reduction)
         for index, tensor in zip(bucket, reduced):
             results[index] = compression.decompress(tensor, compressed[index][1])
     return results
+
+
+def op_of(op: ReduceOp | str) -> ReduceOp:
+    """The reduction of that name, in letters of any case. Raises SMDDPError where there is none."""
+    try:
+        return ReduceOp(op.lower() if isinstance(op, str) else op)
+    except ValueError:
+        raise SMDDPError(
+            f"op={op!r} is no reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX, or one of these names."
+        ) from None
+
+
+def _op_of(op: ReduceOp | str | None, average: bool | None) -> ReduceOp:
+    if average is None:
+        return ReduceOp.AVERAGE if op is None else op_of(op)
+    if op is not None:
+        raise SMDDPError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def _summable(tensor: Any) -> Any:

@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import only_known
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import op_of, reduce_tensors
 from smdistributed.dataparallel.tensorflow.compression import Compression
 
 
@@ -18,9 +19,10 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
     A persistent tape may be asked several times, always by all ranks. Gradients that are None stay None, and
     tf.IndexedSlices become dense: sparse_as_dense=False, which AWS's library knew until 1.2.1, is refused.
 
-    Raises SMDDPError where a device is named.
+    Raises SMDDPError where a device is named and for an `op` that is none, TypeError for an argument that there is not.
     """
 
+    @only_known
     def __init__(
         self,
         gradtape: tf.GradientTape,
@@ -28,10 +30,10 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         device_sparse: str = "",
         compression: Any = Compression.none,
         sparse_as_dense: bool = True,
-        op: ReduceOp = ReduceOp.AVERAGE,
+        op: ReduceOp | str = ReduceOp.AVERAGE,
     ) -> None:
         refuse(device_dense, device_sparse, sparse_as_dense)
-        self._wrapped, self._compression, self._op = gradtape, compression, op
+        self._wrapped, self._compression, self._op = gradtape, compression, op_of(op)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As `tf.GradientTape.gradient`."""

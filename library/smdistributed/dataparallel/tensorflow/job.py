@@ -8,6 +8,7 @@ from smdistributed.core.tensorflow.group import Group, open_group
 from smdistributed.dataparallel.exceptions import SMDDPError
 
 _joined: tuple[Launch, Group] | None = None
+_left = False
 
 
 def init() -> None:
@@ -28,7 +29,14 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leave the job: no collective can run after that."""
+    global _left
     _group().close()
+    _left = True
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not."""
+    return _joined is not None and not _left
 
 
 def rank() -> int:

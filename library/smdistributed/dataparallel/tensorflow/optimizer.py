@@ -6,15 +6,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, op_of, reduce_tensors
 from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.gradients import refuse
 
 _MARK = "_smddp_combines"
 
 
+@only_known
 def DistributedOptimizer(  # noqa: N802 (the published name)
     optimizer: Any,
     name: str | None = None,
@@ -23,8 +25,9 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = True,
-    op: ReduceOp = ReduceOp.AVERAGE,
+    op: ReduceOp | str = ReduceOp.AVERAGE,
     bucket_cap_mb: int = BUCKET_MB,
+    backward_passes_per_step: int = 1,
 ) -> Any:
     """Return the optimizer, which from now on combines gradients over the ranks before it applies them.
 
@@ -32,14 +35,24 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
         and its state, so that a model saved with it loads without this library. A version 1 optimizer combines them in
         `compute_gradients`, the others in `apply_gradients`, where Keras aggregates them, unless it is told not to.
         Under mixed precision that is before infinities are looked for: all ranks skip the same steps.
-    name, use_locking: not used; published scripts pass them.
+    name, use_locking: no effect, and a warning: the optimizer keeps its own.
+    backward_passes_per_step: of Horovod; only 1.
 
-    Raises SMDDPError for anything else, for an optimizer that was wrapped before, and where a device is named.
+    Raises SMDDPError for anything else, for an optimizer that was wrapped before, and where a device is named;
+    TypeError for an argument that there is not.
     """
     refuse(device_dense, device_sparse, sparse_as_dense)
+    if backward_passes_per_step != 1:
+        raise SMDDPError(
+            f"backward_passes_per_step={backward_passes_per_step} is not supported: add up the gradients of so many "
+            "batches in the training step, and call the optimizer's apply_gradients with the sums."
+        )
+    if name is not None or use_locking:
+        warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own.")
+    reduction = op_of(op)
 
     def combined(gradients: list[Any]) -> list[Any]:
-        return reduce_tensors(gradients, compression, op, bucket_cap_mb << 20)
+        return reduce_tensors(gradients, compression, reduction, bucket_cap_mb << 20)
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # a LossScaleOptimizer aggregates with its inner one
     kind = type(inner)

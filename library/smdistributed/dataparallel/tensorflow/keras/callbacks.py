@@ -9,6 +9,8 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.collectives import broadcast_variables, oob_allreduce
 from smdistributed.dataparallel.tensorflow.job import rank, size
 
+__all__ = ["BroadcastGlobalVariablesCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
+
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the model's and the optimizer's variables to those of a rank, after the first batch: then all are there."""

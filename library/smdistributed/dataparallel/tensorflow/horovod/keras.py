@@ -1,0 +1,99 @@
+"""As `horovod.tensorflow.keras`: the functions that scripts with `tf.keras.Model.fit` call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smdistributed.core.options import only_known
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow import horovod
+from smdistributed.dataparallel.tensorflow.horovod import (
+    Average,
+    Compression,
+    Max,
+    Min,
+    Sum,
+    allgather,
+    barrier,
+    broadcast,
+    broadcast_object,
+    broadcast_variables,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from smdistributed.dataparallel.tensorflow.keras import callbacks, load_model
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+
+@only_known
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | str | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Return a value combined over the ranks. Raises as the `allreduce` of the package above."""
+    return horovod.allreduce(
+        value,
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )
+
+
+@only_known
+def DistributedOptimizer(  # noqa: N802 (the published name)
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """Return the Keras optimizer, which from now on applies the gradients of all ranks; as in the package above."""
+    return horovod.DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+    )

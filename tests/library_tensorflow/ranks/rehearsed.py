@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvk
 import tensorflow as tf
+from horovod.tensorflow.keras.callbacks import MetricAverageCallback
 from tests.library_tensorflow.ranks.told import tell
 
 import smdistributed.dataparallel.tensorflow as sdp
@@ -36,4 +41,29 @@ with tf.device("/GPU:0"):
     variable = tf.Variable([1.0 + sdp.rank()])
     assert float(tf.function(twice)(variable)[0]) == 3.0
     assert variable.device.endswith("CPU:0")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    tf.distribute.MirroredStrategy()  # of this rank's one GPU
+    tf.config.set_visible_devices(gpus, "GPU")
+    assert tf.distribute.MirroredStrategy().num_replicas_in_sync == 1
+replicas = [str(one.message) for one in told if "MirroredStrategy" in str(one.message)]
+assert len(replicas) == 1 and "has 1 replica here, and 2 on 2 GPUs" in replicas[0], replicas
+
+hvd.init()  # Horovod is not installed
+hvk.init()
+assert (hvd.rank(), hvd.size(), hvk.local_rank()) == (sdp.rank(), 2, sdp.local_rank())
+assert float(hvd.allreduce(tf.constant(1.0 + hvd.rank()), average=True)) == 1.5
+assert float(hvk.allreduce(1.0 + hvd.rank(), name="loss", op=hvd.Sum)) == 3.0
+model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(1,))])
+model.compile(hvk.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), "mse")
+start = [hvk.callbacks.BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+model.fit(tf.ones([4, 1]) * hvd.rank(), tf.ones([4, 1]), callbacks=start, verbose=0)
+for value in model.get_weights():
+    assert float(tf.reduce_max(hvd.allgather(value))) == float(tf.reduce_min(hvd.allgather(value)))
+try:
+    absent = hvd.ProcessSet
+except AttributeError as error:
+    assert "has no 'ProcessSet'" in str(error) and "install horovod" in str(error)
+else:
+    raise AssertionError(absent)
 tell("equal")

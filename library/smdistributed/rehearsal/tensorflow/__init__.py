@@ -6,7 +6,10 @@ says the truth.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +50,34 @@ def rehearse(settings: Settings) -> None:
     for module in (tf.config, tf.config.experimental):
         for name, stand_in in {**_lists(gpus), **_about_one(gpus)}.items():
             _replace(module, name, stand_in)
+    _watch_strategies(gpus)
     _replace(tf.test, "is_gpu_available", lambda real: lambda *_, **__: True)
     _replace(tf.test, "gpu_device_name", lambda real: lambda: f"/device:{_GPU}:0")
     _replace(tf.test, "is_built_with_cuda", lambda real: lambda: True)
+
+
+def _watch_strategies(gpus: Gpus) -> None:
+    """Have strategies that use all GPUs of a process warn that there is one replica only: they look past tf.config."""
+    for name in ("MirroredStrategy", "experimental.CentralStorageStrategy"):
+        kind = operator.attrgetter(name)(tf.distribute)
+        kind.__init__ = _warning(kind.__init__, name, gpus)
+
+
+def _warning(construct: Callable[..., None], name: str, gpus: Gpus) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        wanted = len(gpus.visible)
+        if self.num_replicas_in_sync < wanted:
+            warnings.warn(
+                f"SHOAL REHEARSAL: tf.distribute.{name} has {self.num_replicas_in_sync} replica here, and {wanted} on "
+                f"{wanted} GPUs: it sees real devices only. A batch per replica that the script computes differs. To "
+                f'rehearse {wanted} replicas, pass devices=["/cpu:0", ...] after tf.config.'
+                "set_logical_device_configuration, or use one rank for each GPU.",
+                stacklevel=2,
+            )
+
+    return init
 
 
 def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:

@@ -7,10 +7,9 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 _reported: set[str] = set()
 
 
@@ -30,17 +29,17 @@ def names_of(function: Callable[..., object]) -> set[str]:
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"}
 
 
-def only_known(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def only_known(function: Function) -> Function:
     """Decorate a function, or a constructor, so that its TypeError for an unknown argument says "did you mean"."""
     name = function.__qualname__.removesuffix(".__init__")
     known = names_of(function)
 
     @functools.wraps(function)
-    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         refuse_unknown(name, kwargs, known)
         return function(*args, **kwargs)
 
-    return checked
+    return cast("Function", checked)
 
 
 def warn_without_effect(argument: str, why: str) -> None:

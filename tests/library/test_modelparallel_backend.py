@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
 from smdistributed.modelparallel.backend.balance import SLACK, cut, largest_of
 from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
@@ -24,6 +25,32 @@ from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
 def test_the_launch_wins_over_the_script() -> None:
     config = read_config({"partitions": 4}, {"SM_HP_MP_PARAMETERS": json.dumps({"partitions": 2, "microbatches": 8})})
     assert (config.partitions, config.microbatches) == (2, 8)
+
+
+def test_the_launch_replaces_the_scripts_values_key_by_key() -> None:
+    script = {"pipeline_parallel_degree": 4, "ddp": True, "optimize": "speed"}
+    config = read_config(script, {"SM_HP_MP_PARAMETERS": json.dumps({"partitions": 2, "microbatches": 8})})
+    assert (config.partitions, config.microbatches, config.ddp, config.optimize) == (2, 8, True, "speed")
+    assert read_config(script, {"SM_HP_MP_PARAMETERS": "{}"}).partitions == 4
+
+
+def test_unknown_arguments_are_type_errors_with_a_guess() -> None:
+    @strict
+    def train(rate: float, *, static_loss_scale: float = 1.0) -> float:
+        return rate * static_loss_scale
+
+    assert train(2.0, static_loss_scale=3.0) == 6.0
+    with pytest.raises(TypeError, match=r"'static_loss_scaling'. Did you mean 'static_loss_scale'\?"):
+        train(2.0, static_loss_scaling=3.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'zzz'. It has: rate, static_loss_scale."):
+        train(2.0, zzz=1)  # type: ignore[call-arg]
+
+
+def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_without_effect("An option", "of this")
 
 
 def test_defaults_follow_from_other_values() -> None:
@@ -54,17 +81,55 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
         check(values)
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(SMPUnsupportedError, match="'tensor_parallel_degree' is 2: it came with"):
-        check({"partitions": 2, "tensor_parallel_degree": 2})
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("tensor_parallel_degree", 2, "use_distributed_transformer=0"),
+        ("sharded_data_parallel_degree", 2, "shard_optimizer_state"),
+        ("offload_activations", True, "smp.set_activation_checkpointing"),
+    ],
+)
+def test_what_is_not_implemented_says_what_to_do_instead(key: str, value: object, instead: str) -> None:
+    with pytest.raises(SMPUnsupportedError, match=f"'{key}' is {value}: .* Fix: leave it out.*{instead}"):
+        check({"partitions": 2, key: value})
 
 
-def test_unknown_keys_warn_and_guess() -> None:
-    with pytest.warns(UserWarning, match="unknown key, 'microbatch', which is ignored. Did you mean 'microbatches'?"):
-        check({"partitions": 2, "microbatch": 4})
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("microbatch", "Did you mean 'microbatches'?"),
+        ("sdp_gradient_cliping", "Did you mean 'sdp_gradient_clipping'?"),
+        ("processes", "Known: _fp32_grad_accumulation, "),
+    ],
+)
+def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
+    with pytest.raises(SMPConfigError, match=re.escape(f"mp_parameters has an unknown key, '{key}'. {hint}")):
+        check({"partitions": 2, key: 4})
+
+
+@pytest.mark.parametrize(
+    ("key", "default", "other", "why"),
+    [
+        ("prescaled_batch", False, True, "without tensor parallelism"),
+        ("fp16_params", False, True, "'fp16' trains in half precision"),
+        ("activation_loading_horizon", 4, 2, "'offload_activations'"),
+        ("contiguous", True, False, "modules that follow each other"),
+        ("xla", False, True, "TensorFlow"),
+        ("static_mode", False, True, "AWS has not published"),
+        ("checkpoint_attentions", False, True, "tensor-parallel modules"),
+        ("sdp_hierarchical_allgather", True, False, "sharded data parallelism"),
+        ("sdp_reduce_bucket_size", 500_000_000, 1, "sharded data parallelism"),
+    ],
+)
+def test_published_keys_without_effect_warn_once_and_not_with_their_default(
+    key: str, default: object, other: object, why: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"'{key}' of mp_parameters has no effect: .*{why}") as warned:
+        check({"partitions": 2, key: other})
+    assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check({"partitions": 2})
+        check({"partitions": 2, key: default})
 
 
 @pytest.mark.parametrize("strategy", sorted(PLACEMENTS))

@@ -374,7 +374,7 @@ def checkpoints(path: str) -> None:
         if partial:
             names = sorted(file.name for file in directory.glob("*_partial/*"))
             assert names == sorted(
-                2 * ["user_content.pt", *map("model_{}.pt".format, stages), *map("optimizer_{}.pt".format, stages)]
+                2 * ["stages.json", "user_content.pt", *map("model_{}.pt".format, stages), *map("optimizer_{}.pt".format, stages)]
             )
         elif smp.rank() == 0:
             Net().load_state_dict(torch.load(directory / "three"))
@@ -382,7 +382,8 @@ def checkpoints(path: str) -> None:
         assert wanted == resume(directory, partial), partial
     own = Path(path, f"host{smp.rank()}")  # a file system that no other rank sees
     smp.save_checkpoint(own, "three", True, smp.state.model, smp.state.optimizer, {"epoch": "three"})
-    assert len(list(own.glob("three_partial/*"))) == (3 if smp.dp_rank() == 0 else 1)
+    assert len(list(own.glob("three_partial/*"))) == (4 if smp.dp_rank() == 0 else 2)
+    assert Path(path, "full", "user_content_three").is_file()
     print("checkpoints")
 
 
@@ -392,8 +393,17 @@ def resume(directory: Path, partial: bool) -> list[float]:
     module = Net()
     optimizer = smp.DistributedOptimizer(make_optimizer("adam", module))
     model = smp.DistributedModel(module)
-    content = smp.resume_from_checkpoint(directory, None, partial)
+    names: list[str] = []
+    original = torch.load
+    torch.load = lambda file, *args, **kwargs: names.append(Path(file).name) or original(file, *args, **kwargs)  # type: ignore[func-returns-value]
+    try:
+        content = smp.resume_from_checkpoint(directory, None, partial)
+    finally:
+        torch.load = original
     assert content == {"epoch": "three"}, content
+    if partial and len(list(directory.glob("three_partial/model_*"))) == smp.pp_size():
+        own = smp.pp_rank()
+        assert sorted(names) == [f"model_{own}.pt", f"optimizer_{own}.pt", "user_content.pt"], names
     return train(model, optimizer, batches(3))
 
 
@@ -442,11 +452,14 @@ def mixed(path: str) -> None:
 
     def start() -> Callable[[], list[float]]:
         smp.state.model = smp.state.optimizer = None
-        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        module[0].register_forward_pre_hook(lambda _, args: (args[0].float(),))
         module[0].register_forward_hook(lambda _, __, output: output.bfloat16())
         smp.set_partition(module[1], 1)
         optimizer = smp.DistributedOptimizer(torch.optim.Adam(module.parameters(), 1e-3))
         model = smp.DistributedModel(module)
+        assert module[1].weight.dtype == torch.bfloat16
+        module[0].float()
 
         def fit() -> list[float]:
             losses = []
@@ -526,35 +539,58 @@ def options() -> None:
 
 
 def half() -> None:
-    """fp16 parameters, copies in fp32, a dynamic scale that halves until nothing overflows."""
-    configure(microbatches=2, fp16=True)
+    """fp16 casts the model, its positional inputs and outputs; a dynamic scale halves until nothing overflows.
+
+    Losses are scaled once, whether the script calls the model's backward or the optimizer's.
+    """
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).half()
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD(module.parameters(), 0.5),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 2.0**24, "scale_window": 3},
-    )
-    model = smp.DistributedModel(module)
+    fresh = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    alone = copy.deepcopy(fresh)
+    inner = torch.optim.SGD(alone.parameters(), 0.5)
+    expected = []
+    for _ in range(10):
+        inner.zero_grad()
+        loss = alone(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        clip_grad_norm_(alone.parameters(), 1.0)
+        inner.step()
+        expected.append(loss.item())
 
     @smp.step
-    def half_step(model: Any, data: torch.Tensor) -> Any:
-        loss = model(data.half()).float().square().mean()
-        optimizer.backward(loss)
+    def half_step(model: Any, optimizer: Any, data: torch.Tensor) -> Any:
+        output = model(data)
+        assert output.dtype == torch.float32, output.dtype
+        loss = output.square().mean()
+        (model if smp.state.stage.steps % 2 else optimizer).backward(loss)
         return loss
 
-    losses, skipped, scales = [], 0, []
-    for _ in range(25):
-        optimizer.zero_grad()
-        losses.append(float(half_step(model, torch.ones(4, 8)).reduce_mean()))
-        optimizer.update_master_grads()
-        optimizer.clip_master_grads(1.0)
-        skipped += optimizer.overflow
-        optimizer.step()
-        scales.append(optimizer.loss_scale)
-    assert 0 < skipped < 25, skipped
-    assert len(set(smp.allgather((skipped, tuple(scales))))) == 1
-    assert losses[-1] < losses[0] / 2, losses
+    for arguments in ({"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}):
+        configure(microbatches=2, fp16=True)
+        module = copy.deepcopy(fresh)
+        scale: Any = {"dynamic_loss_args": {"init_scale": 2.0**24, "scale_window": 3, "delayed_shift": 2}}
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.5), **arguments, **scale)
+        model = smp.DistributedModel(module)
+        losses, skipped, scales = [], 0, []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = half_step(model, optimizer, torch.ones(4, 8)).reduce_mean()
+            norm = optimizer.clip_master_grads(1.0)
+            assert (norm == -1.0) == optimizer.overflow, norm
+            skipped += optimizer.overflow
+            if not optimizer.overflow:
+                losses.append(float(loss))
+            optimizer.step()
+            scales.append(optimizer.loss_scale)
+        assert {p.dtype for p in model.local_parameters()} == {torch.float16}
+        assert set(module.state_dict()) == set(alone.state_dict())
+        assert len(set(smp.allgather((skipped, tuple(scales))))) == 1
+        if arguments.get("dynamic_loss_scale"):
+            assert scales[:2] == [2.0**24, 2.0**23], scales  # two overflows for the first
+            assert 0 < skipped < 25, skipped
+        else:
+            assert skipped == 0, skipped
+        worst = max(abs(one - other) for one, other in zip(losses, expected))
+        assert worst < 0.01, (worst, arguments, losses[:10], expected)
     print("half")
 
 

@@ -1,15 +1,14 @@
-"""The configuration: `mp_parameters` of the launch, else the argument of `smp.init`. The keys are AWS's."""
+"""The configuration: `mp_parameters` of the launch over the argument of `smp.init`. The keys are AWS's."""
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from smdistributed.modelparallel.backend.arguments import did_you_mean, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 
 LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
@@ -50,6 +49,7 @@ class Config:
     fp16: bool = False
     fp16_params: bool = False
     bf16: bool = False
+    delayed_parameter_initialization: bool = False
     sharded_data_parallel_degree: int = 1
     skip_tracing: bool = False
     uneven_microbatches: bool = False
@@ -62,6 +62,31 @@ class Config:
 
 
 _KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
+_OF_TENSORS = "it concerns tensor-parallel modules, which are not implemented"
+_OF_SHARDS = "it concerns sharded data parallelism, which is not implemented"
+_UNDOCUMENTED = "AWS has not published what it does"
+_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "prescaled_batch": (False, "without tensor parallelism all ranks of a replica have the same batch anyway"),
+    "fp16_params": (False, f"{_OF_TENSORS}. 'fp16' trains in half precision"),
+    "activation_loading_horizon": (4, "it concerns 'offload_activations', which is not implemented"),
+    "contiguous": (True, "every stage has modules that follow each other"),
+    "xla": (False, "it concerns TensorFlow"),
+    "checkpoint_attentions": (False, f"{_OF_TENSORS}. smp.set_activation_checkpointing works for any module"),
+    "tensor_parallel_seed": (0, _OF_TENSORS),
+    "load_partition": (False, "the model is cut by a trace, and a checkpoint keeps the cut"),
+    "partition_file": ("", "the model is cut by a trace, and a checkpoint keeps the cut"),
+    "static_mode": (False, _UNDOCUMENTED),
+    "fast_mode": (False, _UNDOCUMENTED),
+    "_match_weights": (False, _UNDOCUMENTED),
+    "_prescaled_batch": (False, _UNDOCUMENTED),
+    "_fp32_grad_accumulation": (False, f"{_UNDOCUMENTED}. Gradients have the dtype of their parameters"),
+    "sdp_reduce_bucket_size": (5e8, _OF_SHARDS),
+    "sdp_param_persistence_threshold": (1e6, _OF_SHARDS),
+    "sdp_max_live_parameters": (1e9, _OF_SHARDS),
+    "sdp_hierarchical_allgather": (True, _OF_SHARDS),
+    "sdp_gradient_clipping": (1.0, _OF_SHARDS),
+}
+"""Published keys that do nothing here: their default, with which they do not warn, and why."""
 _LEAST = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
 _CHOICES = {
     "pipeline": PIPELINES,
@@ -69,26 +94,47 @@ _CHOICES = {
     "placement_strategy": tuple(PLACEMENTS),
     "ddp_dist_backend": BACKENDS,
 }
-_LATER = {"tensor_parallel_degree": 1, "sharded_data_parallel_degree": 1, "offload_activations": False}
-"""Keys of 1.6 and later that nothing here does yet, with the values that ask for nothing."""
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_degree": (
+        1,
+        "raise 'pipeline_parallel_degree' instead. To AWS's GPT scripts also give use_distributed_transformer=0",
+    ),
+    "sharded_data_parallel_degree": (
+        1,
+        "'shard_optimizer_state' divides the optimizer's state over replicas, 'pipeline_parallel_degree' the model",
+    ),
+    "offload_activations": (False, "smp.set_activation_checkpointing saves the memory of activations"),
+}
+"""Keys of 1.6 and later that are not implemented, with the values that ask for nothing, and what to do instead."""
 
 
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
-    """The configuration of this job: that of the launch if it has one, else `argument`.
+    """The configuration of this job: `argument`, with each key that the launch has replaced by the launch's.
 
-    Raises SMPConfigError, which names the key, the value and what is allowed, and SMPUnsupportedError for a key that is
-    not implemented yet. Unknown keys warn.
+    Raises SMPConfigError, which names the key, the value and what is allowed, for unknown keys too, and
+    SMPUnsupportedError for a key that is not implemented. Keys that have no effect here warn.
     """
-    launched = environ.get(LAUNCH_VARIABLE)
-    given: Any = argument or {}
-    if launched is not None:
+    launched: Any = {}
+    text = environ.get(LAUNCH_VARIABLE)
+    if text is not None:
         try:
-            given = json.loads(launched)
+            launched = json.loads(text)
         except ValueError as error:
-            raise SMPConfigError(f"{LAUNCH_VARIABLE}={launched!r} is not JSON: {error}.") from None
+            raise SMPConfigError(f"{LAUNCH_VARIABLE}={text!r} is not JSON: {error}.") from None
+    return check({**_one_name_each(argument or {}), **_one_name_each(launched)})
+
+
+def _one_name_each(given: Any) -> dict[str, Any]:
+    """`given` with one name for what has two. Raises SMPConfigError when they differ, or it is no mapping."""
     if not isinstance(given, Mapping):
         raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}.")
-    return check(dict(given))
+    known = dict(given)
+    for alias, name in _ALIASES.items():
+        if alias in known:
+            value = known.pop(alias)
+            if known.setdefault(name, value) != value:
+                raise SMPConfigError(f"{alias!r} is {value!r} and {name!r} is {known[name]!r}: they mean the same.")
+    return known
 
 
 def read_verify_steps(environ: Mapping[str, str]) -> int:
@@ -101,13 +147,9 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
 
 def check(given: dict[str, Any]) -> Config:
     """`given` as a Config, with defaults that depend on other values filled in. Raises as `read_config` does."""
-    _warn_unknown(given)
+    given = _one_name_each(given)
+    _check_names(given)
     known = {name: value for name, value in given.items() if name in _KEYS}
-    for alias, name in _ALIASES.items():
-        if alias in known:
-            value = known.pop(alias)
-            if known.setdefault(name, value) != value:
-                raise SMPConfigError(f"{alias!r} is {value!r} and {name!r} is {known[name]!r}: they mean the same.")
     if "pipeline_parallel_degree" not in known:
         raise SMPConfigError("'partitions' is a required parameter.")
     values = {name: _typed(name, value) for name, value in known.items()}
@@ -115,15 +157,18 @@ def check(given: dict[str, Any]) -> Config:
     values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
     values.setdefault("active_microbatches", stages + 2)
     _check_together(values)
+    for name, (neutral, why) in _WITHOUT_EFFECT.items():
+        if name in given and {**given, **values}[name] != neutral:
+            warn_without_effect(f"{name!r} of mp_parameters", why)
     return Config(**values)
 
 
-def _warn_unknown(given: Mapping[str, Any]) -> None:
+def _check_names(given: Mapping[str, Any]) -> None:
+    known = {*_KEYS, *_WITHOUT_EFFECT}
     for name in given:
-        if name not in _KEYS:
-            near = difflib.get_close_matches(name, _KEYS, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(_KEYS))}."
-            warnings.warn(f"mp_parameters has an unknown key, {name!r}, which is ignored.{hint}", stacklevel=4)
+        if name not in known:
+            hint = did_you_mean(name, known) or f" Known: {', '.join(sorted(known))}."
+            raise SMPConfigError(f"mp_parameters has an unknown key, {name!r}.{hint}")
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -171,9 +216,9 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise SMPConfigError("'ddp' and 'horovod' cannot be simultaneously enabled.")
     if values.get("fp16") and values.get("bf16"):
         raise SMPConfigError("'fp16' and 'bf16' cannot be simultaneously enabled.")
-    for name, neutral in _LATER.items():
+    for name, (neutral, instead) in _REFUSED.items():
         if values.get(name, neutral) != neutral:
             raise SMPUnsupportedError(
-                f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented yet. "
-                f"Leave it out, or set it to {neutral!r}."
+                f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented. "
+                f"Fix: leave it out, or set it to {neutral!r}: {instead}."
             )

@@ -54,7 +54,7 @@ from smdistributed.modelparallel.backend.api import (
     tp_rank,
     tp_size,
 )
-from smdistributed.modelparallel.torch import amp, exceptions, model, nn
+from smdistributed.modelparallel.torch import amp, exceptions, model, nn, optimizers, utils
 from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.api import (
     get_dp_process_group,
@@ -70,13 +70,8 @@ from smdistributed.modelparallel.torch.checkpoints import load, resume_from_chec
 from smdistributed.modelparallel.torch.construction import (
     delay_param_initialization,
     model_creation,
-    tensor_parallelism,
-)
-from smdistributed.modelparallel.torch.later import (
-    prepare_optimizer,
     set_tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
+    tensor_parallelism,
 )
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.module_manager import partition, set_partition
@@ -84,6 +79,7 @@ from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.splitting import StepOutput
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step import step
+from smdistributed.modelparallel.torch.unsupported import prepare_optimizer, tp_register, tp_register_with_module
 
 __all__ = [
     "exceptions",
@@ -129,6 +125,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "optimizers",
     "partition",
     "pp_barrier",
     "pp_rank",
@@ -155,4 +152,5 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "utils",
 ]

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
+
 _MARK = "_smp_checkpointing"
 
 
@@ -25,16 +27,20 @@ class Checkpointing:
     group: int
 
 
+@strict
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:
     """Compute a module's activations again in backward instead of keeping them (AWS API).
 
     strategy: for nn.Sequential: `each` child on its own, `contiguous` ones of a stage together, or `group_N` at a time.
-    pack_args_as_tuple is accepted: children get what the child before gave, as in any sequence.
+    pack_args_as_tuple: has no effect, and warns: children get what the child before gave, as in any sequence. It has
+        none in AWS's library either, from 1.9 on.
 
     Raises ValueError for another strategy.
     """
+    if pack_args_as_tuple:
+        warn_without_effect("pack_args_as_tuple", "children get what the child before gave, as in any sequence")
     found = re.fullmatch(r"each|contiguous|group_([1-9]\d*)", strategy)
     if not found:
         raise ValueError(

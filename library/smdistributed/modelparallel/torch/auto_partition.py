@@ -30,7 +30,9 @@ class Items:
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
     """Cut a model that is called with these arguments. Where it cannot be traced, modules count in their order in the
-    tree, by their parameters."""
+    tree, by their parameters, as they do with `skip_tracing`."""
+    if config.skip_tracing:
+        return partition(root, config, Trace())
     try:
         found = trace(root, args, kwargs)
     except Exception as error:  # any model, any reason

@@ -6,41 +6,69 @@ before. What is partial is kept by names of parameters, so that another number o
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank
+from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, pp_size, rdp_rank, tp_rank
+from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import state
 
 _NEWEST, _SEEN = "newest", ".seen_by_"
-_USER = "user_content.pt"
+_USER, _STAGES = "user_content.pt", "stages.json"
 _TORCH_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 """What transformers' Trainer asks for as a full checkpoint, and what it has saved instead."""
 
 
-def save(obj: Any, f: str | os.PathLike[str], partial: bool = True, v3: bool = False, **_: Any) -> None:
+@strict
+def save(
+    obj: Any,
+    f: str | os.PathLike[str],
+    partial: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+) -> None:
     """Save an object, to `f`, or with `partial` to `f_{mp_rank}`, which every stage calls.
 
+    pickle_module, pickle_protocol: as torch.save has them.
     v3: what replicas save differs, as it does with `shard_optimizer_state`: `f_{pp_rank}_{tp_rank}_{rdp_rank}`.
     """
-    _write(obj, _of_this_replica(f) if partial and v3 else _of_this_stage(f) if partial else Path(f))
+    path = _of_this_replica(f) if partial and v3 else _of_this_stage(f) if partial else Path(f)
+    _write(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
 
-def load(f: str | os.PathLike[str], map_location: Any = None, partial: bool = True, **_: Any) -> Any:
-    """Load what `save` saved."""
+@strict
+def load(
+    f: str | os.PathLike[str],
+    map_location: Any = None,
+    pickle_module: Any = pickle,
+    pickle_load_args: Mapping[str, Any] | None = None,
+    partial: bool = True,
+    back_compat: bool = False,
+) -> Any:
+    """Load what `save` saved.
+
+    pickle_module, pickle_load_args: as torch.load has them.
+    back_compat: has no effect, and warns: files of AWS's library before 1.10 cannot be read.
+    """
+    if back_compat:
+        warn_without_effect("back_compat of smp.load", "optimizer files of AWS's library before 1.10 cannot be read")
+    options = {"pickle_module": pickle_module, **(pickle_load_args or {})}
     if not partial:
-        return _read(Path(f), map_location)
+        return _read(Path(f), map_location, **options)
     own = _of_this_replica(f)
-    return _read(own if own.is_file() else _of_this_stage(f), map_location)
+    return _read(own if own.is_file() else _of_this_stage(f), map_location, **options)
 
 
 def _of_this_stage(f: str | os.PathLike[str]) -> Path:
@@ -51,6 +79,7 @@ def _of_this_replica(f: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(f)}_{pp_rank()}_{tp_rank()}_{rdp_rank()}")
 
 
+@strict
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str,
@@ -60,7 +89,6 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
-    **_: Any,
 ) -> None:
     """Save a checkpoint named `tag` under the directory `path`; every rank calls it (AWS API).
 
@@ -73,8 +101,11 @@ def save_checkpoint(
 
     num_kept_partial_checkpoints: how many partial ones stay, the newest; None: all.
 
-    translate_if_full is accepted: full checkpoints have the model's own names in any case.
+    translate_if_full: has no effect, and warns if it is false: full checkpoints have the model's own names in any case,
+        and a Hugging Face model has Hugging Face's.
     """
+    if not translate_if_full:
+        warn_without_effect("translate_if_full of smp.save_checkpoint", "full checkpoints have the model's own names")
     if model is None and optimizer is None:
         raise SMPRuntimeError(f"save_checkpoint of {tag!r}: give a model, an optimizer or both.")
     directory = Path(path)
@@ -87,23 +118,44 @@ def save_checkpoint(
     barrier()
 
 
+@strict
 def resume_from_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
     partial: bool = True,
     strict: bool = True,
     load_optimizer: bool = True,
-    **_: Any,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+    load_optimizer_states: bool | None = None,
 ) -> Any:
     """Load a checkpoint into the script's model and optimizer, and return its `user_content` (AWS API).
 
-    Called on every rank, before or after the first step. tag: which; None: the newest of its kind. A partial one may
-    have been saved by another number of stages.
+    Called on every rank, before or after the first step. A partial checkpoint keeps which stage has which module. On as
+    many stages, the model is placed as it was, and a rank reads the files of its stage alone. On another number of
+    stages, or when `smp.set_partition` places modules otherwise, every rank reads the files of all stages.
 
-    Raises SMPRuntimeError when there is none.
+    Args:
+        path: The directory of checkpoints.
+        tag: Which; None: the newest of its kind.
+        partial: Whether it is a partial one.
+        strict: Whether missing and unexpected parameters are errors.
+        load_optimizer: Whether the optimizer's state is loaded too.
+        load_sharded_optimizer_state: Has no effect, and warns if it is false: it is for sharded data parallelism.
+        translate_function: Of a full checkpoint: gives the model's state dict for what is in the file.
+        load_optimizer_states: The name of `load_optimizer` before AWS API 1.11.
+
+    Raises:
+        SMPRuntimeError: If there is no such checkpoint, or a partial one is to be translated.
     """
+    if not load_sharded_optimizer_state:
+        what = "load_sharded_optimizer_state of smp.resume_from_checkpoint"
+        warn_without_effect(what, "it is for sharded data parallelism, which is not implemented")
+    load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
     directory = Path(path)
     tag = tag or _newest(directory, partial)
+    if partial and translate_function is not None:
+        raise SMPRuntimeError("translate_function is for full checkpoints. Fix: leave it out, or give partial=False.")
     if partial:
         return _resume_partial(directory / f"{tag}_partial", strict, load_optimizer)
     weights = directory / tag
@@ -111,7 +163,8 @@ def resume_from_checkpoint(
         weights = directory / _SAFE_WEIGHTS
     if not weights.is_file():
         raise SMPRuntimeError(f"There is no full checkpoint {tag!r} in {directory}: it holds {_listing(directory)}.")
-    state.the_model().load_state_dict(_read_weights(weights), strict)
+    found = _read_weights(weights)
+    state.the_model().load_state_dict(translate_function(found) if translate_function else found, strict)
     saved = directory / f"optimizer_{tag}"
     if load_optimizer and state.optimizer is not None and saved.is_file():
         state.optimizer.load_state_dict(_read(saved))
@@ -124,14 +177,12 @@ def _save_partial(
     """Whether this rank is the one that looks after `directory`, of those that see it."""
     final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
     leads = _make_anew(unfinished)
-    shares = optimizer.local_state_dict() if optimizer else None  # gathered from all replicas
-    if dp_rank() == 0:
-        if model:
-            _write(model.local_state_dict(), unfinished / f"model_{pp_rank()}.pt")
-        if shares is not None:
-            _write({**shares, "names": _names()}, unfinished / f"optimizer_{pp_rank()}.pt")
+    _write_own(unfinished, model, optimizer)
     if leads:
         _write(user, unfinished / _USER)
+        if model:
+            placed = {"partitions": state.cfg.partitions, "stages": model.manager.stages}
+            _write_text(unfinished / _STAGES, json.dumps(placed))
     barrier()
     if leads:
         for mark in unfinished.glob(f"{_SEEN}*"):
@@ -144,6 +195,15 @@ def _save_partial(
         _note_newest(directory, tag, partial=True)
         shutil.rmtree(old, ignore_errors=True)
     return leads
+
+
+def _write_own(directory: Path, model: DistributedModel | None, optimizer: DistributedOptimizer | None) -> None:
+    """Write what this rank's stage has, on the first replica."""
+    shares = optimizer.local_state_dict() if optimizer else None  # gathered from all replicas
+    if dp_rank() == 0 and model:
+        _write(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")
+    if dp_rank() == 0 and shares is not None:
+        _write({**shares, "names": _names()}, directory / f"optimizer_{pp_rank()}.pt")
 
 
 def _make_anew(directory: Path) -> bool:
@@ -180,15 +240,26 @@ def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
     _finish_rename(directory)
     if not any((*directory.glob("model_*.pt"), *directory.glob("optimizer_*.pt"))):
         raise SMPRuntimeError(f"There is no partial checkpoint {directory}: it holds {_listing(directory.parent)}.")
+    kinds = {kind: sorted(directory.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
+    if _is_placed_so(directory):
+        kinds = {kind: [directory / f"{kind}_{pp_rank()}.pt"] if files else [] for kind, files in kinds.items()}
     model: dict[str, Any] = {}
-    for file in sorted(directory.glob("model_*.pt")):
+    for file in kinds["model"]:
         model.update(_read(file))
     if model:
         state.the_model().load_state_dict(model, strict)
-    parts = [_read(file) for file in sorted(directory.glob("optimizer_*.pt"))]
-    if parts and load_optimizer and state.optimizer is not None:
-        state.optimizer.load_state_dict(_joined(parts))
+    if load_optimizer and state.optimizer is not None and kinds["optimizer"]:
+        state.optimizer.load_state_dict(_joined([_read(file) for file in kinds["optimizer"]]))
     return _read_user(directory)
+
+
+def _is_placed_so(directory: Path) -> bool:
+    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved."""
+    saved = directory / _STAGES
+    if not saved.is_file():  # of before, or of an optimizer alone
+        return False
+    placed = json.loads(saved.read_text())
+    return placed["partitions"] == pp_size() and state.the_model().fix_stages(placed["stages"])
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -256,10 +327,10 @@ def _listing(directory: Path) -> str:
     return ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
 
 
-def _write(obj: Any, path: Path) -> None:
+def _write(obj: Any, path: Path, **options: Any) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     with unfinished.open("wb") as file:
-        torch.save(obj, file)
+        torch.save(obj, file, **options)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -280,17 +351,17 @@ def _read_weights(path: Path) -> Any:
 
 
 def _user_of(tag: str) -> str:
-    return f"user_content_{tag}.pt"
+    return f"user_content_{tag}"
 
 
 def _read_user(directory: Path, tag: str = "") -> Any:
-    """What the script saved with a checkpoint. Before, full ones shared a file; Trainer leaves it empty."""
-    path = directory / _user_of(tag)
-    path = path if tag and path.is_file() else directory / _USER
+    """What the script saved with a checkpoint. Before, full ones had other names; Trainer leaves it empty."""
+    own = [directory / _user_of(tag), directory / f"{_user_of(tag)}.pt"] if tag else []
+    path = next((path for path in own if path.is_file()), directory / _USER)
     return _read(path) if path.is_file() and path.stat().st_size else None
 
 
-def _read(path: Path, map_location: Any = "cpu") -> Any:
+def _read(path: Path, map_location: Any = "cpu", **options: Any) -> Any:
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {_listing(path.parent)}.")
-    return torch.load(path, map_location=map_location, weights_only=False)
+    return torch.load(path, map_location=map_location, **{"weights_only": False, **options})

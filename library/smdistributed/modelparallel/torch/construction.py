@@ -8,7 +8,7 @@ parameter then follow from the seed and the parameter's name, so that they do no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,32 +16,88 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smdistributed.modelparallel.torch.later import refuse
+from smdistributed.modelparallel.backend.arguments import did_you_mean, warn_without_effect
+from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.unsupported import refuse
 from smdistributed.modelparallel.torch.work import mix
 
 _SMALL = 4096
 """Tensors of fewer elements are made at once: constructors read numbers from them, and they cost no memory."""
 
 
+_OF_TENSORS = (
+    "attention_in_fp32",
+    "distribute_embedding",
+    "flash_attention",
+    "fp32_residual_addition",
+    "fused_bias_gelu",
+    "fused_dropout",
+    "fused_softmax",
+    "query_key_layer_scaling",
+    "use_alibi",
+    "zero_init",
+)
+"""Arguments of what constructs tensor-parallel modules, as published pages and scripts have them."""
+
+
 @contextmanager
-def tensor_parallelism(enabled: bool = True, **_: Any) -> Iterator[None]:
-    """Refuses to be enabled: see `later`. Disabled, it does nothing."""
+def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
+    """Refuses to be enabled: see `unsupported`. Disabled, it does nothing.
+
+    options: of tensor-parallel modules; they warn that they have no effect. Raises TypeError for unknown ones.
+    """
+    _check_options("smp.tensor_parallelism", options)
     if enabled:
         refuse("smp.tensor_parallelism")
     yield
 
 
 @contextmanager
-def model_creation(tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **_: Any) -> Iterator[None]:
-    """Construct a model inside `with`, with parameters of this dtype (AWS API 1.10)."""
+def model_creation(
+    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
+) -> Iterator[None]:
+    """Construct a model inside `with` (AWS API 1.10).
+
+    With `delayed_parameter_initialization` in mp_parameters, as inside `delay_param_initialization`.
+
+    Args:
+        tensor_parallelism: Must be False: tensor parallelism is not implemented.
+        dtype: Of parameters; None: torch's default.
+        options: Of tensor-parallel modules; they warn that they have no effect.
+
+    Raises:
+        SMPUnsupportedError: If `tensor_parallelism` is true.
+        TypeError: If an option is unknown.
+    """
+    _check_options("smp.model_creation", options)
     if tensor_parallelism:
         refuse("smp.model_creation(tensor_parallelism=True)")
+    state.require()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        yield
+        with delay_param_initialization(state.cfg.delayed_parameter_initialization):
+            yield
     finally:
         torch.set_default_dtype(before)
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
+    """Refuses to be enabled: see `unsupported`. Disabled, it does nothing: no module is tensor-parallel."""
+    _check_options("smp.set_tensor_parallelism", options)
+    if enabled:
+        refuse("smp.set_tensor_parallelism")
+
+
+def _check_options(function: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OF_TENSORS:
+            known = ("tensor_parallelism", "dtype", *_OF_TENSORS)
+            hint = did_you_mean(name, known) or f" It has: {', '.join(known)}."
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
+    given = [name for name, value in options.items() if value]
+    if given:
+        warn_without_effect(f"{', '.join(given)} of {function}", "only tensor-parallel modules have that")
 
 
 @contextmanager
@@ -67,10 +123,10 @@ class _Call(NamedTuple):
 class _Recording(TorchDispatchMode):
     """Has large tensors made on the meta device, and notes every call that concerns one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tape: list[_Call] | None = None, seed: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = torch.initial_seed()
-        self._tape: list[_Call] = []
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._tape: list[_Call] = [] if tape is None else tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,7 +141,7 @@ class _Recording(TorchDispatchMode):
             result = func(*args, **kwargs)
         tensors = [*_meta_tensors((args, kwargs)), *_meta_tensors(result)]
         if tensors:
-            self._tape.append(_Call(func, args, kwargs, result))
+            self._tape.append(_Call(func, *_aliases((args, kwargs, result))))
             for tensor in tensors:
                 _recipes[_storage(tensor)] = self._tape, self._seed
         return result
@@ -93,6 +149,15 @@ class _Recording(TorchDispatchMode):
 
 _recipes: dict[int, tuple[list[_Call], int]] = {}
 """The tape, and the seed, of every storage that is on the meta device."""
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in another dtype; if it is on the meta device, `materialize` can make the result."""
+    recipe = _recipes.get(_storage(tensor)) if tensor.is_meta else None
+    if recipe is None:
+        return tensor.to(dtype)
+    with _Recording(*recipe):
+        return tensor.to(dtype)
 
 
 def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -156,6 +221,17 @@ def _real(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return type(value)(_real(item, made) for item in value)
     if isinstance(value, dict):
         return {key: _real(item, made) for key, item in value.items()}
+    return value
+
+
+def _aliases(value: Any) -> Any:
+    """`value` with other tensors on the same memory: a Parameter may get other memory while the tape keeps its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_aliases(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _aliases(item) for key, item in value.items()}
     return value
 
 

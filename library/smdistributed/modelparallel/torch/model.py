@@ -5,23 +5,36 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
+from smdistributed.modelparallel.backend.exceptions import (
+    SMPConfigError,
+    SMPRuntimeError,
+    SMPUnsupportedError,
+    StepUsageError,
+)
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.construction import materialize_module
-from smdistributed.modelparallel.torch.module_manager import ModuleManager, manual_stages
+from smdistributed.modelparallel.torch.half_precision import convert, dtype_of, lower, raised
+from smdistributed.modelparallel.torch.module_manager import ModuleManager, has_partition, manual_stages
 from smdistributed.modelparallel.torch.optimizer import clip
 from smdistributed.modelparallel.torch.patches import clipping
 from smdistributed.modelparallel.torch.reducer import Reducer
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.work import current
 
+_UNAVERAGED = (
+    "Gradients were computed without model.backward, so that replicas would not average them: call "
+    "model.backward(loss) in place of loss.backward()."
+)
+_PARTIAL = "_smp_is_partial"
+"""A key of state dicts by which AWS's library tells names of its own modules from Hugging Face's."""
 _Hook = Callable[["DistributedModel", Any], Any]
 
 
@@ -34,10 +47,14 @@ class DistributedModel(nn.Module):
     bucket_cap_mb: the size of what is averaged at once, in MiB.
     broadcast_buffers: with `ddp`, copy the first replica's buffers to the others before each step.
 
-    Wrapping the same model again gives the wrapper that there is.
+    Wrapping the same model again gives the wrapper that there is. With one partition it is placed at once, and may be
+    called outside a step; call `backward` of it then, not the loss's, so that replicas average gradients.
 
-    trace_device, trace_execution_times, trace_memory_usage and gradient_as_bucket_view are accepted: the model is
-    traced on the meta device, which needs neither a device nor memory.
+    With `fp16` or `bf16`, parameters and buffers are cast to half precision at once. Positional arguments of a call
+    are cast to it, and outputs to float32, through tuples and lists only.
+
+    trace_device, trace_execution_times, trace_memory_usage and gradient_as_bucket_view have no effect, and warn if they
+    are not the default: the model is traced on the meta device, which needs neither a device nor memory.
     """
 
     def __new__(cls, module: nn.Module, *_: Any, **__: Any) -> DistributedModel:
@@ -46,6 +63,7 @@ class DistributedModel(nn.Module):
             return state.model
         return super().__new__(cls)
 
+    @strict
     def __init__(
         self,
         module: nn.Module,
@@ -65,6 +83,10 @@ class DistributedModel(nn.Module):
         super().__init__()
         if state.model is not None:
             raise SMPRuntimeError("There is an smp.DistributedModel already: a script has one.")
+        _warn_of_tracing(trace_device, trace_execution_times, trace_memory_usage, gradient_as_bucket_view)
+        self._dtype = dtype_of(state.cfg)
+        if self._dtype is not None:
+            convert(module, self._dtype)
         self.module = module
         self.manager = ModuleManager(module, lambda: state.stage)
         self.partitioned = False
@@ -77,46 +99,85 @@ class DistributedModel(nn.Module):
         self._after_partition: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._after_step: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._resumed: dict[str, int] | None = None
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        self._is_whole = self._was_called_outside = False
         state.model = self
+        if state.cfg.partitions == 1:
+            self.apply_partition(self._choose_stages((), {}))
 
     # --- inside a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with tensors that are on the CPU moved to this rank's GPU, where it has one (AWS API).
 
-        Raises StepUsageError outside a step.
+        Raises StepUsageError outside a step, if there are several partitions.
         """
         if current() is None:
-            raise StepUsageError("The model is called outside a step: call it in a function under @smp.step.")
+            self._begin_outside()
         if not self.partitioned:
+            if self._dtype is not None:
+                args = lower(args, self._dtype)
             stages = self._choose_stages(args, kwargs)
             state.stage.partition(stages)
             self.apply_partition(stages)
         args, kwargs = devices.move_all_here((args, kwargs))
-        return self.module(*args, **kwargs)
+        if self._dtype is None:
+            return self.module(*args, **kwargs)
+        return raised(self.module(*lower(args, self._dtype), **kwargs), self._dtype)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """Run backward from this microbatch's loss, or losses (AWS API). Raises StepUsageError outside a step."""
+        """Run backward from this microbatch's loss, or losses (AWS API). With `fp16` it multiplies by the loss scale.
+
+        Raises StepUsageError outside a step, if there are several partitions.
+        """
         work = current()
         if work is None:
-            raise StepUsageError("model.backward is called outside a step: call it in a function under @smp.step.")
+            self._require_one_partition("model.backward is called")
         tensors = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         given = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(tensors)
-        weight = self.weights[work.microbatch] if self._average else 1.0
+        weight = self.weights[work.microbatch] if work and self._average else 1.0
+        scale = state.optimizer.loss_scale if state.optimizer else 1.0
         gradients = [
-            (torch.ones_like(tensor) if gradient is None else gradient) * weight
+            (torch.ones_like(tensor) if gradient is None else gradient) * (weight * scale)
             for tensor, gradient in zip(tensors, given)
         ]
-        state.stage.before_backward()
+        if work:
+            state.stage.before_backward()
         torch.autograd.backward(tensors, gradients)
+        if work is None:
+            self._was_called_outside = False
+            self.after_step(True)
+
+    # --- outside a step, with one partition
+
+    def _begin_outside(self) -> None:
+        self._require_one_partition("The model is called")
+        self.before_step(begins=not self._was_called_outside)
+        self._was_called_outside |= torch.is_grad_enabled()
+
+    def _require_one_partition(self, what: str) -> None:
+        if state.cfg.partitions > 1:
+            raise StepUsageError(f"{what} outside a step: call it in a function under @smp.step.")
+
+    def require_averages(self) -> None:
+        """Raises StepUsageError when replicas have computed gradients outside a step that they have not averaged."""
+        if self._reducer and self._was_called_outside and self._reducer.saw_gradients:
+            raise StepUsageError(_UNAVERAGED)
 
     # --- around a step
 
-    def before_step(self) -> None:
-        """Called on all ranks when a step begins."""
+    def before_step(self, begins: bool = True) -> None:
+        """Called on all ranks when a step begins. begins: whether gradients before it belong to another."""
+        if self._is_whole:
+            self._is_whole = False
+            self.manager.give_up()
+            self._move()
         if self._reducer and self._broadcast_buffers:
             self._reducer.broadcast(buffer for _, buffer in self.local_named_buffers())
-        if self._reducer:
+        if begins:
+            self._was_called_outside = False
+        if self._reducer and begins:
             self._reducer.begin()
 
     def after_step(self, had_backward: bool) -> None:
@@ -124,10 +185,7 @@ class DistributedModel(nn.Module):
         if self._reducer and had_backward:
             self._reducer.end()
         elif self._reducer and self._reducer.saw_gradients:
-            raise StepUsageError(
-                "Gradients were computed in a step without model.backward, so that replicas would not average them: "
-                "call model.backward(loss) in place of loss.backward()."
-            )
+            raise StepUsageError(_UNAVERAGED)
         for hook in list(self._after_step.values()):
             hook(self, state.optimizer)
         self._after_step.clear()
@@ -155,7 +213,24 @@ class DistributedModel(nn.Module):
             hook(self, state.optimizer)
         self._after_partition.clear()  # they may hold what they have loaded
 
+    def fix_stages(self, stages: Mapping[str, int]) -> bool:
+        """Place the modules as a checkpoint says, if nothing else is decided. Whether they are, or will be, so."""
+        if set(stages) != set(self.manager.modules):
+            return False
+        if self.partitioned:
+            return self.manager.stages == stages
+        if not state.cfg.auto_partition:
+            return manual_stages(self.manager, state.cfg.default_partition, state.cfg.partitions) == stages
+        self._resumed = dict(stages)
+        return True
+
     def _choose_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+        if state.cfg.auto_partition and any(has_partition(module) for module in self.manager.modules.values()):
+            warn_without_effect("smp.partition and smp.set_partition", "'auto_partition' of mp_parameters is true")
+        if state.cfg.auto_partition and state.cfg.partitions == 1:
+            return dict.fromkeys(self.manager.modules, 0)
+        if state.cfg.auto_partition and self._resumed is not None:
+            return self._resumed
         if state.cfg.auto_partition:
             state.is_tracing = True
             try:
@@ -175,9 +250,15 @@ class DistributedModel(nn.Module):
                 if parameter in replaced:  # shared
                     module._parameters[key] = replaced[parameter]
             replaced.update(materialize_module(module, name))
-        if replaced and state.optimizer is not None:
-            for group in state.optimizer.param_groups:
-                group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        self._made = replaced
+        if state.optimizer is not None:
+            self.give_made_parameters(state.optimizer)
+
+    def give_made_parameters(self, optimizer: Any) -> None:
+        """Have an optimizer know the parameters that were made in place of those constructed without memory."""
+        if self._made:
+            for group in optimizer.param_groups:
+                group["params"] = [self._made.get(parameter, parameter) for parameter in group["params"]]
 
     def _move(self) -> None:
         if torch.cuda.is_available():
@@ -217,6 +298,38 @@ class DistributedModel(nn.Module):
         """The modules of this stage."""
         return (module for _, module in self.local_named_modules())
 
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this stage whose gradients are averaged over DP_GROUP: all (AWS API 1.6)."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those whose gradients are averaged over RDP_GROUP: none, for no batch is scaled (AWS API 1.6)."""
+        return iter(())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The tensor-parallel modules: none (AWS API 1.6)."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: torch.Tensor) -> bool:
+        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+        return False
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer updates of this stage, without the copies that `fp16` and `bf16` have (AWS API 1.6)."""
+        return self.local_named_parameters()
+
     def local_state_dict(self) -> dict[str, Any]:
         """What `state_dict` of the wrapped model would have, of this stage's modules."""
         self._require_partition()
@@ -245,10 +358,30 @@ class DistributedModel(nn.Module):
     def _in_order(self, found: dict[str, Any]) -> dict[str, Any]:
         return {key: found[key] for key in self.module.state_dict() if key in found}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a whole model's state dict: at once if the model is placed, else as soon as it is."""
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        same_partition_load: bool = False,
+    ) -> Any:
+        """Load a state dict: at once if the model is placed, else as soon as it is.
+
+        Args:
+            state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
+                asks no other.
+            strict: Whether missing and unexpected keys are errors.
+            assign: Must be False: parameters keep their identity.
+            same_partition_load: Whether this is what `local_state_dict` gave for the same partition. Either is as fast.
+
+        Raises:
+            RuntimeError: If `strict`, and keys are missing or unexpected.
+        """
+        if assign:
+            warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
         if not self.partitioned:
-            self._to_load = dict(state_dict), strict
+            self._to_load = state_dict.copy() if isinstance(state_dict, OrderedDict) else dict(state_dict), strict
             return None
         local = set(self.local_state_dict())
         own = self.module.state_dict()
@@ -256,7 +389,7 @@ class DistributedModel(nn.Module):
         # Without versions, torch takes it for that of an old BatchNorm, and fills in buffers that are on other stages.
         wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
         missing = sorted(local - self._with_aliases(wanted))
-        unexpected = sorted(set(state_dict) - set(own))
+        unexpected = sorted(set(state_dict) - set(own) - {_PARTIAL})
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
@@ -272,6 +405,41 @@ class DistributedModel(nn.Module):
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         known = {id(parameters[name]) for name in names if name in parameters}
         return {*names, *(name for name, parameter in parameters.items() if id(parameter) in known)}
+
+    def cpu(self) -> DistributedModel:
+        """Gather the parameters and buffers of all stages on every stage, on the CPU (AWS API).
+
+        All ranks of a replica call it. `get_module()` is the whole model then, but is routed to the stages when it is
+        called: load its `state_dict` into another. The next step gives up again what is of other stages.
+        """
+        if not self.partitioned:
+            return super().cpu()
+        own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
+        parts = state.post.gather(own, state.group("PP_GROUP"))
+        whole = {name: tensor for part in parts for name, tensor in part.items()}
+        for name, parameter in self.module.named_parameters():
+            parameter.data = whole[name]
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.cpu()
+        for name, module in self.manager.modules.items():
+            for key in [key for key, buffer in module._buffers.items() if buffer is not None]:
+                module._buffers[key] = whole.get(f"{name}.{key}" if name else key, module._buffers[key])
+        self._is_whole = True
+        return self
+
+    def join(self) -> NoReturn:
+        """Not implemented (AWS API 1.2). Raises SMPUnsupportedError."""
+        raise SMPUnsupportedError(
+            "model.join() is not implemented: every replica must have as many batches as the others. Fix: give the "
+            "loader's sampler drop_last=True, and call step functions outside of model.join()."
+        )
+
+    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Not implemented (AWS API 1.3). Raises SMPUnsupportedError."""
+        raise SMPUnsupportedError(
+            "model.register_comm_hook() is not implemented: it belongs to torch's DistributedDataParallel. "
+            "Fix: leave it out; bucket_cap_mb and overlapping_allreduce say how gradients are averaged."
+        )
 
     def get_module(self) -> nn.Module:
         """The wrapped model."""
@@ -328,6 +496,18 @@ class DistributedModel(nn.Module):
                 "The model is not placed yet: it is at its first call in a step. Use register_post_partition_hook for "
                 "what needs its local parameters."
             )
+
+
+def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
+    if device not in ("gpu", "cpu"):
+        raise SMPConfigError(f"trace_device is {device!r}: it must be 'gpu' or 'cpu'.")
+    traced = "the model is traced on the meta device, without computing"
+    if device != "gpu":
+        warn_without_effect("trace_device of smp.DistributedModel", traced)
+    if times or memory:
+        warn_without_effect("trace_execution_times and trace_memory_usage of smp.DistributedModel", traced)
+    if bucket_view:
+        warn_without_effect("gradient_as_bucket_view of smp.DistributedModel", "gradients have memory of their own")
 
 
 def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

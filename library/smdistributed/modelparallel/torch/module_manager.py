@@ -52,11 +52,16 @@ class ModuleManager:
             spans = name != "" and self._spans(parent)
             module.__dict__[_PLACE] = Place(name, stages[name], spans)
         _route_calls(self)
-        self._give_up()
+        self.give_up()
 
     def is_local(self, name: str) -> bool:
         """Whether the module of that name is on this stage."""
         return self.stages[name] == self.index
+
+    def place_of(self, module: nn.Module) -> int | None:
+        """The stage of a module; None: it is not of this model, or not placed."""
+        name = next((name for name, known in self.modules.items() if known is module), None)
+        return None if name is None else self.stages.get(name)
 
     def spans_stages(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether these parameters are on several stages; all ranks find the same."""
@@ -82,7 +87,6 @@ class ModuleManager:
 
     def chain(self, place: Place, module: nn.Sequential, value: Any) -> Any:
         """Run a sequence that spans stages: what other stages have of it goes from each to the next."""
-        self._require_step(place)
         hops = list(self._hops(place.name, module))
         while hops:
             stage, names = hops[0]
@@ -90,6 +94,7 @@ class ModuleManager:
                 value = self.run(names, value, marked(module))
                 del hops[0]
                 continue
+            self._require_step(place)
             count = next((i for i, (stage, _) in enumerate(hops) if stage == self.index), len(hops))
             value = self._stage().call(hops[:count], (value,), {})
             del hops[:count]
@@ -127,7 +132,8 @@ class ModuleManager:
                 "under @smp.step, which all ranks call."
             )
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Have the parameters and buffers of other stages' modules take no memory."""
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():
             if self.is_local(name):
@@ -186,8 +192,22 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Put a module, and those below it that have no partition of their own, into that partition."""
+    """Put a module, and those below it that have no partition of their own, into that partition.
+
+    Raises SMPConfigError when it is placed already, in another one.
+    """
+    placed = _placed.place_of(module) if _placed else None
+    if placed is not None and placed != index:
+        raise SMPConfigError(
+            f"smp.set_partition: the module is in partition {placed} already, and cannot go to {index}. Fix: call it "
+            "before the model's first step, and with 1 partition for index 0 only."
+        )
     module.__dict__[_PARTITION] = index
+
+
+def has_partition(module: nn.Module) -> bool:
+    """Whether `smp.partition` or `smp.set_partition` said where it is to be."""
+    return _PARTITION in module.__dict__
 
 
 def _stamp_new_modules() -> None:

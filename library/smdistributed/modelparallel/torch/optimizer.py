@@ -8,47 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from smdistributed.core.torch.devices import device_of
-from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.backend.arguments import did_you_mean, strict, warn_without_effect
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.torch.loss_scale import LossScale
 from smdistributed.modelparallel.torch.state_mod import state
 
-_DYNAMIC = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
-
-
-class LossScale:
-    """The factor by which losses are multiplied so that half-precision gradients do not vanish.
-
-    dynamic: halve it (by `scale_factor`) when gradients overflow, double it after `scale_window` steps without.
-    """
-
-    def __init__(self, static: float, dynamic: bool, arguments: Mapping[str, Any] | None) -> None:
-        unknown = set(arguments or ()) - set(_DYNAMIC)
-        if unknown:
-            raise SMPConfigError(
-                f"dynamic_loss_args has {', '.join(map(repr, sorted(unknown)))}: allowed are {', '.join(_DYNAMIC)}."
-            )
-        self._args = {**_DYNAMIC, **(arguments or {})}
-        self.is_dynamic, self._good_steps = dynamic, 0
-        self.value = float(self._args["init_scale"]) if dynamic else float(static)
-
-    def update(self, overflow: bool) -> None:
-        """Say whether the gradients of a step overflowed."""
-        if not self.is_dynamic:
-            return
-        if overflow:
-            self.value = max(self.value / self._args["scale_factor"], self._args["min_scale"])
-            self._good_steps = 0
-        else:
-            self._good_steps += 1
-            if self._good_steps % self._args["scale_window"] == 0:
-                self.value *= self._args["scale_factor"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good_steps": self._good_steps}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.value, self._good_steps = saved["value"], saved["good_steps"]
+_OF_SHARDS = ("_global_grad_norm", "ds_param_shard_group", "fp16_groups", "fp32_partitioned_groups_flat")
+"""What scripts ask for with `sharded_data_parallel_degree`."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -57,8 +26,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     It is a torch.optim.Optimizer because learning rate schedulers ask for one; groups, state and defaults are those of
     the wrapped optimizer.
 
-    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see LossScale; the script calls `backward` of this object
-        instead of the model's, and `step` leaves out a step whose gradients overflowed on any rank.
+    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see `LossScale`. They have an effect with `fp16` alone:
+        `model.backward` multiplies losses by the scale, `step` and `update_master_grads` divide gradients by it. With a
+        dynamic scale, `step` leaves out a step whose gradients overflowed on any rank.
 
     With `shard_optimizer_state` each replica keeps the state of its share of the parameters, and sends the others what
     it has updated.
@@ -70,22 +40,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = False
     """Has GradScaler leave out a step itself: a fused optimizer asks its own attributes, which are not this one's."""
 
+    @strict
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
-        **_: Any,
     ) -> None:
         # Without the constructor of Optimizer, which would make groups and state of its own.
         state.require()
         self.optimizer = optimizer
-        self.scale = LossScale(static_loss_scale or 1.0, dynamic_loss_scale, dynamic_loss_args)
+        self.scale = LossScale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        if not state.cfg.fp16:
+            if dynamic_loss_scale or self.scale.value != 1.0:
+                warn_without_effect("The loss scale", "it is for 'fp16': true, and other gradients do not vanish")
+            self.scale = LossScale(1.0, False, None)
         self.overflow = False
         self._unscaled = False
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._owners: dict[nn.Parameter, int] = {}
+        if state.model is not None:
+            state.model.give_made_parameters(optimizer)
         state.optimizer = self
 
     @property
@@ -96,7 +72,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while it is copied
             raise AttributeError(name)
-        return getattr(self.__dict__["optimizer"], name)
+        inner = self.__dict__["optimizer"]
+        if hasattr(inner, name):
+            return getattr(inner, name)
+        if name in _OF_SHARDS:
+            raise AttributeError(f"{name!r} belongs to sharded data parallelism, which is not implemented.")
+        hint = did_you_mean(name, (known for known in (*dir(type(self)), *dir(inner)) if not known.startswith("_")))
+        raise AttributeError(
+            f"smp.DistributedOptimizer has no attribute {name!r}, nor has the {type(inner).__name__} that it wraps."
+            + hint
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's."""
@@ -109,49 +94,63 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses now."""
+        """The factor of losses now: 1 without `fp16`."""
         return self.scale.value
 
     # --- inside a step
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = False) -> None:
-        """The model's backward of the scaled loss. update_master_grads is accepted: call the method of that name."""
-        state.the_model().backward(loss.float() * self.scale.value)
+        """`model.backward(loss)`, which multiplies by the loss scale (AWS API before 1.10).
+
+        update_master_grads: must be False: inside a step other microbatches have no gradients yet. Call the method of
+            that name after the step. Raises StepUsageError otherwise.
+        """
+        if update_master_grads:
+            raise StepUsageError(
+                "optimizer.backward(update_master_grads=True) is called in a step, before all microbatches have "
+                "gradients. Fix: leave it out, and call optimizer.update_master_grads() after the step."
+            )
+        state.the_model().backward(loss)
 
     # --- outside
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's."""
-        self.optimizer.zero_grad(*args, **kwargs)
+    def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+        """As the wrapped optimizer's. set_grads_to_None: the name of `set_to_none` before AWS API 1.10."""
+        chosen = set_to_none if set_grads_to_None is None else set_grads_to_None
+        self.optimizer.zero_grad(**({} if chosen is None else {"set_to_none": chosen}))
         self._unscaled = False  # GradScaler may have left out the step
         for parameter in self._masters:
             parameter.grad = None
 
     def update_master_grads(self) -> None:
-        """Take the scale out of the gradients, and find out whether any overflowed, on any rank."""
+        """Divide the gradients by the loss scale; if it is dynamic, find out whether any overflowed, on any rank."""
+        if state.model is not None:
+            state.model.require_averages()
         self._make_masters()
         self.overflow = False
-        # Not whether this stage has masters: another may have some, and would wait for this one.
-        if not (state.cfg.fp16 or state.cfg.bf16 or self.scale.is_dynamic) and self.scale.value == 1.0:
-            return
         found = torch.zeros(1, device=device_of(None))
         for parameter in self._with_gradients(half=True):
             gradient = parameter.grad
             assert gradient is not None
             if parameter in self._masters:
                 gradient = self._masters[parameter].grad = gradient.float()
-            gradient /= self.scale.value
-            found += float(not torch.isfinite(gradient).all())
-        dist.all_reduce(found)
-        self.overflow, self._unscaled = bool(found.item()), True
+            if self.scale.value != 1.0:
+                gradient /= self.scale.value
+            if self.scale.is_dynamic:
+                found += torch.isfinite(gradient).all().logical_not()
+        # Not whether this stage has masters: another may have some, and would wait for this one.
+        if self.scale.is_dynamic:
+            dist.all_reduce(found)
+            self.overflow = bool(found.item())
+        self._unscaled = True
 
-    def clip_master_grads(self, max_norm: float) -> float:
-        """Scale the gradients down to this 2-norm over all stages; the norm that they had."""
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients down to this norm over all stages; the norm that they had, -1 after an overflow."""
         if not self._unscaled:
             self.update_master_grads()
         if self.overflow:
-            return float("inf")
-        return clip(self._with_gradients(), max_norm)
+            return -1.0
+        return clip(self._with_gradients(), max_norm, norm_type)
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters of this stage; if gradients overflowed anywhere, nothing but the loss scale."""
@@ -169,7 +168,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- what is kept
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The wrapped optimizer's state of this stage's parameters. gather_if_shard: of all replicas' shares."""
+        """The wrapped optimizer's state of this stage's parameters, with what `fp16` and `bf16` have beside it.
+
+        gather_if_shard: with `shard_optimizer_state`, of all replicas' shares; all ranks of RDP_GROUP call it then.
+        """
         local = self.optimizer.state_dict()
         if state.cfg.shard_optimizer_state:
             local["state"] = self._owned(local["state"])
@@ -178,11 +180,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         masters = set(self._masters.values())
         local["masters"] = {i: p.data for i, p in enumerate(self._parameters()) if p in masters}
         local["loss_scale"] = self.scale.state_dict()
+        local["gathered"] = gather_if_shard or not state.cfg.shard_optimizer_state
         return local
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """The wrapped optimizer's, of all stages; all ranks of a replica call it. See `DistributedModel.state_dict`."""
         return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
+
+    def save_optimizer_backcompat(
+        self, cast_to_cpu: bool = True, gather_if_shard: bool = True, fp32_states_only: bool = False
+    ) -> dict[str, Any]:
+        """`local_state_dict`, for `load_optimizer_backcompat` (AWS API 1.10).
+
+        Args:
+            cast_to_cpu: Whether tensors are copied to the CPU.
+            gather_if_shard: As `local_state_dict` has it. Save what is not gathered by `smp.save(..., v3=True)`.
+            fp32_states_only: Leave out the wrapped optimizer's state: only single-precision copies and the loss scale.
+        """
+        local = self.local_state_dict(bool(gather_if_shard))
+        if fp32_states_only:
+            del local["state"]
+        return tree_map(_to_cpu, local) if cast_to_cpu else local
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = False) -> None:
+        """Load what `save_optimizer_backcompat` gave (AWS API 1.10).
+
+        gather_if_shard: Whether every replica's share must be in it, as it is if it was saved with the same argument.
+            Raises SMPRuntimeError if one is missing.
+        """
+        if gather_if_shard and not state_dict.get("gathered", True):
+            raise SMPRuntimeError(
+                "load_optimizer_backcompat: this optimizer state has the share of one replica only. Fix: save it with "
+                "gather_if_shard=True, or load every replica's own with gather_if_shard=False."
+            )
+        self.load_state_dict(state_dict)
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
         """`state_dict`, of what `local_state_dict` gave."""
@@ -205,11 +236,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.scale.load_state_dict(saved["loss_scale"])
             self._make_masters()
             parameters = self._parameters()
-            here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
-            if state.cfg.shard_optimizer_state:
-                self._choose_owners()
-                here = self._owned(here)
-            self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
+            if "state" in saved:
+                here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
+                if state.cfg.shard_optimizer_state:
+                    self._choose_owners()
+                    here = self._owned(here)
+                self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
             self._load_masters(saved.get("masters", {}))
             saved.clear()  # the model may keep this function
 
@@ -219,6 +251,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take the copies anew from the parameters, which something else than `step` has set."""
         for parameter, master in self._masters.items():
             master.data.copy_(parameter.data)
+
+    def reload_model_params(self, model: Any = None, optimizer: Any = None) -> None:
+        """`refresh_masters` by its published name. It can be a hook of the model, which gives model and optimizer."""
+        self.refresh_masters()
 
     # --- how
 
@@ -313,6 +349,10 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float =
         for gradient in gradients:
             gradient.mul_(max_norm / (total + 1e-6))
     return float(total)
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _union(parts: Iterable[Mapping[int, Any]]) -> dict[int, Any]:

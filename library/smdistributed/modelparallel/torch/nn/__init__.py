@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from smdistributed.modelparallel.torch.later import MODULES, module
+from smdistributed.modelparallel.torch.nn import huggingface
+from smdistributed.modelparallel.torch.unsupported import MODULES, module
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -12,4 +13,4 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 globals().update({name: module(name) for name in MODULES})
-__all__ = ["FusedLayerNorm", *MODULES]
+__all__ = ["FusedLayerNorm", "huggingface", *MODULES]

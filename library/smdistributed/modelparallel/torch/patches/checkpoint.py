@@ -27,5 +27,5 @@ def checkpoint_sequential(
     """The output of a sequence, checkpointed as `smp.set_activation_checkpointing` does (AWS API)."""
     from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
 
-    set_activation_checkpointing(sequential_module, preserve_rng_state, pack_args_as_tuple, strategy)
+    set_activation_checkpointing(sequential_module, preserve_rng_state, strategy=strategy)
     return sequential_module(*input) if pack_args_as_tuple else sequential_module(input)

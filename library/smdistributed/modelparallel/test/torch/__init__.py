@@ -1,0 +1,1 @@
+"""Names that published scripts import from AWS's own tests."""

@@ -1,0 +1,67 @@
+"""`fp16` and `bf16`: the model computes in half precision, the script in single precision (AWS API 1.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.construction import cast
+
+
+def dtype_of(config: Config) -> torch.dtype | None:
+    """The dtype of the model's parameters and activations; None: those that the script gave it."""
+    return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers of floating point in place; the Parameter objects stay.
+
+    Raises SMPRuntimeError where this device cannot compute in that dtype, as the CPU with an old torch.
+    """
+    _require(module, dtype)
+    apply: Any = module._apply
+    apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)
+
+
+def lower(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with float32 tensors, also inside tuples and lists, cast to `dtype`."""
+    return _through(value, lambda tensor: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor)
+
+
+def raised(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with tensors of `dtype`, also inside tuples and lists, cast to float32."""
+    return _through(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
+
+
+def _through(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_through(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_through(item, change) for item in value)
+    return value
+
+
+def _require(module: nn.Module, dtype: torch.dtype) -> None:
+    one = torch.ones(1, 1, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    probes: tuple[tuple[type[nn.Module], Callable[[], Any]], ...] = (
+        (nn.Linear, lambda: functional.linear(one, one, one[0])),
+        (nn.LayerNorm, lambda: functional.layer_norm(one, (1,))),
+    )
+    for kind, probe in probes:
+        try:
+            if any(isinstance(part, kind) for part in module.modules()):
+                probe()
+        except RuntimeError as error:
+            name = str(dtype).removeprefix("torch.")
+            raise SMPRuntimeError(
+                f"The model has {kind.__name__} modules, which torch {torch.__version__} does not compute in {name} on "
+                f"this device ({error}). Fix: train on a GPU, rehearse with torch 2.2 or newer, or leave out 'fp16'."
+            ) from error

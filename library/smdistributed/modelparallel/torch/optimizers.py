@@ -1,0 +1,214 @@
+"""Optimizers by the names that published scripts import. AWS's are apex's; these compute the same in plain torch.
+
+FusedLAMB: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962.
+FusedNovoGrad: "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv 1905.11286.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.torch.state_mod import state
+
+__all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """One step of each parameter on its own."""
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], amsgrad: bool = False, set_grad_none: bool = True
+    ) -> None:
+        if amsgrad:
+            raise SMPConfigError(f"{type(self).__name__} has no AMSGrad. Fix: leave out amsgrad.")
+        super().__init__(params, defaults)
+        self._set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As torch's. set_to_none: by default what `set_grad_none` says."""
+        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; the stages of a model call it together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    own["step"] = own.get("step", 0) + 1
+                    self._update(parameter, group, own)
+        return loss
+
+    def _begin(self) -> None:
+        """Called before the parameters are updated."""
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        return (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+
+class FusedLAMB(_Layerwise):
+    """Adam whose step of each parameter is scaled to the parameter's norm (apex's arguments).
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        bias_correction: Whether moments are corrected for their beginning at 0.
+        betas: The decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: What of a parameter is added to its update.
+        amsgrad: Must be False.
+        adam_w_mode: Whether weight decay is beside the moments, as AdamW has it, or in the gradient.
+        grad_averaging: Whether a gradient enters the first moment with 1 - beta1, or whole.
+        set_grad_none: Whether `zero_grad` removes gradients.
+        max_grad_norm: Gradients are scaled down to this norm of all, over all stages; 0: they are not.
+        use_nvlamb: Whether parameters without weight decay are scaled to their norm too.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, amsgrad, set_grad_none)
+        self._decays_beside, self._scales_all, self._norm = adam_w_mode, use_nvlamb, 0.0
+
+    def _begin(self) -> None:
+        self._norm = _norm_over_stages(self._gradients())
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        most, decay = group["max_grad_norm"], group["weight_decay"]
+        assert parameter.grad is not None
+        gradient = parameter.grad / (self._norm / most if most and self._norm > most else 1.0)
+        if decay and not self._decays_beside:
+            gradient = gradient + decay * parameter
+        first = own.setdefault("exp_avg", torch.zeros_like(parameter))
+        second = own.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        age = own["step"] if group["bias_correction"] else float("inf")
+        update = (first / (1 - beta1**age)) / ((second / (1 - beta2**age)).sqrt() + group["eps"])
+        if decay and self._decays_beside:
+            update = update + decay * parameter
+        ratio = torch.ones((), device=parameter.device)
+        if decay or self._scales_all:
+            size, change = parameter.norm(), update.norm()
+            ratio = torch.where((size > 0) & (change > 0), size / change, ratio)
+        parameter.sub_(update * (group["lr"] * ratio))
+
+
+FusedLamb = FusedLAMB
+"""The name in AWS's guide."""
+
+
+class FusedNovoGrad(_Layerwise):
+    """Momentum of gradients, each scaled by a moving norm of its parameter's gradient (apex's arguments).
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        bias_correction: Whether moments are corrected for their beginning at 0.
+        betas: The decay of the first moment, and of the norm.
+        eps: Added to the norm.
+        weight_decay: What of a parameter is added to its update.
+        amsgrad: Must be False.
+        reg_inside_moment: Whether weight decay is part of the moment.
+        grad_averaging: Whether a gradient enters the moment with 1 - beta1, or whole.
+        norm_type: 2, or 0 for the largest element.
+        init_zero: Whether the moving norm begins at 0, or at the first gradient's.
+        set_grad_none: Whether `zero_grad` removes gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if norm_type not in (0, 2):
+            raise SMPConfigError(f"norm_type of FusedNovoGrad is {norm_type!r}: it must be 2, or 0 for the maximum.")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, amsgrad, set_grad_none)
+        self._decays_inside = reg_inside_moment
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        assert parameter.grad is not None
+        size = parameter.grad.abs().max() if group["norm_type"] == 0 else parameter.grad.norm()
+        before = own.get("norm", torch.zeros_like(size) if group["init_zero"] else size)
+        if group["norm_type"] == 0:
+            own["norm"] = beta2 * before + (1 - beta2) * size
+        else:
+            own["norm"] = (beta2 * before**2 + (1 - beta2) * size**2).sqrt()
+        age = own["step"] if group["bias_correction"] else float("inf")
+        norm = own["norm"] / (1 - beta2**age) ** 0.5 + group["eps"]
+        change = parameter.grad / norm
+        if self._decays_inside:
+            change = change + group["weight_decay"] * parameter
+        first = own.setdefault("exp_avg", torch.zeros_like(parameter))
+        first.mul_(beta1).add_(change, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        update = first / (1 - beta1**age)
+        if not self._decays_inside:
+            update = update + group["weight_decay"] * parameter
+        parameter.sub_(update, alpha=group["lr"])
+
+
+def _norm_over_stages(gradients: Iterable[torch.Tensor]) -> float:
+    """The 2-norm of all gradients, of all stages if the model is on several."""
+    square = sum(float(gradient.float().square().sum()) for gradient in gradients)
+    model = state.model if state.initialized else None
+    if model is not None and model.partitioned:
+        # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
+        group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
+        square = sum(state.post.gather(square, state.group(group)))
+    return float(square**0.5)

@@ -1,0 +1,203 @@
+"""A rank of a job that trains once for each combination of options: python modelparallel_options.py SEED COUNT PATH.
+
+COUNT: how many pairs are drawn at random beside each option alone; `all`: every pair. Five steps of each have the
+losses and parameters of plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
+
+COMMON: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel.py")))
+STEPS, RESUMED_AFTER, TOLERANCE, HALF_TOLERANCE = 5, 2, 2e-6, 0.05
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "four microbatches": {"microbatches": 4},
+    "simple": {"microbatches": 4, "pipeline": "simple"},
+    "one active": {"microbatches": 4, "active_microbatches": 1},
+    "ordered sums": {"microbatches": 4, "deterministic_server": True},
+    "uneven": {"microbatches": 3, "uneven_microbatches": True},
+    "speed": {"optimize": "speed"},
+    "by operations": {"memory_weight": 0.0},
+    "untraced": {"skip_tracing": True},
+    "by hand": {"auto_partition": False, "default_partition": 0},
+    "sharded state": {"shard_optimizer_state": True},
+    "delayed": {"delayed_parameter_initialization": True},
+    "fp16": {"fp16": True},
+    "bf16": {"bf16": True},
+}
+MODEL: dict[str, dict[str, Any]] = {
+    "averaged late": {"overlapping_allreduce": False},
+    "small buckets": {"bucket_cap_mb": 0},
+    "two passes": {"backward_passes_per_step": 2},
+    "summed": {"average_grads_across_microbatches": False},
+    "own buffers": {"broadcast_buffers": False},
+}
+OPTIMIZER: dict[str, dict[str, Any]] = {
+    "static scale": {"static_loss_scale": 1024.0},
+    "dynamic scale": {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}},
+}
+KINDS: dict[str, Any] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, eps=1e-4),
+    "lamb": lambda parameters: FusedLAMB(parameters, 1e-3, max_grad_norm=0.1),
+    "novograd": lambda parameters: FusedNovoGrad(parameters, 1e-3, weight_decay=0.1),
+}
+OTHERS = ("checkpointed each", "checkpointed contiguous", "checkpointed group_2", "optimizer.backward", "resumed")
+OTHERS += ("clipped", "graph kept")
+EXCLUDED = ({"fp16", "bf16"}, {"uneven", "summed"}, {"resumed", "delayed"})
+
+
+def options() -> list[str]:
+    """All of them; half precision only where this torch has it on the CPU."""
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 2)
+    names = [*CONFIG, *MODEL, *OPTIMIZER, *KINDS, *OTHERS]
+    return [name for name in names if not (old and name == "fp16")]
+
+
+def fits(names: tuple[str, ...]) -> bool:
+    """Whether no two say something else about the same, and all mean something together."""
+    chosen = set(names)
+    keys = [key for name in names for part in (CONFIG, MODEL, OPTIMIZER) for key in part.get(name, ())]
+    kinds = [name for name in names if name in KINDS or name.startswith("checkpointed")]
+    same = {key for key in keys if keys.count(key) > 1} - {"microbatches"}
+    mixed = "uneven" in chosen and any("microbatches" in CONFIG.get(name, {}) for name in names if name != "uneven")
+    return not (same or mixed or len(kinds) > 1 or any(pair <= chosen for pair in EXCLUDED))
+
+
+class Reference:
+    """Plain torch's losses and parameters, by the kind of optimizer and whether gradients are clipped."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.fresh: nn.Module = COMMON["Net"]()
+        self._known: dict[tuple[str, bool], tuple[list[float], nn.Module]] = {}
+
+    def of(self, names: tuple[str, ...]) -> tuple[list[float], nn.Module]:
+        kind, clipped = kind_of(names), "clipped" in names
+        if (kind, clipped) not in self._known:
+            self._known[kind, clipped] = self._train(kind, clipped)
+        return self._known[kind, clipped]
+
+    def _train(self, kind: str, clipped: bool) -> tuple[list[float], nn.Module]:
+        module, losses = copy.deepcopy(self.fresh), []
+        inner = optimizer_of(kind, module)
+        for tokens, target in COMMON["batches"](STEPS):
+            inner.zero_grad()
+            loss = COMMON["loss_of"](module(tokens, scale=0.5)["logits"], target)
+            loss.backward()
+            if clipped:
+                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            inner.step()
+            losses.append(loss.item())
+        return losses, module
+
+
+def kind_of(names: tuple[str, ...]) -> str:
+    return next((name for name in names if name in KINDS), "sgd")
+
+
+def optimizer_of(kind: str, module: nn.Module) -> Any:
+    return KINDS[kind](module.parameters()) if kind in KINDS else COMMON["make_optimizer"]("sgd", module)
+
+
+class Job:
+    """A model and optimizer with these options."""
+
+    def __init__(self, names: tuple[str, ...], fresh: nn.Module) -> None:
+        given = [{key: value for name in names for key, value in part.get(name, {}).items()} for part in (CONFIG, MODEL)]
+        COMMON["configure"](**{"microbatches": 2, **given[0]})
+        self.names, self.passes = names, given[1].get("backward_passes_per_step", 1)
+        self.share = 1.0 / self.passes
+        if "summed" in names:
+            self.share /= smp.state.cfg.microbatches
+        self.module: nn.Module = copy.deepcopy(fresh)
+        self._mark()
+        inner = optimizer_of(kind_of(names), self.module)
+        scale = {key: value for name in names for key, value in OPTIMIZER.get(name, {}).items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if scale else "error")
+            self.optimizer = smp.DistributedOptimizer(inner, **scale)
+        self.model = smp.DistributedModel(self.module, **given[1])
+        self.step = smp.step(self._step, detach_outputs="graph kept" not in names)
+
+    def _mark(self) -> None:
+        blocks: Any = self.module.blocks
+        if "by hand" in self.names:
+            smp.set_partition(blocks[1], smp.pp_size() - 1)
+        for name in self.names:
+            if name.startswith("checkpointed"):
+                strategy = name.split()[1]
+                # Modules that compute in place cannot be computed again one by one.
+                for part in (*(blocks if strategy != "each" else ()), self.module.tail):
+                    smp.set_activation_checkpointing(part, strategy=strategy)  # type: ignore[arg-type]
+
+    def _step(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = COMMON["loss_of"](self.model(tokens, scale=0.5)["logits"].float(), target)
+        (self.optimizer if "optimizer.backward" in self.names else self.model).backward(loss * self.share)
+        return loss
+
+    def train(self, data: Any) -> list[float]:
+        losses = []
+        for tokens, target in data:
+            self.optimizer.zero_grad()
+            for _ in range(self.passes):
+                loss = self.step(tokens, target).outputs
+            if "clipped" in self.names:
+                self.optimizer.clip_master_grads(0.1)
+            self.optimizer.step()
+            sizes = [len(tokens) // len(loss) + (i < len(tokens) % len(loss)) for i in range(len(loss))]
+            losses.append(sum(float(part) * size for part, size in zip(loss, sizes)) / len(tokens))
+        return losses
+
+
+def check(names: tuple[str, ...], reference: Reference, path: str) -> None:
+    """Train with these options, and compare."""
+    data, job = COMMON["share_of"](COMMON["batches"](STEPS)), Job(names, reference.fresh)
+    if "resumed" in names:
+        losses = job.train(data[:RESUMED_AFTER])
+        directory = Path(path, str(smp.size()))
+        smp.save_checkpoint(directory, "tag", True, job.model, job.optimizer)
+        job = Job(names, reference.fresh)
+        smp.resume_from_checkpoint(directory, "tag")
+        losses += job.train(data[RESUMED_AFTER:])
+    else:
+        losses = job.train(data)
+    expected, alone = reference.of(names)
+    losses = [sum(parts) / len(parts) for parts in zip(*smp.allgather(losses, smp.DP_GROUP))]
+    allowed = HALF_TOLERANCE if {"fp16", "bf16"} & set(names) else TOLERANCE
+    worst = max(abs(one - other) for one, other in zip(losses, expected))
+    assert worst <= allowed, (names, worst, losses, expected)
+    wanted = alone.state_dict()
+    for name, value in job.model.state_dict().items():
+        difference = (value.float() - wanted[name]).abs().max().item()
+        assert difference <= allowed, (names, name, difference)
+
+
+def main(seed: str, count: str, path: str) -> None:
+    smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
+    singles = [(name,) for name in options()]
+    pairs = [pair for pair in itertools.combinations(options(), 2) if fits(pair)]
+    if count != "all":
+        pairs = random.Random(int(seed)).sample(pairs, int(count))
+    reference = Reference()
+    for names in (*singles, *pairs):
+        check(names, reference, path)
+    print(f"options: {len(singles)} alone, {len(pairs)} pairs\n", end="")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,300 @@
+"""Names that published scripts import and call, in one process: arguments, optimizers, what is not implemented."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.torch.loss_scale import LossScale
+from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
+from smdistributed.modelparallel.torch.utils import get_distribution_axis, rmsg
+
+
+@pytest.fixture(scope="module")
+def _initialized() -> Iterator[None]:
+    before = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    smp.init({"partitions": 1})
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def job(_initialized: None) -> Iterator[Any]:
+    """Another job of one rank in this process, with more configuration."""
+
+    def configure(**values: Any) -> None:
+        smp.state.cfg = check({"partitions": 1, **values})
+        smp.state.model = smp.state.optimizer = None
+
+    configure()
+    yield configure
+    configure()
+
+
+def wrapped(**options: Any) -> tuple[smp.DistributedModel, Any]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), **options)
+    return smp.DistributedModel(module), optimizer
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("torch.utils", ("rmsg", "get_distribution_axis")),
+        ("torch.optimizers", ("FusedLAMB", "FusedLamb", "FusedNovoGrad")),
+        (
+            "torch.nn.huggingface.gpt2",
+            (
+                "translate_hf_state_dict_to_smdistributed",
+                "translate_hf_state_dict_to_smdistributed_gpt2",
+                "translate_state_dict_to_hf_gpt2",
+            ),
+        ),
+        ("torch.nn.huggingface.gptj", ("translate_hf_gptj_state_dict_to_smdistributed",)),
+        ("torch.nn.huggingface.roberta", ("translate_state_dict_to_smdistributed",)),
+        ("test.torch.utils", ("dump_model", "verify")),
+        ("torch.nn", ("FlashAttentionLayer", "DistributedTransformerLMHead", "FusedLayerNorm")),
+    ],
+)
+def test_what_published_scripts_import_is_there(module: str, names: tuple[str, ...]) -> None:
+    found = importlib.import_module(f"smdistributed.modelparallel.{module}")
+    assert all(hasattr(found, name) for name in names)
+
+
+def test_small_functions_of_published_scripts(job: Any) -> None:
+    assert rmsg("hello") == "[rank 0] hello"
+    assert get_distribution_axis(torch.zeros(1)) is None
+    verify: Any = importlib.import_module("smdistributed.modelparallel.test.torch.utils").verify
+    with pytest.raises(SMPUnsupportedError, match="Fix: set SMP_VERIFY_STEPS"):
+        verify("anything")
+
+
+def test_translating_gives_hugging_faces_names_as_they_are() -> None:
+    plain = {"transformer.h.0.ln_1.weight": torch.zeros(1)}
+    translate: Any = smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2
+    assert translate(plain, max_seq_len=8) is plain
+    with pytest.raises(SMPUnsupportedError, match="translate_state_dict_to_hf_gpt2: .*'seq_layers'"):
+        translate({"transformer.seq_layers.0.weight": torch.zeros(1)})
+
+
+def test_tensor_parallel_names_refuse_and_name_the_way_out(job: Any) -> None:
+    layer = nn.Linear(2, 2)
+    assert issubclass(smp.nn.DistributedLinear, nn.Module)  # type: ignore[attr-defined]
+    assert not isinstance(layer, smp.nn.FlashAttentionLayer)  # type: ignore[attr-defined]
+    for use in (
+        lambda: smp.nn.DistributedLinear(2, 2),  # type: ignore[attr-defined]
+        lambda: smp.set_tensor_parallelism(layer),
+        lambda: smp.model_creation(tensor_parallelism=True).__enter__(),
+    ):
+        with pytest.raises(SMPUnsupportedError, match="use_distributed_transformer=0"):
+            use()
+    smp.set_tensor_parallelism(layer, False)
+    with smp.tensor_parallelism(enabled=False):
+        pass
+    with pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"), smp.model_creation(
+        fused_softmax=True, attention_in_fp32=False, dtype=torch.float64
+    ):
+        assert nn.Linear(1, 1).weight.dtype == torch.float64
+    with pytest.raises(TypeError, match="'fused_sofmax'. Did you mean 'fused_softmax'"):
+        smp.model_creation(fused_sofmax=True).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m, o: smp.DistributedOptimizer(o, static_loss_scaling=2.0),  # type: ignore[call-arg]
+            "static_loss_scale",
+        ),
+        (lambda m, o: smp.DistributedModel(m.module, trace_devices="gpu"), "trace_device"),
+        (lambda m, o: smp.save({}, "f", partially=False), "partial"),  # type: ignore[call-arg]
+        (lambda m, o: smp.load("f", partially=False), "partial"),  # type: ignore[call-arg]
+        (lambda m, o: smp.save_checkpoint("p", "t", models=m), "model"),  # type: ignore[call-arg]
+        (lambda m, o: smp.resume_from_checkpoint("p", partal=True), "partial"),  # type: ignore[call-arg]
+        (lambda m, o: smp.set_activation_checkpointing(m, stategy="each"), "strategy"),  # type: ignore[call-arg]
+    ],
+)
+def test_misspelt_arguments_are_type_errors(job: Any, call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"Did you mean '{message}'"):
+        call(*wrapped())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trace_device": "cpu"}, "trace_device"),
+        ({"trace_execution_times": True}, "trace_execution_times and trace_memory_usage"),
+        ({"trace_memory_usage": True}, "trace_execution_times and trace_memory_usage"),
+        ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
+    ],
+)
+def test_arguments_of_the_model_without_effect_warn(job: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.warns(UserWarning, match=f"{message} of smp.DistributedModel has no effect"):
+        smp.DistributedModel(nn.Linear(1, 1), **arguments)
+
+
+def test_other_arguments_without_effect_warn(job: Any, tmp_path: Any) -> None:
+    model, optimizer = wrapped()
+    with pytest.warns(UserWarning, match="pack_args_as_tuple has no effect"):
+        smp.set_activation_checkpointing(model.module, pack_args_as_tuple=True)
+    with pytest.warns(UserWarning, match="translate_if_full of smp.save_checkpoint has no effect"):
+        smp.save_checkpoint(tmp_path, "full", partial=False, model=model, translate_if_full=False)
+    with pytest.warns(UserWarning, match="load_sharded_optimizer_state of smp.resume_from_checkpoint has no effect"):
+        smp.resume_from_checkpoint(tmp_path, "full", partial=False, load_sharded_optimizer_state=False)
+    with pytest.warns(UserWarning, match="The loss scale has no effect: it is for 'fp16'"):
+        smp.DistributedOptimizer(optimizer.optimizer, dynamic_loss_scale=True)
+    job(auto_partition=True)
+    module = nn.Linear(1, 1)
+    smp.set_partition(module, 0)
+    with pytest.warns(UserWarning, match="smp.set_partition has no effect: 'auto_partition'"):
+        smp.DistributedModel(module)
+
+
+def test_a_full_checkpoint_can_be_translated(job: Any, tmp_path: Any) -> None:
+    model, _ = wrapped()
+    torch.save({f"other.{key}": value + 1 for key, value in model.state_dict().items()}, tmp_path / "tag")
+    wanted = model.module[0].bias + 1  # type: ignore[index]
+    rename = lambda found: {key.removeprefix("other."): value for key, value in found.items()}  # noqa: E731
+    smp.resume_from_checkpoint(tmp_path, "tag", partial=False, translate_function=rename)
+    assert torch.equal(model.module[0].bias, wanted)  # type: ignore[index]
+
+
+def test_with_one_partition_the_model_is_placed_at_once_and_steps_are_optional(job: Any) -> None:
+    model, optimizer = wrapped()
+    assert model.partitioned
+    assert len(list(model.local_parameters())) == 4
+    before = model(torch.ones(2, 4)).square().mean()
+    model.backward(before)
+    optimizer.step()
+    assert model(torch.ones(2, 4)).square().mean() < before
+    with pytest.raises(SMPConfigError, match="in partition 0 already, and cannot go to 1"):
+        smp.set_partition(model.module[0], 1)  # type: ignore[index]
+
+
+def test_parameters_constructed_late_reach_an_optimizer_wrapped_after_the_model(job: Any) -> None:
+    job(delayed_parameter_initialization=True, fp16=torch.__version__ >= "2.2")
+    with smp.model_creation():
+        module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    assert module[0].weight.is_meta
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(inner)
+    assert {p.dtype for p in model.local_parameters()} == {torch.float16 if smp.state.cfg.fp16 else torch.float32}
+    before = model(torch.ones(2, 100)).square().mean()
+    model.backward(before)
+    optimizer.step()
+    assert model(torch.ones(2, 100)).square().mean() < before
+
+
+def test_model_names_of_tensor_and_data_parallelism(job: Any) -> None:
+    model, _ = wrapped()
+    everything = list(model.named_parameters())
+    assert list(model.distributed_modules()) == []
+    assert not model.is_distributed_parameter(everything[0][1])
+    assert [name for name, _ in model.default_reducer_named_parameters()] == [name for name, _ in everything]
+    state = {**model.local_state_dict(), "_smp_is_partial": True}
+    model.load_state_dict(state, same_partition_load=True)
+    for refused in (model.join, lambda: model.register_comm_hook(None, None)):
+        with pytest.raises(SMPUnsupportedError, match="Fix: "):
+            refused()
+
+
+def test_optimizer_names_of_published_scripts(job: Any) -> None:
+    job(bf16=True)
+    model, optimizer = wrapped()
+    model.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.save_optimizer_backcompat(gather_if_shard=1))
+    assert set(optimizer.save_optimizer_backcompat(fp32_states_only=True)) == set(saved) - {"state"}
+    master = next(iter(optimizer.masters.values()))
+    wanted = master.clone()
+    master.data.zero_()
+    optimizer.load_optimizer_backcompat(saved, gather_if_shard=True)
+    assert torch.equal(master, wanted)
+    model.module[0].weight.data.fill_(2.0)  # type: ignore[index]
+    optimizer.reload_model_params(model, optimizer)
+    assert master.eq(2.0).all()
+    optimizer.zero_grad(set_grads_to_None=True)
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+    with pytest.raises(AttributeError, match=r"smp.DistributedOptimizer has no attribute 'stepp', nor has the SGD"):
+        _ = optimizer.stepp
+    with pytest.raises(AttributeError, match="'_global_grad_norm' belongs to sharded data parallelism"):
+        _ = optimizer._global_grad_norm
+    with pytest.raises(StepUsageError, match="update_master_grads"):
+        optimizer.backward(torch.ones(()), update_master_grads=True)
+
+
+def test_a_share_that_was_not_gathered_is_refused_where_all_is_wanted(job: Any) -> None:
+    _, optimizer = wrapped()
+    with pytest.raises(RuntimeError, match="gather_if_shard=True"):
+        optimizer.load_optimizer_backcompat({"gathered": False}, gather_if_shard=True)
+
+
+def test_a_dynamic_scale_follows_overflows() -> None:
+    scale = LossScale(None, True, {"init_scale": 16.0, "scale_window": 2, "min_scale": 2.0, "delayed_shift": 2})
+    seen = []
+    for overflow in (True, True, False, True, False, False, True, True, True, True, True):
+        scale.update(overflow)
+        seen.append(scale.value)
+    # The first overflow after a growth is forgiven; two steps without one double; never below min_scale.
+    assert seen == [16.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0]
+
+
+def test_consecutive_hysteresis_forgives_after_every_good_step() -> None:
+    options = {"init_scale": 16.0, "delayed_shift": 2, "consecutive_hysteresis": True}
+    scale = LossScale(1.0, True, options)
+    for overflow in (True, False, True, False, True):
+        scale.update(overflow)
+    assert scale.value == 16.0
+    scale.update(True)
+    assert scale.value == 8.0
+    other = LossScale(1.0, True, options)
+    other.load_state_dict(scale.state_dict())
+    assert other.state_dict() == scale.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scale_windw": 2}, "Did you mean 'scale_window'"),
+        ({"delayed_shift": 0}, "'delayed_shift' of dynamic_loss_args is 0: it must be a number from 1 on"),
+    ],
+)
+def test_wrong_arguments_of_the_scale_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SMPConfigError, match=message):
+        LossScale(1.0, True, arguments)
+
+
+def test_lamb_steps_by_the_size_of_a_parameter() -> None:
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    parameter.grad = torch.tensor([0.3, -0.4])
+    FusedLAMB([parameter], lr=0.1, weight_decay=0.01, max_grad_norm=0.25, eps=0.0).step()
+    # At the first step both moments, corrected, leave the gradient's sign; what decays is added to it.
+    update = torch.tensor([1.0 + 0.03, -1.0 + 0.04])
+    wanted = torch.tensor([3.0, 4.0]) - 0.1 * 5.0 / update.norm() * update
+    assert torch.allclose(parameter, wanted, atol=1e-6)
+
+
+def test_novograd_steps_by_the_gradients_norm() -> None:
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = FusedNovoGrad([parameter], lr=0.1, bias_correction=False, eps=0.0, weight_decay=0.5)
+    parameter.grad = torch.tensor([0.3, -0.4])  # its norm, 0.5, is the first moving norm
+    optimizer.step()
+    wanted = torch.tensor([3.0, 4.0]) - 0.1 * (0.1 * torch.tensor([0.6, -0.8]) + 0.5 * torch.tensor([3.0, 4.0]))
+    assert torch.allclose(parameter, wanted, atol=1e-6)
+    with pytest.raises(SMPConfigError, match="amsgrad"):
+        FusedNovoGrad([parameter], amsgrad=True)

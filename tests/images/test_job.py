@@ -85,6 +85,10 @@ def test_distribution_writes_what_the_sdk_writes(given: dict[str, Any], sent: di
             {"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}},
             'Using "modelparallel" and "dataparallel" in one job is not supported',
         ),
+        (
+            {"smdistributed": {"enabled": True, "parameters": {"partitions": 2}}, "mpi": {"enabled": True}},
+            'Fix: "smdistributed": {"modelparallel": {"enabled": ..., "parameters": ...}}',
+        ),
     ],
 )
 def test_a_wrong_distribution_is_told(given: dict[str, Any], words: str) -> None:

@@ -85,6 +85,13 @@ def _mpi(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
+    if isinstance(options, Mapping) and {"enabled", "parameters"} & set(options):  # as AWS's guide has it once
+        library = "modelparallel" if "parameters" in options else "dataparallel"
+        given = ", ".join(f'"{key}": ...' for key in options)
+        raise UsageError(
+            f"distribution.smdistributed: {', '.join(map(repr, options))} must be inside the key of a library. "
+            f'Fix: "smdistributed": {{"{library}": {{{given}}}}}'
+        )
     _check(options, ("dataparallel", "modelparallel"), "distribution.smdistributed")
     data, model = options.get("dataparallel", {}), options.get("modelparallel", {})
     _check(data, ("enabled", "custom_mpi_options"), "distribution.smdistributed.dataparallel")

@@ -22,6 +22,7 @@ from smdistributed.modelparallel.backend.config import Config, check
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPError
 from smdistributed.modelparallel.backend.partition import Partition
 from smdistributed.modelparallel.torch.auto_partition import partition
+from smdistributed.modelparallel.torch.half_precision import dtype_of
 from smdistributed.modelparallel.torch.optimizer import share
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
@@ -110,17 +111,22 @@ def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 
 def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
     """Of parameters, gradients, and what smp.DistributedOptimizer has beside them. Frozen ones have nothing else.
 
-    With `fp16` or `bf16` half-precision parameters are updated in single precision: a copy, and its gradient. With
+    With `fp16` or `bf16` parameters have two bytes, and are updated in single precision: a copy, and its gradient. With
     `shard_optimizer_state` a replica has the state of its share, but all copies.
     """
     trained = [p for p in parameters if p.requires_grad]
-    half = (torch.float16, torch.bfloat16) if config.fp16 or config.bf16 else ()
-    updated = [p.numel() * (4 if p.dtype in half else p.element_size()) for p in trained]
-    copies = sum(2 * size for p, size in zip(trained, updated) if p.dtype in half)
+    dtype = dtype_of(config)
+
+    def is_cast(parameter: nn.Parameter) -> bool:
+        return dtype is not None and parameter.is_floating_point()
+
+    updated = [p.numel() * (4 if is_cast(p) else p.element_size()) for p in trained]
+    copies = sum(2 * size for p, size in zip(trained, updated) if is_cast(p))
     states = [0] * (replicas if config.shard_optimizer_state else 1)
     for size, owner in zip(updated, share(trained, len(states))):
         states[owner] += size * OPTIMIZER_STATES[optimizer]
-    return sum(p.numel() * p.element_size() for p in (*parameters, *trained)) + copies + max(states)
+    own = sum(p.numel() * (2 if is_cast(p) else p.element_size()) for p in (*parameters, *trained))
+    return own + copies + max(states)
 
 
 def idle(stage_times: Sequence[float], microbatches: int) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ALL = {"ALL": "1"} if SOAK else {}
 RANKS = Path(__file__).parent / "ranks/modelparallel.py"
+OPTIONS = RANKS.with_name("modelparallel_options.py")
 FAILING = Path(__file__).parent / "ranks/modelparallel_failing.py"
 PYTHON = "import os, subprocess, sys; python = [*os.environ['PYTHON'].split(), *sys.argv[1:]]; "
 WITH_ERRORS = PYTHON + "subprocess.run(python, check=True, stderr=1)"
@@ -39,6 +40,25 @@ def job(mpirun: Mpirun, ranks: int, stages: int, *case: object, **environ: str) 
 )
 def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages: int) -> None:
     assert job(mpirun, ranks, stages, "against_one_process", **ALL).count("equal:") == ranks
+
+
+@pytest.mark.mpi
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("ranks", "stages", "single"),
+    [(2, 2, "all"), pytest.param(1, 1, 8, marks=pytest.mark.once), pytest.param(4, 2, 8, marks=pytest.mark.once)],
+)
+def test_every_option_alone_and_in_pairs_trains_as_plain_torch(
+    mpirun: Mpirun, tmp_path: Path, ranks: int, stages: int, single: object
+) -> None:
+    drawn = ("all", "all") if SOAK else (single, 4)
+    said = mpirun(ranks, OPTIONS, SEED, *drawn, tmp_path, STAGES=str(stages))
+    assert said.count("options: ") == ranks
+
+
+@pytest.mark.mpi
+def test_a_models_stages_are_gathered_and_given_up_again(mpirun: Mpirun) -> None:
+    assert job(mpirun, 2, 2, "gathered").count("gathered") == 2
 
 
 @pytest.mark.mpi

@@ -42,7 +42,7 @@ def test_unknown_arguments_are_type_errors_with_a_guess() -> None:
     assert train(2.0, static_loss_scale=3.0) == 6.0
     with pytest.raises(TypeError, match=r"'static_loss_scaling'. Did you mean 'static_loss_scale'\?"):
         train(2.0, static_loss_scaling=3.0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'zzz'. It has: rate, static_loss_scale."):
+    with pytest.raises(TypeError, match=r"'zzz'\. It has: rate, static_loss_scale\."):
         train(2.0, zzz=1)  # type: ignore[call-arg]
 
 

@@ -87,7 +87,7 @@ def test_translating_gives_hugging_faces_names_as_they_are() -> None:
     plain = {"transformer.h.0.ln_1.weight": torch.zeros(1)}
     translate: Any = smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2
     assert translate(plain, max_seq_len=8) is plain
-    with pytest.raises(SMPUnsupportedError, match="translate_state_dict_to_hf_gpt2: .*'seq_layers'"):
+    with pytest.raises(SMPUnsupportedError, match=r"translate_state_dict_to_hf_gpt2: .*'seq_layers'"):
         translate({"transformer.seq_layers.0.weight": torch.zeros(1)})
 
 
@@ -105,11 +105,12 @@ def test_tensor_parallel_names_refuse_and_name_the_way_out(job: Any) -> None:
     smp.set_tensor_parallelism(layer, False)
     with smp.tensor_parallelism(enabled=False):
         pass
-    with pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"), smp.model_creation(
-        fused_softmax=True, attention_in_fp32=False, dtype=torch.float64
+    with (
+        pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"),
+        smp.model_creation(fused_softmax=True, attention_in_fp32=False, dtype=torch.float64),
     ):
         assert nn.Linear(1, 1).weight.dtype == torch.float64
-    with pytest.raises(TypeError, match="'fused_sofmax'. Did you mean 'fused_softmax'"):
+    with pytest.raises(TypeError, match=r"'fused_sofmax'\. Did you mean 'fused_softmax'"):
         smp.model_creation(fused_sofmax=True).__enter__()
 
 

@@ -374,7 +374,13 @@ def checkpoints(path: str) -> None:
         if partial:
             names = sorted(file.name for file in directory.glob("*_partial/*"))
             assert names == sorted(
-                2 * ["stages.json", "user_content.pt", *map("model_{}.pt".format, stages), *map("optimizer_{}.pt".format, stages)]
+                2
+                * [
+                    "stages.json",
+                    "user_content.pt",
+                    *map("model_{}.pt".format, stages),
+                    *map("optimizer_{}.pt".format, stages),
+                ]
             )
         elif smp.rank() == 0:
             Net().load_state_dict(torch.load(directory / "three"))
@@ -594,6 +600,25 @@ def half() -> None:
     print("half")
 
 
+def gathered() -> None:
+    """The whole model is on every stage after `cpu()`, and trains on as if it had not been."""
+    torch.manual_seed(0)
+    alone = Net()
+    configure(microbatches=2)
+    module = copy.deepcopy(alone)
+    model, optimizer = smp.DistributedModel(module), make_optimizer("sgd", module)
+    losses, expected = train(model, optimizer, batches(2)), train_alone(alone, "sgd", 4)
+    whole = model.state_dict()
+    assert model.cpu() is model
+    found = module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    kept = sum(parameter.numel() for parameter in module.parameters())
+    losses += train(model, optimizer, batches(4)[2:])
+    equal(model, alone, losses, expected, "gathered")
+    assert sum(parameter.numel() for parameter in module.parameters()) < kept
+    print("gathered")
+
+
 def ranks() -> None:
     """Objects between ranks, by every kind of rank."""
     me, everybody = smp.rank(), list(range(smp.size()))
@@ -807,7 +832,20 @@ if __name__ == "__main__":
     cases.update(
         {
             case.__name__: case
-            for case in (options, released, half, ranks, verified, backends, misuse, uneven, fails, stalls, evaluates)
+            for case in (
+                options,
+                released,
+                half,
+                gathered,
+                ranks,
+                verified,
+                backends,
+                misuse,
+                uneven,
+                fails,
+                stalls,
+                evaluates,
+            )
         }
     )
     backend = os.environ.get("BACKEND", "auto")

@@ -1,6 +1,6 @@
-"""A rank of a job that trains once for each combination of options: python modelparallel_options.py SEED COUNT PATH.
+"""A rank of a job that trains once for each combination of options: python FILE SEED ALONE PAIRS PATH.
 
-COUNT: how many pairs are drawn at random beside each option alone; `all`: every pair. Five steps of each have the
+ALONE, PAIRS: how many options alone, and pairs of them, are drawn at random; `all`: each. Five steps of each have the
 losses and parameters of plain torch.
 """
 
@@ -53,7 +53,7 @@ OPTIMIZER: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, eps=1e-4),
-    "lamb": lambda parameters: FusedLAMB(parameters, 1e-3, max_grad_norm=0.1),
+    "lamb": lambda parameters: FusedLAMB(parameters, 1e-3, eps=1e-4, max_grad_norm=0.1),
     "novograd": lambda parameters: FusedNovoGrad(parameters, 1e-3, weight_decay=0.1),
 }
 OTHERS = ("checkpointed each", "checkpointed contiguous", "checkpointed group_2", "optimizer.backward", "resumed")
@@ -118,7 +118,9 @@ class Job:
     """A model and optimizer with these options."""
 
     def __init__(self, names: tuple[str, ...], fresh: nn.Module) -> None:
-        given = [{key: value for name in names for key, value in part.get(name, {}).items()} for part in (CONFIG, MODEL)]
+        given = [
+            {key: value for name in names for key, value in part.get(name, {}).items()} for part in (CONFIG, MODEL)
+        ]
         COMMON["configure"](**{"microbatches": 2, **given[0]})
         self.names, self.passes = names, given[1].get("backward_passes_per_step", 1)
         self.share = 1.0 / self.passes
@@ -187,12 +189,15 @@ def check(names: tuple[str, ...], reference: Reference, path: str) -> None:
         assert difference <= allowed, (names, name, difference)
 
 
-def main(seed: str, count: str, path: str) -> None:
+def drawn(chance: random.Random, count: str, known: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return known if count == "all" else chance.sample(known, int(count))
+
+
+def main(seed: str, alone: str, together: str, path: str) -> None:
     smp.init({"partitions": int(os.environ["STAGES"]), "ddp": True})
-    singles = [(name,) for name in options()]
-    pairs = [pair for pair in itertools.combinations(options(), 2) if fits(pair)]
-    if count != "all":
-        pairs = random.Random(int(seed)).sample(pairs, int(count))
+    chance = random.Random(int(seed))
+    singles = drawn(chance, alone, [(name,) for name in options()])
+    pairs = drawn(chance, together, [pair for pair in itertools.combinations(options(), 2) if fits(pair)])
     reference = Reference()
     for names in (*singles, *pairs):
         check(names, reference, path)

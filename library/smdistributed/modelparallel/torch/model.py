@@ -381,7 +381,7 @@ class DistributedModel(nn.Module):
         if assign:
             warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
         if not self.partitioned:
-            self._to_load = state_dict.copy() if isinstance(state_dict, OrderedDict) else dict(state_dict), strict
+            self._to_load = dict(state_dict), strict
             return None
         local = set(self.local_state_dict())
         own = self.module.state_dict()

@@ -105,7 +105,9 @@ class FusedLAMB(_Layerwise):
         self._decays_beside, self._scales_all, self._norm = adam_w_mode, use_nvlamb, 0.0
 
     def _begin(self) -> None:
-        self._norm = _norm_over_stages(self._gradients())
+        self._norm = _norm_over_stages(
+            self._gradients(), {id(p) for group in self.param_groups for p in group["params"]}
+        )
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -203,12 +205,19 @@ class FusedNovoGrad(_Layerwise):
         parameter.sub_(update, alpha=group["lr"])
 
 
-def _norm_over_stages(gradients: Iterable[torch.Tensor]) -> float:
-    """The 2-norm of all gradients, of all stages if the model is on several."""
+def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
+    """The 2-norm of all gradients; of all stages, if one of these ids is that of a parameter of the model."""
     square = sum(float(gradient.float().square().sum()) for gradient in gradients)
-    model = state.model if state.initialized else None
-    if model is not None and model.partitioned:
+    if parameters & _updated():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
         group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
         square = sum(state.post.gather(square, state.group(group)))
     return float(square**0.5)
+
+
+def _updated() -> set[int]:
+    """The ids of the placed model's parameters, and of their copies in single precision."""
+    if not state.initialized or state.model is None or not state.model.partitioned:
+        return set()
+    copies = state.optimizer.masters.values() if state.optimizer else ()
+    return set(map(id, (*state.model.module.parameters(), *copies)))

@@ -121,7 +121,10 @@ def test_tensor_parallel_names_refuse_and_name_the_way_out(job: Any) -> None:
             lambda m, o: smp.DistributedOptimizer(o, static_loss_scaling=2.0),  # type: ignore[call-arg]
             "static_loss_scale",
         ),
-        (lambda m, o: smp.DistributedModel(m.module, trace_devices="gpu"), "trace_device"),
+        (
+            lambda m, o: smp.DistributedModel(m.module, trace_devices="gpu"),  # type: ignore[call-arg]
+            "trace_device",
+        ),
         (lambda m, o: smp.save({}, "f", partially=False), "partial"),  # type: ignore[call-arg]
         (lambda m, o: smp.load("f", partially=False), "partial"),  # type: ignore[call-arg]
         (lambda m, o: smp.save_checkpoint("p", "t", models=m), "model"),  # type: ignore[call-arg]

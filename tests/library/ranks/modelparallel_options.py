@@ -56,7 +56,13 @@ KINDS: dict[str, Any] = {
     "lamb": lambda parameters: FusedLAMB(parameters, 1e-3, eps=1e-4, max_grad_norm=0.1),
     "novograd": lambda parameters: FusedNovoGrad(parameters, 1e-3, weight_decay=0.1),
 }
-OTHERS = ("checkpointed each", "checkpointed contiguous", "checkpointed group_2", "optimizer.backward", "resumed")
+OTHERS: tuple[str, ...] = (
+    "checkpointed each",
+    "checkpointed contiguous",
+    "checkpointed group_2",
+    "optimizer.backward",
+    "resumed",
+)
 OTHERS += ("clipped", "graph kept")
 EXCLUDED = ({"fp16", "bf16"}, {"uneven", "summed"}, {"resumed", "delayed"})
 
@@ -145,7 +151,7 @@ class Job:
                 strategy = name.split()[1]
                 # Modules that compute in place cannot be computed again one by one.
                 for part in (*(blocks if strategy != "each" else ()), self.module.tail):
-                    smp.set_activation_checkpointing(part, strategy=strategy)  # type: ignore[arg-type]
+                    smp.set_activation_checkpointing(part, strategy=strategy)
 
     def _step(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = COMMON["loss_of"](self.model(tokens, scale=0.5)["logits"].float(), target)

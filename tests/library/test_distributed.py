@@ -97,8 +97,8 @@ dist.init_process_group()
 refused(lambda: dist.all_reduce(counts, op=dist.ReduceOp.AVERAGE), TypeError, "torch.int64")
 assert counts.tolist() == [1, 1]
 refused(lambda: dist.all_reduce(tensor, op="sum"), TypeError, "ReduceOp.SUM")
-refused(lambda: DistributedDataParallel(model, bucket_cap=9), TypeError, "'bucket_cap': did you mean bucket_cap_mb?")
-refused(lambda: DistributedDataParallel(model, zzz=9), TypeError, "it takes ")
+refused(lambda: DistributedDataParallel(model, bucket_cap=9), TypeError, "'bucket_cap'. Did you mean 'bucket_cap_mb'?")
+refused(lambda: DistributedDataParallel(model, zzz=9), TypeError, "It has: module, device_ids")
 DistributedDataParallel(model, None, None, True, dist.group.WORLD, 25, find_unused_parameters=True)
 """
 

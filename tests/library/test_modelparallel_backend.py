@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
 from smdistributed.modelparallel.backend.balance import SLACK, cut, largest_of
 from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
@@ -32,25 +31,6 @@ def test_the_launch_replaces_the_scripts_values_key_by_key() -> None:
     config = read_config(script, {"SM_HP_MP_PARAMETERS": json.dumps({"partitions": 2, "microbatches": 8})})
     assert (config.partitions, config.microbatches, config.ddp, config.optimize) == (2, 8, True, "speed")
     assert read_config(script, {"SM_HP_MP_PARAMETERS": "{}"}).partitions == 4
-
-
-def test_unknown_arguments_are_type_errors_with_a_guess() -> None:
-    @strict
-    def train(rate: float, *, static_loss_scale: float = 1.0) -> float:
-        return rate * static_loss_scale
-
-    assert train(2.0, static_loss_scale=3.0) == 6.0
-    with pytest.raises(TypeError, match=r"'static_loss_scaling'. Did you mean 'static_loss_scale'\?"):
-        train(2.0, static_loss_scaling=3.0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"'zzz'\. It has: rate, static_loss_scale\."):
-        train(2.0, zzz=1)  # type: ignore[call-arg]
-
-
-def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_without_effect("An option", "of this")
 
 
 def test_defaults_follow_from_other_values() -> None:

@@ -78,8 +78,8 @@ REFUSED = {
     "pinned": "SMPConfigError: smp.partition(2) puts layer 'dense_2' on a stage that there is not",
     "jit": "leave jit_compile=True out of the tf.function",
     "jit_step": "SMPUnsupportedError: smp.step(jit_compile=True): XLA cannot send and receive",
-    "option": "TypeError: smp.step() has no argument 'non_split_input': did you mean non_split_inputs?",
-    "average": "TypeError: allreduce() has no argument 'averages': did you mean average?",
+    "option": "smp.step() got an unexpected keyword argument 'non_split_input'. Did you mean 'non_split_inputs'?",
+    "average": "TypeError: allreduce() got an unexpected keyword argument 'averages'. Did you mean 'average'?",
     "profile": "UserWarning: profile() has no effect",
     "accumulate": "SMPConfigError: accumulate(method='sum'): it must be one of 'variable'",
 }

@@ -1,49 +1,56 @@
-"""Arguments that have no meaning: unknown names are refused, and names without an effect are reported."""
+"""Arguments of published interfaces: unknown names are errors, and what is accepted without effect warns."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-_reported: set[str] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint that begins with a space, for the end of a message; empty if nothing that is known looks like `word`."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first name that is not known; it names the closest one, or all."""
-    names = sorted(known)
+    """Raises TypeError for the first name that is not known; it names the closest one, or all."""
+    names = list(known)
     for name in given:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}."
-            raise TypeError(f"{function}() has no argument {name!r}: {hint}")
+            hint = did_you_mean(name, names) or f" It has: {', '.join(names)}."
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def names_of(function: Callable[..., object]) -> set[str]:
+def names_of(function: Callable[..., object]) -> list[str]:
     """The arguments that a function takes by name."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"}
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
 
 
-def only_known(function: Function) -> Function:
-    """Decorate a function, or a constructor, so that its TypeError for an unknown argument says "did you mean"."""
-    name = function.__qualname__.removesuffix(".__init__")
+def only_known(function: _Function) -> _Function:
+    """Decorates a function without `**kwargs`, so that its TypeError for an unknown keyword argument has a hint."""
     known = names_of(function)
+    shown = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_unknown(name, kwargs, known)
+        refuse_unknown(shown, kwargs, known)
         return function(*args, **kwargs)
 
-    return cast("Function", checked)
+    return cast(_Function, checked)
 
 
-def warn_without_effect(argument: str, why: str) -> None:
-    """Warn (UserWarning), once in this process, that something is accepted and has no effect."""
-    if argument not in _reported:
-        _reported.add(argument)
-        warnings.warn(f"{argument} has no effect: {why}", stacklevel=3)
+def warn_without_effect(what: str, why: str) -> None:
+    """Warns (UserWarning), on the first rank alone, that what the script asks for has no effect.
+
+    why: a sentence without its end.
+    """
+    if int(os.environ.get("RANK") or 0) == 0:
+        warnings.warn(f"{what} has no effect: {why}.", stacklevel=3)

@@ -268,11 +268,14 @@ def refusals() -> None:
     loose: Any = sdp
     loose_keras: Any = sdk
     unknown: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("allreduce() has no argument 'ops': did you mean op?", lambda: loose.allreduce(tf.constant(1.0), ops=1)),
-        ("did you mean compression?", lambda: loose.oob_allreduce(1.0, compresion=1)),
-        ("did you mean sparse_as_dense?", lambda: loose.DistributedGradientTape(nothing, sparse_as_dens=True)),
-        ("did you mean bucket_cap_mb?", lambda: loose_keras.DistributedOptimizer(nothing, bucket_cap=1)),
-        ("it takes backward_passes_per_step", lambda: loose.DistributedOptimizer(nothing, zzz=1)),
+        (
+            "allreduce() got an unexpected keyword argument 'ops'. Did you mean 'op'?",
+            lambda: loose.allreduce(tf.constant(1.0), ops=1),
+        ),
+        ("Did you mean 'compression'?", lambda: loose.oob_allreduce(1.0, compresion=1)),
+        ("Did you mean 'sparse_as_dense'?", lambda: loose.DistributedGradientTape(nothing, sparse_as_dens=True)),
+        ("Did you mean 'bucket_cap_mb'?", lambda: loose_keras.DistributedOptimizer(nothing, bucket_cap=1)),
+        ("got an unexpected keyword argument 'zzz'. It has: ", lambda: loose.DistributedOptimizer(nothing, zzz=1)),
     )
     for words, call in unknown:
         try:

@@ -49,7 +49,7 @@ def allreduce(
         TypeError: For an argument that there is not.
     """
     if param_index is not None or num_params is not None:
-        warn_without_effect("allreduce(param_index=, num_params=)", "each tensor is reduced when it is ready.")
+        warn_without_effect("allreduce(param_index=, num_params=)", "each tensor is reduced when it is ready")
     given = tensor if tensor is not None else grad
     if given is None:
         return None
@@ -100,7 +100,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def overlap(tensor: Any) -> Any:
     """Return what was given, a tensor or a layer, and warn: reductions overlap with the gradients of earlier layers
     without it."""
-    warn_without_effect("overlap()", "reductions overlap with the gradients of earlier layers without it.")
+    warn_without_effect("overlap()", "reductions overlap with the gradients of earlier layers without it")
     return tensor
 
 

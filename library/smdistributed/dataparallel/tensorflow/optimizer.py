@@ -48,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
             "batches in the training step, and call the optimizer's apply_gradients with the sums."
         )
     if name is not None or use_locking:
-        warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own.")
+        warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own")
     reduction = op_of(op)
 
     def combined(gradients: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from smdistributed.modelparallel.backend.arguments import did_you_mean, warn_without_effect
+from smdistributed.core.options import did_you_mean, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 
 LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"

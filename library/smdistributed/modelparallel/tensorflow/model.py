@@ -79,7 +79,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
         args, kwargs: as `call()` takes them.
         """
-        warn_without_effect("profile()", "the model is partitioned by its first call in a function under smp.step.")
+        warn_without_effect("profile()", "the model is partitioned by its first call in a function under smp.step")
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
         """Write the whole model as a SavedModel, which tf.keras.models.load_model reads without this library.

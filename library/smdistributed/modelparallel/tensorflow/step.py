@@ -43,15 +43,16 @@ def step(
     """
     _check(options)
     if not detach_outputs:
-        warn_without_effect("smp.step(detach_outputs=False)", "nothing that a step returns has a gradient.")
+        warn_without_effect("smp.step(detach_outputs=False)", "nothing that a step returns has a gradient")
     if function is None:
         return lambda decorated: _decorate(decorated, non_split_inputs, input_split_axes or {}, options)
     return _decorate(function, non_split_inputs, input_split_axes or {}, options)
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    ours = {"non_split_inputs", "input_split_axes", "detach_outputs"}
-    refuse_unknown("smp.step", options, ours | names_of(tf.function) - {"func", "autograph"})
+    of_tensorflow = [name for name in names_of(tf.function) if name not in ("func", "autograph")]
+    ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
+    refuse_unknown("smp.step", options, (*ours, *of_tensorflow))
     if options.get("jit_compile"):
         raise SMPUnsupportedError("smp.step(jit_compile=True): XLA cannot send and receive. Leave jit_compile out.")
 

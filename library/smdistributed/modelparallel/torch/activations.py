@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
+from smdistributed.core.options import only_known, warn_without_effect
 
 _MARK = "_smp_checkpointing"
 
@@ -27,7 +27,7 @@ class Checkpointing:
     group: int
 
 
-@strict
+@only_known
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:

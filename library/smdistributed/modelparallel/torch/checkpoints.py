@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, pp_size, rdp_rank, tp_rank
-from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
@@ -30,7 +30,7 @@ _TORCH_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 """What transformers' Trainer asks for as a full checkpoint, and what it has saved instead."""
 
 
-@strict
+@only_known
 def save(
     obj: Any,
     f: str | os.PathLike[str],
@@ -48,7 +48,7 @@ def save(
     _write(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
 
-@strict
+@only_known
 def load(
     f: str | os.PathLike[str],
     map_location: Any = None,
@@ -79,7 +79,7 @@ def _of_this_replica(f: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(f)}_{pp_rank()}_{tp_rank()}_{rdp_rank()}")
 
 
-@strict
+@only_known
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str,
@@ -118,7 +118,7 @@ def save_checkpoint(
     barrier()
 
 
-@strict
+@only_known
 def resume_from_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,

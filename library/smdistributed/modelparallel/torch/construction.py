@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smdistributed.modelparallel.backend.arguments import did_you_mean, warn_without_effect
+from smdistributed.core.options import refuse_unknown, warn_without_effect
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.unsupported import refuse
 from smdistributed.modelparallel.torch.work import mix
@@ -90,11 +90,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
 
 
 def _check_options(function: str, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in _OF_TENSORS:
-            known = ("tensor_parallelism", "dtype", *_OF_TENSORS)
-            hint = did_you_mean(name, known) or f" It has: {', '.join(known)}."
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
+    refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_OF_TENSORS))
     given = [name for name, value in options.items() if value]
     if given:
         warn_without_effect(f"{', '.join(given)} of {function}", "only tensor-parallel modules have that")

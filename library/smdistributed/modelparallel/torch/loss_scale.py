@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from smdistributed.modelparallel.backend.arguments import did_you_mean
+from smdistributed.core.options import did_you_mean
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 
 _DYNAMIC = {

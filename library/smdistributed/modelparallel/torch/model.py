@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdistributed.modelparallel.backend.arguments import strict, warn_without_effect
+from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import (
     SMPConfigError,
     SMPRuntimeError,
@@ -63,7 +63,7 @@ class DistributedModel(nn.Module):
             return state.model
         return super().__new__(cls)
 
-    @strict
+    @only_known
     def __init__(
         self,
         module: nn.Module,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.core.torch.devices import device_of
-from smdistributed.modelparallel.backend.arguments import did_you_mean, strict, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.torch.loss_scale import LossScale
 from smdistributed.modelparallel.torch.state_mod import state
@@ -40,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = False
     """Has GradScaler leave out a step itself: a fused optimizer asks its own attributes, which are not this one's."""
 
-    @strict
+    @only_known
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -61,7 +61,7 @@ def DistributedOptimizer(opt: Any, compression: Any = Compression.none, **kwargs
 
     kwargs: as the DistributedOptimizer of the package above takes them. Raises as it does.
     """
-    refuse_unknown("DistributedOptimizer", kwargs, names_of(_DistributedOptimizer) | {"opt"})
+    refuse_unknown("DistributedOptimizer", kwargs, ("opt", *names_of(_DistributedOptimizer)))
     return _DistributedOptimizer(opt, compression=compression, **kwargs)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.parallel
 
+from smdistributed.core.options import names_of, refuse_unknown
 from smdistributed.dataparallel.torch.distributed import require_init
 
 if TYPE_CHECKING:
@@ -51,7 +50,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         require_init()
         _onto_device(module)
-        _refuse_unknown(torch_options)
+        known = [*names_of(DistributedDataParallel), *names_of(torch.nn.parallel.DistributedDataParallel)]
+        refuse_unknown("DistributedDataParallel", torch_options, dict.fromkeys(known))
         if not broadcast_buffers:  # torch's default is True; naming the option warns since 2.13
             torch_options["broadcast_buffers"] = False
         super().__init__(
@@ -72,16 +72,3 @@ def _onto_device(module: torch.nn.Module) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     if on_cpu and torch.cuda.is_available():
         module.cuda(torch.cuda.current_device())
-
-
-def _refuse_unknown(options: dict[str, Any]) -> None:
-    known = sorted({*_parameters(torch.nn.parallel.DistributedDataParallel), *_parameters(DistributedDataParallel)})
-    for option in options:
-        if option not in known:
-            close = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}."
-            raise TypeError(f"DistributedDataParallel has no option {option!r}: {hint}")
-
-
-def _parameters(wrapper: type) -> set[str]:
-    return set(inspect.signature(wrapper).parameters) - {"self", "module", "torch_options"}

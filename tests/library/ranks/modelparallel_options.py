@@ -168,7 +168,7 @@ class Job:
                 self.optimizer.clip_master_grads(0.1)
             self.optimizer.step()
             sizes = [len(tokens) // len(loss) + (i < len(tokens) % len(loss)) for i in range(len(loss))]
-            losses.append(sum(float(part) * size for part, size in zip(loss, sizes)) / len(tokens))
+            losses.append(sum(float(part.detach()) * size for part, size in zip(loss, sizes)) / len(tokens))
         return losses
 
 

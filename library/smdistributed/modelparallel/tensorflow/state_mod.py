@@ -22,7 +22,15 @@ from smdistributed.modelparallel.backend.recording import start_timeline
 from smdistributed.modelparallel.tensorflow.messages import Messages
 from smdistributed.modelparallel.tensorflow.variables import own_variable
 
-_ABSENT = ("uneven_microbatches", "shard_optimizer_state", "fp16", "bf16", "xla")
+_ABSENT = (
+    "uneven_microbatches",
+    "shard_optimizer_state",
+    "fp16",
+    "bf16",
+    "xla",
+    "skip_tracing",
+    "delayed_parameter_initialization",
+)
 
 
 class State(Job):

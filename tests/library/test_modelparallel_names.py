@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,9 @@ def _initialized() -> Iterator[None]:
     before = dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    smp.init({"partitions": 1})
+    with pytest.MonkeyPatch.context() as patch:  # other tests of this worker may have imported it
+        patch.delitem(sys.modules, "smdistributed.dataparallel", raising=False)
+        smp.init({"partitions": 1})
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -32,7 +32,7 @@ def test_an_install_that_fails_ends_the_job_with_pips_reason(tree: Tree, run: Ru
     requirements(tree, "--no-index\nno-such-package\n")
     assert run(SAGEMAKER_PROGRAM="train.py").code == 1
     assert tree.failure.startswith("ERROR: Could not find a version that satisfies the requirement no-such-package")
-    assert "pip install -r requirements.txt" in tree.failure
+    assert "install -r requirements.txt" in tree.failure
     assert not (tree.base / "model" / "ran").exists()
 
 

@@ -25,8 +25,7 @@ LIBRARIES = (
 
 @pytest.mark.long
 def test_everyday_libraries_train_as_plain_torch_does(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
-    ranks = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
-    tree = write_tree(tmp_path / "ml", (EVERYDAY / "all_of_them.py").read_text(), ranks)
+    tree = write_tree(tmp_path / "ml", (EVERYDAY / "all_of_them.py").read_text())
     for file in EVERYDAY.iterdir():
         if file.is_file():
             shutil.copy(file, tree / "code")

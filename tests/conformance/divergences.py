@@ -95,7 +95,7 @@ VARIABLES = (
         "env OMP_NUM_THREADS",
         ADDITIONAL,
         "The ranks of a host share its cores; by itself each starts a thread for every core.",
-        "mpi-* *dataparallel* modelparallel-* pytorchddp torch-distributed-* library-*",
+        "mpi-* *dataparallel* modelparallel* everything-at-once pytorchddp torch-distributed-* library-*",
     ),
     *each(
         ADDITIONAL, _TORCH, "env MASTER_ADDR", "env MASTER_PORT", "env NCCL_SOCKET_IFNAME", "env SM_DLC_TORCH_VERSION"

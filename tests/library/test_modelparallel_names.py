@@ -305,3 +305,15 @@ def test_novograd_steps_by_the_gradients_norm() -> None:
     assert torch.allclose(parameter, wanted, atol=1e-6)
     with pytest.raises(SMPConfigError, match="amsgrad"):
         FusedNovoGrad([parameter], amsgrad=True)
+
+
+def test_losses_that_were_not_scaled_are_refused(job: Any) -> None:
+    """Their gradients would be divided by the loss scale, and the job would end without having trained."""
+    job(fp16=True)
+    model, optimizer = wrapped(static_loss_scale=1024.0)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StepUsageError, match=r"call model\.backward\(loss\) in place of loss\.backward\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()

@@ -31,7 +31,7 @@ class Ordered:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._done = completed([])  # of all that ran at once: nobody looks at its result
+        self._done = completed([])  # of all that ran at once: its result is not used
 
     def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool | None) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.

@@ -22,7 +22,7 @@ class LossScale:
     """A static scale, or a dynamic one that follows overflows of gradients.
 
     Args:
-        static: The scale, unless it is dynamic. With a static one nobody looks for overflows.
+        static: The scale, unless it is dynamic. With a static one, overflows are not looked for.
         dynamic: Divide the scale by `scale_factor` when gradients overflow, down to `min_scale`, and multiply it by
             that after `scale_window` steps without an overflow.
         arguments: Any of `init_scale`, `scale_factor`, `scale_window`, `min_scale`, `delayed_shift` and

@@ -102,6 +102,8 @@ class DistributedModel(nn.Module):
         self._resumed: dict[str, int] | None = None
         self._made: dict[nn.Parameter, nn.Parameter] = {}
         self._is_whole = self._was_called_outside = False
+        self.had_backward = False
+        """Whether losses were multiplied by the loss scale since the optimizer's `zero_grad`."""
         state.model = self
         if state.cfg.partitions == 1:
             self.apply_partition(self._choose_stages((), {}))
@@ -182,6 +184,7 @@ class DistributedModel(nn.Module):
 
     def after_step(self, had_backward: bool) -> None:
         """Called on all ranks when a step has ended. had_backward: it trained; an evaluation leaves gradients alone."""
+        self.had_backward |= had_backward
         if self._reducer and had_backward:
             self._reducer.end()
         elif self._reducer and self._reducer.saw_gradients:
@@ -372,7 +375,7 @@ class DistributedModel(nn.Module):
             state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
                 asks no other.
             strict: Whether missing and unexpected keys are errors.
-            assign: Must be False: parameters keep their identity.
+            assign: No effect, and a warning if it is True: the parameters stay the same objects.
             same_partition_load: Whether this is what `local_state_dict` gave for the same partition. Either is as fast.
 
         Raises:
@@ -410,7 +413,7 @@ class DistributedModel(nn.Module):
         """Gather the parameters and buffers of all stages on every stage, on the CPU (AWS API).
 
         All ranks of a replica call it. `get_module()` is the whole model then, but is routed to the stages when it is
-        called: load its `state_dict` into another. The next step gives up again what is of other stages.
+        called: load its `state_dict` into another model. The next step frees the parameters of other stages again.
         """
         if not self.partitioned:
             return super().cpu()

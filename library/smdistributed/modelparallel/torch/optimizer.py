@@ -118,6 +118,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As the wrapped optimizer's. set_grads_to_None: the name of `set_to_none` before AWS API 1.10."""
         chosen = set_to_none if set_grads_to_None is None else set_grads_to_None
         self.optimizer.zero_grad(**({} if chosen is None else {"set_to_none": chosen}))
+        if state.model is not None:
+            state.model.had_backward = False
         self._unscaled = False  # GradScaler may have left out the step
         for parameter in self._masters:
             parameter.grad = None
@@ -126,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Divide the gradients by the loss scale; if it is dynamic, find out whether any overflowed, on any rank."""
         if state.model is not None:
             state.model.require_averages()
+            self._require_scaled_losses(state.model)
         self._make_masters()
         self.overflow = False
         found = torch.zeros(1, device=device_of(None))
@@ -143,6 +146,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             dist.all_reduce(found)
             self.overflow = bool(found.item())
         self._unscaled = True
+
+    def _require_scaled_losses(self, model: Any) -> None:
+        if self.scale.value != 1.0 and not model.had_backward and self._with_gradients(half=True):
+            raise StepUsageError(
+                "Gradients were computed without model.backward, and would be divided by the loss scale "
+                f"({self.scale.value:g}), which multiplied no loss. Fix: call model.backward(loss) in place of "
+                "loss.backward()."
+            )
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients down to this norm over all stages; the norm that they had, -1 after an overflow."""

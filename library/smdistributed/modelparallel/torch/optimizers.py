@@ -68,7 +68,7 @@ class FusedLAMB(_Layerwise):
         bias_correction: Whether moments are corrected for their beginning at 0.
         betas: The decay of the first and the second moment.
         eps: Added to the root of the second moment.
-        weight_decay: What of a parameter is added to its update.
+        weight_decay: The fraction of a parameter that is added to its update.
         amsgrad: Must be False.
         adam_w_mode: Whether weight decay is beside the moments, as AdamW has it, or in the gradient.
         grad_averaging: Whether a gradient enters the first moment with 1 - beta1, or whole.
@@ -144,7 +144,7 @@ class FusedNovoGrad(_Layerwise):
         bias_correction: Whether moments are corrected for their beginning at 0.
         betas: The decay of the first moment, and of the norm.
         eps: Added to the norm.
-        weight_decay: What of a parameter is added to its update.
+        weight_decay: The fraction of a parameter that is added to its update.
         amsgrad: Must be False.
         reg_inside_moment: Whether weight decay is part of the moment.
         grad_averaging: Whether a gradient enters the moment with 1 - beta1, or whole.

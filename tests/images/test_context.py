@@ -198,6 +198,7 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path / "none"))  # not the files of this machine
     monkeypatch.setenv("PIP_INDEX_URL", "https://env.example/simple")
     monkeypatch.setenv("PIP_NO_INDEX", "false")
     monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")

@@ -286,6 +286,18 @@ def test_sigterm_reaches_every_rank(tree: Tree) -> None:
     assert "was stopped" in tree.failure
 
 
+def test_other_users_cannot_enter_a_jobs_temporary_directory(tree: Tree, run: Run) -> None:
+    """Its socket starts daemons, and its FIFOs carry what the ranks write."""
+    tree.script(
+        "import os, stat\nfifo = os.readlink('/proc/self/fd/1')\n"
+        "print(*(oct(stat.S_IMODE(os.stat(path).st_mode)) for path in (os.path.dirname(fifo), fifo)))"
+    )
+    tree.hosts("algo-1", "algo-1")
+    ranks(tree)
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert lines(done.out) == [("[0,algo-1", "0o700 0o600"), ("[1,algo-1", "0o700 0o600")], done.err
+
+
 def test_nothing_is_left_in_the_temporary_directory(tree: Tree, run: Run) -> None:
     tree.script("")
     ranks(tree)

@@ -105,6 +105,11 @@ def test_a_long_value_costs_linear_time(long: str) -> None:
     assert time.process_time() - began < 5
 
 
+def test_a_key_that_looks_random_is_masked_wherever_it_turns_up() -> None:
+    redact.learn({"ENCRYPTION_KEY": "3f9a77c1", "signing-key": "b2c4d6"})
+    assert redact.text("ValueError: 3f9a77c1 and b2c4d6") == "ValueError: ****** and ******"
+
+
 def test_what_may_be_anything_is_masked_by_its_name_alone() -> None:
     redact.learn({"use_auth_token": "True", "token": "abc", "label_key": "label", "sort_key": "timestamp"})
     assert redact.text("True: abc label timestamp") == "True: abc label timestamp"

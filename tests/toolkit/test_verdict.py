@@ -32,10 +32,11 @@ def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code
     assert (tmp_path / "output" / "success").exists() == (status == 0)
 
 
-def test_a_stop_is_called_one() -> None:
-    stopped = verdict.of_stop(signal.SIGTERM)
-    assert stopped.exit_code == 143
-    assert "was stopped" in stopped.message
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
+    stopped = verdict.of_stop(number)
+    assert stopped.exit_code == code
+    assert f"was stopped: `train` received {number.name}" in stopped.message
 
 
 def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Hosts that go on after another has ended: stopped when their time is over, and waited for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.jobs import run
+
+
+def test_a_host_that_goes_on_after_the_others_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+    told = threading.Event()
+
+    def report_end(host: str, _: str, arrivals: queue.SimpleQueue[tuple[str, run._Ended]]) -> None:
+        # algo-2 ends when it is stopped; if nobody does, it ends by itself, so that this test fails and does not hang.
+        code = 0 if host == "algo-1" else 143 if told.wait(30) else 99
+        arrivals.put((host, run._Ended(code, out_of_memory=False)))
+
+    def stop(containers: Iterable[Any]) -> None:
+        stopped.extend(container.id for container in containers)
+        told.set()
+
+    monkeypatch.setattr(run, "_report_end", report_end)
+    monkeypatch.setattr(run, "_stop", stop)
+    monkeypatch.setattr(run, "STRAGGLER_SECONDS", 0)
+    hosts: Any = {name: SimpleNamespace(id=f"container of {name}") for name in ("algo-1", "algo-2")}
+    ended = run._wait(hosts)
+    assert {host: end.exit_code for host, end in ended.items()} == {"algo-1": 0, "algo-2": 143}
+    assert stopped == ["container of algo-2"]

@@ -38,10 +38,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Optional
+from weakref import WeakKeyDictionary
 
 CATEGORIES = ("step", "compute", "wait", "communication")
 """In the order of their rows."""
@@ -175,6 +176,7 @@ recorder: Recorder | None = None
 
 _clock_offset = 0
 _change = threading.RLock()
+_waiting: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
 
 def start(
@@ -211,7 +213,19 @@ def start(
         if _clock_offset:
             begun.set_clock_offset(_clock_offset)
         recorder = begun
+        for owner, begin in list(_waiting.items()):
+            begin(owner)
+        _waiting.clear()
     return file
+
+
+def when_started(owner: Any, begin: Callable[[Any], None]) -> None:
+    """Call `begin(owner)` once: now, if a recording runs, else when the next one starts, if the owner lives then."""
+    with _change:
+        if recorder is None:
+            _waiting[owner] = begin
+        else:
+            begin(owner)
 
 
 def stop() -> Path:

@@ -1,29 +1,42 @@
-"""The backend `smddp` of torch.distributed, under the name that AWS gives it."""
+"""The backend `smddp` of torch.distributed, under the name that AWS gives it.
+
+Where NCCL can carry the CUDA tensors of a group, and torch lets kernels in Python have those on the CPU
+(`per_device.is_possible`), the group is torch's own, as of "cpu:smddp,cuda:nccl". Otherwise it is `ProcessGroup`.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
+from smdistributed.core.torch import per_device
+from smdistributed.core.torch.devices import can_use_nccl, leave_to_host, take_device, without_nccl
+from smdistributed.core.torch.nccl_timeline import record_nccl
 from smdistributed.core.torch.process_group import ProcessGroup
 
 BACKEND = "smddp"
 _BESIDE = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
-_MAKE = "_new_process_group_helper"
+_MAKE, _SET_TIMEOUT = "_new_process_group_helper", "_set_pg_timeout"
 
 
 class _Making(threading.local):
-    """The backends that were asked for, of the group that this thread makes."""
+    """What `create` has to know of the group that this thread makes, and torch does not tell it."""
 
     wanted = BACKEND
+    """The backends that were asked for."""
+    is_torchs = False
+    """Whether torch puts the group together itself, and takes a backend for CPU tensors alone."""
+    engine: ProcessGroup | None = None
+    """What `create` has made for such a group."""
 
 
 _making = _Making()
@@ -38,15 +51,21 @@ def register() -> None:
         register_backend(BACKEND, create, devices=["cpu", "cuda"])
     else:
         register_backend(BACKEND, create)
-    setattr(distributed_c10d, _MAKE, _noting_backends(getattr(distributed_c10d, _MAKE)))
+    setattr(distributed_c10d, _MAKE, _by_device(getattr(distributed_c10d, _MAKE)))
+    if per_device.is_possible():
+        setattr(distributed_c10d, _SET_TIMEOUT, _told_to_engines(getattr(distributed_c10d, _SET_TIMEOUT)))
 
 
-def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """Make a group, as torch.distributed asks for one.
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group, as torch.distributed asks for one; gloo's backend for the CPU, if the group is torch's own.
 
     Raises SMDDPError where other backends are asked for beside this one, and it cannot have them.
     """
-    return ProcessGroup(store, rank, size, timeout, backends_beside(_making.wanted))
+    group = ProcessGroup(store, rank, size, timeout, backends_beside(_making.wanted))
+    if not _making.is_torchs:
+        return group
+    _making.engine = group
+    return group.gloo
 
 
 def backends_beside(wanted: str) -> dict[str, str]:
@@ -54,8 +73,7 @@ def backends_beside(wanted: str) -> dict[str, str]:
 
     Raises SMDDPError for one that cannot be beside this.
     """
-    pairs = [pair.partition(":") for pair in wanted.lower().split(",") if ":" in pair]
-    others = {device: name for device, _, name in pairs if name != BACKEND}
+    others = {device: name for device, name in _by_device_type(wanted).items() if name != BACKEND}
     for device, name in others.items():
         if name not in _BESIDE.get(device, ()):
             allowed = ", ".join(f"{device}:{name}" for device, names in _BESIDE.items() for name in names)
@@ -63,16 +81,84 @@ def backends_beside(wanted: str) -> dict[str, str]:
     return others
 
 
-def _noting_backends(make: Any) -> Any:
-    """torch tells a backend that is written in Python not what is asked for beside it, and forgets the others."""
+def _by_device_type(wanted: str) -> dict[str, str]:
+    if wanted.lower() == BACKEND:
+        return {"cpu": BACKEND, "cuda": BACKEND}
+    pairs = [pair.partition(":") for pair in wanted.lower().split(",") if ":" in pair]
+    return {device: name for device, _, name in pairs}
+
+
+def _by_device(make: Any) -> Any:
+    """torch's helper that makes a group, so that it uses its own NCCL where this backend would."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
-    def make_and_note(*args: Any, **kwargs: Any) -> Any:
-        before, _making.wanted = _making.wanted, str(signature.bind(*args, **kwargs).arguments["backend"])
+    def make_by_device(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        wanted, before = str(given.arguments["backend"]), vars(_making).copy()
+        _making.wanted, _making.engine = wanted, None
+        _making.is_torchs = is_torchs = _nccl_carries(_by_device_type(wanted), given.arguments)
+        if is_torchs:
+            beside = _by_device_type(wanted)
+            given.arguments["backend"] = torch.distributed.Backend(f"cpu:{beside.get('cpu', BACKEND)},cuda:nccl")
         try:
-            return make(*args, **kwargs)
+            made = make(*given.args, **given.kwargs)
+            if is_torchs:
+                _finish(made[0], wanted, _making.engine)
+            return made
+        except RuntimeError as error:
+            if is_torchs and not isinstance(error, SMDDPError):
+                raise SMDDPNCCLError(f"NCCL does not start: {error}") from error
+            raise
         finally:
-            _making.wanted = before
+            vars(_making).clear()
+            vars(_making).update(before)
 
-    return make_and_note
+    return make_by_device
+
+
+def _nccl_carries(wanted: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether NCCL carries CUDA tensors of the group that torch's helper is asked for: the same on all its ranks."""
+    if BACKEND not in wanted.values() or wanted.get("cuda") not in (BACKEND, "nccl"):
+        return False
+    ranks, is_first = given["global_ranks_in_group"], not torch.distributed.is_initialized()
+    rank, size = given["group_rank"], given["group_size"]
+    if ranks and torch.distributed.get_rank() not in ranks:
+        return False
+    store = PrefixStore(f"smddp-devices/{given['group_name']}", given["store"])
+    if not per_device.is_possible():
+        return False
+    if not can_use_nccl() or _is_rehearsed():
+        leave_to_host(store, rank)
+        return False
+    if is_first:
+        take_device()
+    return not without_nccl(store, rank, size)
+
+
+def _is_rehearsed() -> bool:
+    """Whether something stands between torch and `create`: a rehearsal, whose CUDA tensors lie in the CPU's memory."""
+    return torch.distributed.Backend._plugins[BACKEND.upper()].creator_fn is not create
+
+
+def _finish(group: Any, wanted: str, engine: ProcessGroup | None) -> None:
+    """Have a group of torch's own give its CPU tensors to the engine, and bear the name that was asked for."""
+    world = distributed_c10d._world
+    _, store = world.pg_map[group]
+    world.pg_map[group] = torch.distributed.Backend(wanted), store
+    if engine is not None:
+        per_device.give_cpu_tensors(group, engine)
+    record_nccl(group)
+
+
+def _told_to_engines(set_timeout: Any) -> Any:
+    """torch tells a timeout to the backends that it knows of."""
+
+    @functools.wraps(set_timeout)
+    def set_all(timeout: timedelta, group: Any = None) -> None:
+        set_timeout(timeout, group)
+        engine = per_device.engine_of(group or torch.distributed.group.WORLD)
+        if engine is not None:
+            engine.set_timeout(timeout)
+
+    return set_all

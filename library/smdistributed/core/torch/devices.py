@@ -80,6 +80,16 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
         raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}") from error
 
 
+def can_use_nccl() -> bool:
+    """Whether this process has NCCL and sees a CUDA device: it may share that with another rank (`without_nccl`)."""
+    return dist.is_nccl_available() and torch.cuda.device_count() > 0
+
+
+def leave_to_host(store: Store, rank: int) -> None:
+    """Tell ranks that ask `without_nccl` that this one has no use for NCCL, without waiting for them."""
+    store.set(f"device-{rank}", json.dumps(("", "", _device()[2] or "is told not to use it")))
+
+
 def without_nccl(store: Store, rank: int, size: int) -> str:
     """Why NCCL cannot carry the tensors of these ranks, the same on all of them; empty: it can."""
     told = [json.loads(text) for text in exchange(store, "device", rank, size, json.dumps(_device()))]

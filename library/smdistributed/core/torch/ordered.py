@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
@@ -32,6 +32,7 @@ class Ordered:
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
         self._done = completed([])  # of all that ran at once: its result is not used
+        self._held_by_cpp: set[_Handle] = set()
 
     def run(self, collective: Callable[[], object], result: _Tensors, is_async: bool | None) -> Work:
         """Run a collective; the handle ends with `result`, or with what the collective raised.
@@ -51,7 +52,7 @@ class Ordered:
                 self._start()
                 self._tasks.put((collective, list(result), future))
         if not inline:
-            return _Handle(future, is_async is None)
+            return _Handle(future, self._held_by_cpp if is_async is None else None)
         self._perform(collective)
         return self._done if is_async is False else completed(list(result))
 
@@ -66,6 +67,7 @@ class Ordered:
                 if self._thread.is_alive():
                     return False
             self._thread = None
+        self._held_by_cpp.clear()  # nobody waits for the collectives of a group that is no more
         return self._running.acquire(timeout=_AT_MOST_SECONDS)
 
     def is_this_thread(self) -> bool:
@@ -111,32 +113,38 @@ class Ordered:
 class _Handle(Work):
     """What a caller waits for. That which torch makes of a future raises nothing in `wait`, up to torch 2.13.
 
-    torch's C++ holds the part of this object that is written in C++. In old versions, which do not tell who calls
-    (`is_async` is None), that does not keep this one: left alone, it would have the methods of the base class, whose
-    `wait` never ends. So what C++ may hold is kept until it has waited or has asked for the future, and is kept from
-    outside: the garbage collector takes a circle. There nobody can tell when C++ has let go of a handle unasked.
+    torch's C++ holds the part of this object that is written in C++. In old versions, and from a kernel (`per_device`),
+    that does not keep this one: left alone, it would have the methods of the base class, whose `wait` never ends. So
+    what C++ may hold is kept until it has waited or has asked for the future, and is kept from outside: the garbage
+    collector takes a circle. Nobody can tell when C++ has let go of a handle unasked: that one is kept, with its
+    tensors, as long as its group.
+
+    kept: where this is kept, if C++ may hold it.
     """
 
-    _held_by_cpp: ClassVar[set[_Handle]] = set()
-
-    def __init__(self, future: _Future[list[torch.Tensor]], for_cpp: bool) -> None:
+    def __init__(self, future: _Future[list[torch.Tensor]], kept: set[_Handle] | None) -> None:
         super().__init__()
         self._future = future
         self._told = future.then(lambda done: done.value())  # C++ knows only of errors that a callback has raised
-        if for_cpp:
-            self._held_by_cpp.add(self)
+        self._kept = kept
+        if kept is not None:
+            kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the collective's end; raise what it raised."""
-        self._held_by_cpp.discard(self)
+        self._let_go()
         if timeout:
             raise SMDDPError("A handle's wait takes no timeout here: the group has one, init_process_group(timeout=…).")
         self._future.wait()
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
-        self._held_by_cpp.discard(self)
+        self._let_go()
         return self._told
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept.discard(self)
 
     def is_completed(self) -> bool:
         return self._future.done()

@@ -82,6 +82,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._close = weakref.finalize(self, _close, self._ordered, self._engine, self._torchs, os.getpid())
         _log.info("smddp: rank %d of %d, engine %s", rank, size, self.engine)
 
+    @property
+    def gloo(self) -> Any:
+        """torch's own group of the same ranks, in C++, which carries messages."""
+        return self._torchs["gloo"]
+
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return the name under which the backend is registered."""
         return "smddp"
@@ -91,9 +96,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """On what the group takes tensors; torch's own property knows only of backends that are written in C++."""
         return [torch.device("cpu"), torch.device("cuda")]
 
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
-        """Return what torch asks for more of: this, whatever carries the tensors."""
-        return self
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what torch asks for more of: its own NCCL, where that has begun to carry the tensors, else this."""
+        carrier = self._torchs.get("cuda") if device.type == "cuda" else None
+        return carrier.backend if isinstance(carrier, TorchsOwn) else self
 
     # torch keeps the two with the backends of a group, of which one in Python has none; meshes ask for the name.
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)

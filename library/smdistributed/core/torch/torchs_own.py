@@ -17,24 +17,24 @@ class TorchsOwn:
     """A backend that is written in C++. Its collectives take one tensor each, and it lacks those of several tensors."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self.backend, name)
 
     def allreduce(self, tensors: _Tensors, opts: Any) -> Any:
         """Reduce each tensor. NCCL takes one at a time, and gloo would add up those of one rank."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp  # those of a coalesced call are of another type
-        return _together([self._backend.allreduce([tensor], options) for tensor in tensors])
+        return _together([self.backend.allreduce([tensor], options) for tensor in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors) -> Any:
         """See torch.distributed.all_gather_into_tensor; several at once."""
-        return _together([self._backend._allgather_base(*pair) for pair in zip(outputs, inputs)])
+        return _together([self.backend._allgather_base(*pair) for pair in zip(outputs, inputs)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> Any:
         """See torch.distributed.reduce_scatter_tensor; several at once."""
-        return _together([self._backend._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs)])
+        return _together([self.backend._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs)])
 
 
 def _together(works: Sequence[Any]) -> Any:

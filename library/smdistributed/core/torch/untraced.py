@@ -24,12 +24,16 @@ def untraced(cls: _Class) -> _Class:
     """
     for name, method in list(vars(cls).items()):
         is_called = not name.startswith("_") or (not name.startswith("__") and hasattr(cls.__base__, name))
-        if inspect.isfunction(method) and is_called and _set_eval_frame is not None:
-            setattr(cls, name, _without_dynamo(method))
+        if inspect.isfunction(method) and is_called:
+            setattr(cls, name, without_dynamo(method))
     return cls
 
 
-def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function so that Dynamo traces neither it nor what it calls."""
+    if _set_eval_frame is None:
+        return method
+
     def call_untraced(*args: Any, **kwargs: Any) -> Any:
         callback = _set_eval_frame(None)
         try:

@@ -23,8 +23,11 @@ _MOST_LINES = 10
 _Row = tuple[str, str]  # a parameter's name, and what it is
 
 
-def install(is_ours: Callable[[Any], bool]) -> None:
-    """Let torch's DistributedDataParallel compare the ranks' models first, where its process group `is_ours`."""
+def install(engine_of: Callable[[Any], Any]) -> None:
+    """Let torch's DistributedDataParallel compare the ranks' models first, where its process group is of this library.
+
+    engine_of: Gives the process group with this library's engine for a process group, or None.
+    """
     original = DistributedDataParallel.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -34,13 +37,13 @@ def install(is_ours: Callable[[Any], bool]) -> None:
     def init(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
         given = signature.bind(self, *arguments, **options).arguments
         group = given.get("process_group") or (dist.group.WORLD if dist.is_initialized() else None)
-        checked = is_ours(group) and given.get("device_mesh") is None
-        if checked:
+        engine = None if given.get("device_mesh") is not None else engine_of(group)
+        if engine is not None:
             compare_models(given["module"], group)
         original(self, *arguments, **options)
-        if checked:
+        if engine is not None:
             _check_weights_now_and_then(self, group)
-            buckets.remember(self, group)
+            buckets.remember(self, engine)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 

@@ -21,14 +21,14 @@ import os
 
 from smdistributed.core.launch import fill_in
 from smdistributed.core.torch.backend import BACKEND, register
-from smdistributed.core.torch.process_group import ProcessGroup
+from smdistributed.core.torch.per_device import engine_of
 from smdistributed.dataparallel.torch import consistency
 from smdistributed.dataparallel.unused_settings import warn_of_unused_settings
 
 __all__ = ["BACKEND"]
 
 register()
-consistency.install(lambda group: isinstance(group, ProcessGroup))
+consistency.install(engine_of)
 fill_in(os.environ)
 if os.environ.get("RANK", "0") == "0":
     warn_of_unused_settings(os.environ)

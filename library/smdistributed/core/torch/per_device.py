@@ -1,0 +1,127 @@
+"""`smddp` as torch's own process group, by device: NCCL for CUDA tensors, this library's engine for those on the CPU.
+
+torch's group gives each collective to an operator `c10d::…`, whose kernel for the tensors' device asks the group for
+that device's backend. On CUDA that is torch's own ProcessGroupNCCL, and no Python of this library runs. A backend for
+the CPU cannot be written in Python (`Backend` has no constructor there), but a kernel for the CPU can: it looks whether
+the group has an engine here, and leaves all other groups to torch's kernel. docs/decisions/nccl-by-device.md says more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.torch.process_group import ProcessGroup
+from smdistributed.core.torch.untraced import without_dynamo
+
+_METHODS = {
+    "allreduce_": "allreduce",
+    "allreduce_coalesced_": "allreduce_coalesced",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "allgather",
+    "_allgather_base_": "_allgather_base",
+    "allgather_coalesced_": "allgather_coalesced",
+    "allgather_into_tensor_coalesced_": "allgather_into_tensor_coalesced",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "alltoall",
+    "alltoall_base_": "alltoall_base",
+    "barrier": "barrier",
+}
+"""Operators of torch, and the methods of `ProcessGroup` that do the same. Messages are gloo's, as elsewhere."""
+_BESIDE_TENSORS = {"process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "async_op", "timeout"}
+_KEYS = ("CPU", "SparseCPU")
+
+_engines: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_library: Any = None  # what holds the kernels: they end with it
+
+
+class _Options(NamedTuple):
+    """What `ProcessGroup` reads of torch's options, under torch's names."""
+
+    reduceOp: Any  # noqa: N815
+    rootRank: int  # noqa: N815
+    asyncOp: bool | None  # noqa: N815
+
+
+def is_possible() -> bool:
+    """Whether this torch lets a kernel in Python know its process group, and hand on to the kernel before (2.10)."""
+    return hasattr(dist.ProcessGroup, "unbox") and hasattr(dist.Work, "boxed") and hasattr(torch.library, "get_kernel")
+
+
+def give_cpu_tensors(group: dist.ProcessGroup, engine: ProcessGroup) -> None:
+    """Have the engine carry the CPU tensors of a group of torch's own, as long as the group lives."""
+    _install()
+    _engines[group] = engine
+
+
+def engine_of(group: object) -> ProcessGroup | None:
+    """The process group with the engine for a group's CPU tensors: itself, if it is one; None: it is not of `smddp`."""
+    if isinstance(group, ProcessGroup):
+        return group
+    return _engines.get(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def _install() -> None:
+    """Replace torch's kernels for CPU tensors, once in a process."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 (held for the life of the process)
+    with warnings.catch_warnings():  # that a kernel is replaced, which is meant
+        warnings.simplefilter("ignore", UserWarning)
+        for operator, method in _METHODS.items():
+            for key in _KEYS:
+                if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{operator}", key):
+                    _library.impl(operator, _kernel(operator, method, key), key, with_keyset=True)
+
+
+def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
+    """The kernel of an operator: the engine's method, and torch's own for groups without an engine."""
+    torchs = torch.library.get_kernel(f"c10d::{operator}", key)
+    schema = torch._C._get_schema(f"c10d::{operator}", "")
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    place, gives_tensors = names.index("process_group"), len(schema.returns) == 2
+    passed = [] if operator == "barrier" else [name for name in names if name not in _BESIDE_TENSORS]
+
+    def collective(keys: Any, *arguments: Any) -> Any:
+        engine = _engines.get(dist.ProcessGroup.unbox(arguments[place]))
+        if engine is None:
+            return torchs.call_boxed(keys, *arguments)
+        given = {**defaults, **dict(zip(names, arguments))}
+        work = getattr(engine, method)(*(given[name] for name in passed), _options(given)).boxed()
+        return (arguments[0], work) if gives_tensors else work
+
+    return without_dynamo(collective)
+
+
+def _options(given: Mapping[str, Any]) -> _Options:
+    return _Options(
+        reduceOp=_reduction(given["reduce_op"]) if "reduce_op" in given else None,
+        rootRank=given.get("root_rank", -1),
+        asyncOp=None if given.get("async_op", True) else False,  # None: C++ holds the handle, Python may not
+    )
+
+
+def _reduction(boxed: Any) -> Any:
+    kind = _REDUCTIONS[int(boxed.op())]
+    if kind == dist.ReduceOp.PREMUL_SUM:  # torch does not show the factor here
+        raise SMDDPError(
+            "The backend smddp has no premultiplied sum of CPU tensors in a group whose CUDA tensors NCCL carries. "
+            "Fix: multiply the tensor, and reduce it with ReduceOp.SUM."
+        )
+    return kind
+
+
+_REDUCTIONS = {int(kind): kind for kind in dist.ReduceOp.RedOpType.__members__.values()}

@@ -1,16 +1,22 @@
-"""Tensors on a CUDA device through `smddp`: `make bench-gpu`. Exits 2, saying what is missing, where there is no GPU.
+"""Tensors on CUDA devices through `smddp`: `make bench-gpu`. Exits 2, saying what is missing, where there is no GPU.
 
-    gpu.py [--rounds 20] [--bytes 67108864] [--device cuda]
+    gpu.py [--rounds 20] [--bytes 67108864] [--device cuda] [--no-suites]
 
-Medians, after a warm-up; a round's time is that of its slowest rank, with the device synchronised. One GPU is enough.
+It has not been run on a GPU yet. Medians, after a warm-up; a round's time is that of its slowest rank, with the device
+synchronised. One GPU is enough; with several, what is named `…-1rank` is also measured with a rank on each.
 
-- `gpu-nccl-all-reduce-1rank`: the backend smddp with SMDDP_ENGINE=nccl, against torch's own NCCL group;
+- `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. First, because
+  figures of what is wrong tell nothing; what a script that fails has said is printed;
+- `gpu-nccl-all-reduce-…`, `gpu-nccl-short-all-reduce-…` (1 KiB): the backend smddp with SMDDP_ENGINE=nccl, against
+  torch's own NCCL group;
+- `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process;
+- `gpu-timeline-…`: a step while a timeline is recorded, with NCCL's collectives, against one that is not;
 - `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU, whose tensors are copied to the host, reduced there and
   copied back, against nothing but the two copies, through pinned memory, by both ranks at once; the rates are printed;
 - `gpu-amp-step`, `gpu-amp-bytes`: a step under autocast on those two ranks, its gradients compressed to fp16, against
   fp32 ones; and the bytes that its collectives were given, by our timeline;
-- `gpu-ddp-exposed`: the share of the communication of a step that the computation does not hide, by our timeline. Of
-  staged tensors: collectives of NCCL are not in it.
+- `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;
+- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree.
 
 `--device cpu` runs the same code without a GPU, which is what the tests do: its figures, named `cpu-…`, tell nothing.
 """
@@ -24,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +40,19 @@ from shoal.report import trace
 from shoal.report.analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
+SUITES = Path(__file__).parents[1] / "tests/library/ranks"
 NO_GPU = 2
 """The exit code where there is nothing to measure on."""
+_Times = dict[str, dict[str, float]]
 
 
 def main(words: list[str]) -> int:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser("gpu.py", description="Tensors on a CUDA device through smddp.")
+    parser = argparse.ArgumentParser("gpu.py", description="Tensors on CUDA devices through smddp.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--no-suites", dest="suites", action="store_false", help="Measure only, and test nothing.")
     options = parser.parse_args(words)
     missing = what_is_missing() if options.device == "cuda" else ""
     if missing:
@@ -50,14 +60,18 @@ def main(words: list[str]) -> int:
         return NO_GPU
     print_machine()
     print(device_name(options.device))
+    devices = visible_devices(options.device)
     prefix = {"cuda": "gpu", "cpu": "cpu"}[options.device]
+    figures = list(of_suites(prefix, devices, options)) if options.suites else []
     with tempfile.TemporaryDirectory() as directory:
-        alone = measure(1, Path(directory), options)
-        shared = measure(2, Path(directory), options)
-        recorded = {name: analyse(trace.read(trace.find([Path(directory, name)]))) for name in ("fp16", "fp32")}
-    return finish(
-        [*of_nccl(prefix, alone), *of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
-    )
+        found = Path(directory)
+        for ranks in sorted({1, len(devices)}):
+            figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
+        shared = measure("shared", devices[:1] * 2, found, options)
+        recorded = {name: analyse(trace.read(trace.find([found / name]))) for name in ("fp16", "fp32")}
+        figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
+        figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
+    return finish(figures)
 
 
 def what_is_missing() -> str:
@@ -78,37 +92,77 @@ def device_name(device: str) -> str:
 
     if device == "cpu":
         return "device: none; the code runs on the CPU, and its figures tell nothing"
-    return f"device: {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    return f"device: {torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
 
 
-def measure(ranks: int, directory: Path, options: Any) -> dict[str, dict[str, float]]:
-    """Run so many ranks on the first GPU; returns seconds by case and what was run."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    common.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
-    if options.device == "cuda":
-        common["CUDA_VISIBLE_DEVICES"] = common.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        common["SMDDP_ENGINE"] = "nccl" if ranks == 1 else "auto"
-    command = [sys.executable, RANKS, directory, options.rounds, options.bytes, options.device]
-    started = [
-        subprocess.Popen([*map(str, command)], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    codes = [process.wait() for process in started]
+def visible_devices(device: str) -> list[str]:
+    """The devices, by the names that CUDA_VISIBLE_DEVICES takes."""
+    import torch
+
+    if device == "cpu":
+        return ["0"]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def measure(case: str, devices: Sequence[str], directory: Path, options: Any) -> _Times:
+    """Run a rank on each of the devices, of which one may be there twice; returns seconds by case and what was run."""
+    words = [RANKS, case, directory, options.rounds, options.bytes, options.device]
+    codes = [code for code, _ in run(words, devices, options.device, quiet=False)]
     if any(codes):
-        raise SystemExit(f"{RANKS.name}: {ranks} ranks have ended with {codes}")
-    measured: dict[str, dict[str, float]] = json.loads((directory / f"times-{ranks}.json").read_text())
+        raise SystemExit(f"{RANKS.name} {case}: {len(devices)} ranks have ended with {codes}")
+    measured: _Times = json.loads((directory / f"{case}-{len(devices)}.json").read_text())
     return measured
 
 
-def of_nccl(prefix: str, measured: dict[str, dict[str, float]]) -> list[Figure]:
-    """One rank: what the backend adds to the group that it hands tensors to."""
-    ours, rival = (1000 * measured["all-reduce"][name] for name in ("smddp", "torch"))
-    ceiling = 1.1 if prefix == "gpu" else None
-    return [Figure(f"{prefix}-nccl-all-reduce-1rank", ours, "ms", rival=rival, rival_name="torch", ceiling=ceiling)]
+def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: bool) -> list[tuple[int, str]]:
+    """Run a script on a rank for each device, each of which sees its own alone; exit codes, and what was said."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    common.update(WORLD_SIZE=str(len(devices)), LOCAL_WORLD_SIZE=str(len(devices)), OMP_NUM_THREADS="1")
+    if device == "cuda":
+        common["SMDDP_ENGINE"] = "nccl" if len(set(devices)) == len(devices) else "auto"
+        common["SMDDP_TEST_DEVICE"] = "cuda"
+    started = []
+    for rank, own in enumerate(devices):
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if device == "cuda":
+            mine["CUDA_VISIBLE_DEVICES"] = own
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
+        command = [sys.executable, *map(str, words)]
+        started.append(subprocess.Popen(command, env={**common, **mine}, **streams))
+    said = [process.communicate()[0] or "" for process in started]
+    return [(process.returncode, text) for process, text in zip(started, said)]
 
 
-def of_staging(prefix: str, measured: dict[str, dict[str, float]], size: int) -> list[Figure]:
+def of_suites(prefix: str, devices: Sequence[str], options: Any) -> Iterator[Figure]:
+    """Yield how many scripts of the library's tests fail on the device."""
+    wrappers = ("replicas", "shards") if options.device == "cuda" else ("ddp",)
+    scripts = [("on_device.py", options.device), ("wrappers.py", *wrappers)]
+    failed = []
+    for ranks in [devices[:1], devices[:1] * 2, *([devices] if len(devices) > 1 else [])]:
+        for script in scripts:
+            ended = run([SUITES / script[0], *script[1:]], ranks, options.device, quiet=True)
+            if any(code for code, _ in ended):
+                failed.append(f"{' '.join(script)} on {len(ranks)} ranks, {len(set(ranks))} devices")
+                print(f"FAILED: {failed[-1]}", *(text for code, text in ended if code), sep="\n")
+    yield Figure(f"{prefix}-suites", len(failed), "failures", goal=0)
+
+
+def of_nccl(prefix: str, ranks: int, measured: _Times) -> Iterator[Figure]:
+    """Yield what the backend adds to the group that has the tensors, and what a timeline costs."""
+    ceiling, name = (1.1 if prefix == "gpu" else None), f"{ranks}rank{'s' if ranks > 1 else ''}"
+    for what in ("all-reduce", "short-all-reduce", "ddp", "compiled-ddp", "fsdp2"):
+        if what not in measured:
+            print(f"left out: {what}, which this torch does not have")
+            continue
+        ours, rival = (1000 * measured[what][group] for group in ("smddp", "torch"))
+        yield Figure(f"{prefix}-nccl-{what}-{name}", ours, "ms", rival=rival, rival_name="torch", ceiling=ceiling)
+    on, off = (1000 * measured["timeline"][state] for state in ("on", "off"))
+    yield Figure(f"{prefix}-timeline-{name}", on, "ms", rival=off, rival_name="off", ceiling=ceiling)
+
+
+def of_staging(prefix: str, measured: _Times, size: int) -> list[Figure]:
     """Two ranks on one device."""
     ours, copies = measured["staging"]["smddp"], measured["staging"]["copies"]
     print(f"staging: {size / ours / 1e9:.3g} GB/s a rank, where copies alone reach {size / copies / 1e9:.3g} GB/s")
@@ -116,7 +170,7 @@ def of_staging(prefix: str, measured: dict[str, dict[str, float]], size: int) ->
     return [Figure(name, 1000 * ours, "ms", rival=1000 * copies, rival_name="pinned-copies")]
 
 
-def of_steps(prefix: str, measured: dict[str, dict[str, float]], recorded: dict[str, Analysis]) -> list[Figure]:
+def of_steps(prefix: str, measured: _Times, recorded: dict[str, Analysis]) -> list[Figure]:
     """Steps of training, by the clock and by the timeline."""
     times = {name: 1000 * seconds for name, seconds in measured["amp"].items()}
     sent = {name: sum(rank.bytes for rank in analysis.ranks) / 1e6 for name, analysis in recorded.items()}
@@ -126,6 +180,12 @@ def of_steps(prefix: str, measured: dict[str, dict[str, float]], recorded: dict[
         Figure(f"{prefix}-amp-bytes", sent["fp16"], "MB", rival=sent["fp32"], rival_name="fp32", ceiling=0.5),
         Figure(f"{prefix}-ddp-exposed", 1 - sum(hidden) / len(hidden), "share"),
     ]
+
+
+def of_stages(prefix: str, measured: _Times) -> list[Figure]:
+    """Two stages on one device."""
+    ours, rival = (1000 * measured["pipeline"][name] for name in ("stages", "one-process"))
+    return [Figure(f"{prefix}-pipeline-2stages", ours, "ms", rival=rival, rival_name="one-process")]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/gpu.py. `gpu_ranks.py DIRECTORY ROUNDS BYTES DEVICE`."""
+"""One rank of benchmarks/gpu.py. `gpu_ranks.py CASE DIRECTORY ROUNDS BYTES DEVICE`; the cases are at the end."""
 
 from __future__ import annotations
 
@@ -22,39 +22,160 @@ from smdistributed.core.torch.devices import Staged
 WARM_UP = 2
 RECORDED_STEPS = 5
 LAYERS = 8
+SHORT_BYTES = 1 << 10
+_Runs = dict[str, Callable[[], object]]
+_Times = dict[str, dict[str, float]]
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure what this number of ranks is for, and write it down."""
-    directory, rounds, size, device = Path(words[0]), int(words[1]), int(words[2]), torch.device(words[3])
-    dist.init_process_group(backend="smddp")
-    torch.manual_seed(0)
-    if dist.get_world_size() == 1:
-        times = {"all-reduce": measure(device, all_reduces(device, size), rounds)}
-    else:
-        steps = {name: step(device, size, name == "fp16") for name in ("fp16", "fp32")}
-        times = {"staging": measure(device, staging(device, size), rounds), "amp": measure(device, steps, rounds)}
-        for name, run in steps.items():
-            record(device, run, directory / name)
-    if dist.get_rank() == 0:
-        (directory / f"times-{dist.get_world_size()}.json").write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
+class Case:
+    """What a rank measures with."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.directory, self.rounds, self.size = Path(words[0]), int(words[1]), int(words[2])
+        self.device = torch.device(words[3])
+
+    def measure(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the median seconds of each; they take turns, and a round counts for its slowest rank."""
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(WARM_UP + self.rounds):
+            for name, run in runs.items():
+                self.synchronize()
+                dist.barrier()
+                began = time.perf_counter()
+                run()
+                self.synchronize()
+                seconds = torch.tensor([time.perf_counter() - began])
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+                found[name].append(float(seconds))
+        return {name: median(times[WARM_UP:]) for name, times in found.items()}
+
+    def record(self, run: Callable[[], object], name: str) -> None:
+        """Record a few steps into a directory of that name."""
+        dist.barrier()
+        path = self.directory / name
+        timeline.start(path, dist.get_rank(), 2, default_name="smdataparallel_timeline.json", append_rank=True)
+        for _ in range(RECORDED_STEPS):
+            run()
+        self.synchronize()
+        timeline.stop()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def model(self) -> torch.nn.Sequential:
+        """Return an MLP whose gradients, as float32, are about `size` bytes."""
+        layers = [torch.nn.Linear(self.width, self.width, device=self.device) for _ in range(LAYERS)]
+        return torch.nn.Sequential(*layers)
+
+    @property
+    def width(self) -> int:
+        """The features of each layer."""
+        return max(16, int((self.size / 4 / LAYERS) ** 0.5))
+
+    @property
+    def batch(self) -> torch.Tensor:
+        """A rank's share of the inputs."""
+        return torch.randn(64, self.width, device=self.device)
 
 
-def all_reduces(device: torch.device, size: int) -> dict[str, Callable[[], object]]:
-    """The backend, and torch's own group for the device."""
-    tensor = torch.zeros(size // 4, device=device)
-    own = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
-    return {"smddp": lambda: dist.all_reduce(tensor), "torch": lambda: dist.all_reduce(tensor, group=own)}
+def own_device(case: Case) -> _Times:
+    """Ranks with a device each: what the backend adds to the group of torch's own that has the tensors."""
+    times = {"all-reduce": case.measure(all_reduces(case, case.size))}
+    times["short-all-reduce"] = case.measure(all_reduces(case, SHORT_BYTES))
+    for name, step in (("ddp", ddp_step), ("compiled-ddp", compiled_step), ("fsdp2", fsdp2_step)):
+        steps: Any = {backend: step(case, group) for backend, group in groups(case).items()}
+        if all(steps.values()):
+            times[name] = case.measure(steps)
+    times["timeline"] = timeline_costs(case)
+    return times
 
 
-def staging(device: torch.device, size: int) -> dict[str, Callable[[], object]]:
-    """What ranks do that share a device, and its copies alone."""
-    tensor = torch.zeros(size // 4, device=device)
-    host = torch.empty(size // 4, pin_memory=device.type == "cuda")
-    staged = carrier(device)
-    options = dist.AllreduceOptions()
+def groups(case: Case) -> dict[str, Any]:
+    """The backend's group, and one of torch's own for the device, of all ranks."""
+    return {"smddp": dist.group.WORLD, "torch": dist.new_group(backend="nccl" if case.device.type == "cuda" else "gloo")}
+
+
+def all_reduces(case: Case, size: int) -> _Runs:
+    """Of one tensor of so many bytes, by both groups."""
+    tensor = torch.zeros(size // 4, device=case.device)
+
+    def of(group: Any) -> Callable[[], object]:
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    return {name: of(group) for name, group in groups(case).items()}
+
+
+def ddp_step(case: Case, group: Any, compress: bool = False) -> Callable[[], object]:
+    """A step under autocast, whose gradients are reduced in several buckets."""
+    bucket_mb = max(case.size / LAYERS / (1 << 20), 0.001)
+    model = DistributedDataParallel(case.model(), process_group=group, bucket_cap_mb=bucket_mb)
+    if compress:
+        model.register_comm_hook(None, fp16_compress_hook)
+    return step_of(case, model)
+
+
+def compiled_step(case: Case, group: Any) -> Callable[[], object] | None:
+    """The same compiled: by AOTAutograd on a GPU, without code of its own for the device. None: torch has none."""
+    if not hasattr(dist, "_coalescing_manager"):  # torch 2.0 does not compile on Python 3.11
+        return None
+    model = DistributedDataParallel(case.model(), process_group=group)
+    compiled: Any = torch.compile(model, backend="aot_eager" if case.device.type == "cuda" else "eager")
+    return step_of(case, compiled)
+
+
+def fsdp2_step(case: Case, group: Any) -> Callable[[], object] | None:
+    """A step of the model sharded layer by layer. None: this torch has no second version of FSDP."""
+    try:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
+    model, mesh = case.model(), DeviceMesh.from_group(group, case.device.type)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return step_of(case, fully_shard(model, mesh=mesh))
+
+
+def step_of(case: Case, model: Any) -> Callable[[], object]:
+    """Forward and backward under autocast."""
+    batch = case.batch
+    low = torch.float16 if case.device.type == "cuda" else torch.bfloat16
+
+    def run() -> None:
+        with torch.autocast(case.device.type, dtype=low):
+            loss = model(batch).float().square().mean()
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+
+    return run
+
+
+def timeline_costs(case: Case) -> dict[str, float]:
+    """A step while a timeline is recorded, and before. Last: NCCL goes on telling of collectives afterwards."""
+    run = ddp_step(case, dist.group.WORLD)
+    before = case.measure({"off": run})
+    timeline.start(case.directory / "costs", dist.get_rank(), dist.get_world_size(), append_rank=True)
+    recorded = case.measure({"on": run})
+    timeline.stop()
+    return {**before, **recorded}
+
+
+def shared_device(case: Case) -> _Times:
+    """Ranks that share a device: their tensors are copied to the host, reduced there, and copied back."""
+    steps = {name: ddp_step(case, dist.group.WORLD, name == "fp16") for name in ("fp16", "fp32")}
+    times = {"staging": case.measure(staging(case)), "amp": case.measure(steps)}
+    for name, run in steps.items():
+        case.record(run, name)
+    return times
+
+
+def staging(case: Case) -> _Runs:
+    """What such ranks do, and its copies alone."""
+    tensor = torch.zeros(case.size // 4, device=case.device)
+    host = torch.empty(case.size // 4, pin_memory=case.device.type == "cuda")
+    staged, options = carrier(case), dist.AllreduceOptions()
 
     def copies() -> None:
         host.copy_(tensor)
@@ -63,66 +184,67 @@ def staging(device: torch.device, size: int) -> dict[str, Callable[[], object]]:
     return {"smddp": lambda: staged.allreduce([tensor], options), "copies": copies}
 
 
-def carrier(device: torch.device) -> Any:
-    """What carries tensors on the device where ranks share it."""
+def carrier(case: Case) -> Any:
+    """Return what carries tensors on the device where ranks share it."""
     group: Any = dist.group.WORLD
-    if device.type != "cuda":
+    if case.device.type != "cuda":
         return Staged(group)
-    found = group._cuda()
+    found = group._cuda() if hasattr(group, "_cuda") else None
     if not isinstance(found, Staged):
         raise SystemExit("The ranks do not share a device: they would be measured with NCCL.")
     return found
 
 
-def step(device: torch.device, size: int, compressed: bool) -> Callable[[], object]:
-    """A step of an MLP whose gradients, as float32, are about `size` bytes, under autocast."""
-    width = max(16, int((size / 4 / LAYERS) ** 0.5))
-    layers = [torch.nn.Linear(width, width, device=device) for _ in range(LAYERS)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=max(size / LAYERS / (1 << 20), 0.001))
-    if compressed:
-        model.register_comm_hook(None, fp16_compress_hook)
-    batch = torch.randn(64, width, device=device)
-    low = torch.float16 if device.type == "cuda" else torch.bfloat16
+def stages(case: Case) -> _Times:
+    """Two stages of a pipeline on one device, against one process, whose losses they must have."""
+    import smdistributed.modelparallel.torch as smp
 
-    def run() -> None:
-        with torch.autocast(device.type, dtype=low):
-            loss = model(batch).float().square().mean()
-        loss.backward()
-        model.zero_grad(set_to_none=False)
+    smp.init({"partitions": 2, "microbatches": 4})
+    torch.manual_seed(0)
+    alone, parted = case.model(), case.model()
+    parted.load_state_dict(alone.state_dict())
+    model, batch = smp.DistributedModel(parted), case.batch
+    losses: dict[str, float] = {}
 
-    return run
+    @smp.step
+    def pipelined(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        model.backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    def in_stages() -> None:
+        losses["stages"] = pipelined(model, batch).reduce_mean().item()
+        model.zero_grad()
+
+    def in_one() -> None:
+        if dist.get_rank() == 0:
+            parts = [alone(part).square().mean() for part in batch.chunk(4)]
+            losses["one"] = float(sum(parts)) / 4
+            for part in parts:
+                part.backward()
+            alone.zero_grad()
+
+    times = {"pipeline": case.measure({"stages": in_stages, "one-process": in_one})}
+    if dist.get_rank() == 0 and abs(losses["stages"] - losses["one"]) > 1e-4 * abs(losses["one"]):
+        raise SystemExit(f"The stages do not compute what one process does: {losses}.")
+    return times
 
 
-def record(device: torch.device, run: Callable[[], object], directory: Path) -> None:
-    """Record a few steps into the directory."""
+CASES: dict[str, Callable[[Case], _Times]] = {"own": own_device, "shared": shared_device, "stages": stages}
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure a case, and write it down."""
+    case = Case(words[1:])
+    if words[0] != "stages":  # smp.init does it
+        dist.init_process_group(backend="smddp")
+    torch.manual_seed(0)
+    times = CASES[words[0]](case)
+    if dist.get_rank() == 0:
+        (case.directory / f"{words[0]}-{dist.get_world_size()}.json").write_text(json.dumps(times))
     dist.barrier()
-    timeline.start(directory, dist.get_rank(), 2, default_name="smdataparallel_timeline.json", append_rank=True)
-    for _ in range(RECORDED_STEPS):
-        run()
-    synchronize(device)
-    timeline.stop()
-
-
-def measure(device: torch.device, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each; they take turns, and a round counts for its slowest rank."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(WARM_UP + rounds):
-        for name, run in runs.items():
-            synchronize(device)
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            synchronize(device)
-            seconds = torch.tensor([time.perf_counter() - began])
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            found[name].append(float(seconds))
-    return {name: median(times[WARM_UP:]) for name, times in found.items()}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if words[0] != "stages":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank: what torch puts around a model, on the backend `smddp`, trains as one process does on the ranks' batches.
 
 That process is computed on every rank: it adds up the gradients of all ranks' shares, in the order of the ranks.
-Arguments: the names of checks, or of one of the lists at the end.
+Arguments: the names of checks, or of one of the lists at the end. SMDDP_TEST_DEVICE=cuda trains on CUDA devices.
 
 Not here, as torch refuses them on a CPU: SyncBatchNorm ("expected input tensor to be on cuda or …") and
 bf16_compress_hook ("required CUDA 11+ and NCCL 2.10+ …").
@@ -10,6 +10,7 @@ bf16_compress_hook ("required CUDA 11+ and NCCL 2.10+ …").
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -28,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 
 STEPS, SAMPLES, FEATURES, CLASSES = 6, 12, 10, 3
-EXACT = 1e-6
+DEVICE = torch.device(os.environ.get("SMDDP_TEST_DEVICE") or "cpu")
+EXACT = 1e-6 if DEVICE.type == "cpu" else 1e-5
 
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -55,13 +57,13 @@ class Net(torch.nn.Module):
 
 def new_model(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return Net()
+    return Net().to(DEVICE)
 
 
 def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
-    return inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return inputs.to(DEVICE), torch.randint(0, CLASSES, (SAMPLES,), generator=generator).to(DEVICE)
 
 
 def loss_of(model: torch.nn.Module, step: int, rank: int, **options: Any) -> torch.Tensor:
@@ -91,7 +93,7 @@ def train(
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        found = torch.zeros(())
+        found = torch.zeros((), device=DEVICE)
         for rank in shares:
             part = loss(model, step, rank) / len(shares)
             part.backward()  # type: ignore[no-untyped-call]
@@ -104,10 +106,10 @@ def train(
 def check(model: torch.nn.Module, losses: list[float], loss: Loss = loss_of, tolerance: float = EXACT) -> None:
     """Against one process."""
     one_process = new_model()
-    mean = torch.tensor(losses)
+    mean = torch.tensor(losses, device=DEVICE)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     expected = train(one_process, loss, range(SIZE))
-    torch.testing.assert_close(mean, torch.tensor(expected), rtol=0, atol=tolerance)
+    torch.testing.assert_close(mean.cpu(), torch.tensor(expected), rtol=0, atol=tolerance)
     same(parameters_of(model), one_process.parameters(), tolerance)
 
 
@@ -146,7 +148,7 @@ def compiled() -> None:
     if not hasattr(dist, "_coalescing_manager"):  # torch 2.0 does not compile on Python 3.11
         return
     network = new_model(seed=RANK)
-    network.register_buffer("broadcast", torch.zeros(3))  # in each forward, which is compiled
+    network.register_buffer("broadcast", torch.zeros(3, device=DEVICE))  # in each forward, which is compiled
     model = DistributedDataParallel(network)
     fast: Any = torch.compile(model, backend="eager")
     check(model, train(model, lambda _, step, rank: loss_of(fast, step, rank)))
@@ -157,12 +159,12 @@ def sparse_gradients() -> None:
 
     def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        bags = torch.randint(0, 40, (SAMPLES, 3), generator=generator)
-        return torch.nn.functional.cross_entropy(model(bags), torch.arange(SAMPLES) % CLASSES)
+        bags = torch.randint(0, 40, (SAMPLES, 3), generator=generator).to(DEVICE)
+        return torch.nn.functional.cross_entropy(model(bags), torch.arange(SAMPLES, device=DEVICE) % CLASSES)
 
     def new() -> torch.nn.Module:
         torch.manual_seed(3)
-        return torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8, sparse=True), torch.nn.Linear(8, CLASSES))
+        return torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8, sparse=True), torch.nn.Linear(8, CLASSES)).to(DEVICE)
 
     model, one_process = DistributedDataParallel(new()), new()
     plain = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, one_process)]
@@ -185,7 +187,7 @@ def no_sync() -> None:
 
     def in_pieces(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
         inputs, labels = share(step, rank)
-        total = torch.zeros(())
+        total = torch.zeros((), device=DEVICE)
         for number, (some, theirs) in enumerate(zip(inputs.chunk(pieces), labels.chunk(pieces)), 1):
             last = number == pieces
             with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
@@ -272,13 +274,13 @@ def meshes(numbers: Iterable[int]) -> Iterator[Any]:
 def _mesh(*sizes: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh  # torch 2.0 has none
 
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return init_device_mesh(DEVICE.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def _fsdp(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(
         new_model(),
-        device_id=torch.device("cpu"),
+        device_id=DEVICE if DEVICE.type == "cpu" else torch.cuda.current_device(),
         use_orig_params=True,
         auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, torch.nn.Linear),
         **options,
@@ -308,7 +310,7 @@ def distributed_tensors() -> None:
     """All-gather, all-to-all, all-reduce and reduce-scatter, by torch's functional collectives."""
     from torch.distributed.tensor import Shard, distribute_tensor  # torch 2.0 has none
 
-    whole = torch.arange(12.0 * SIZE).view(2 * SIZE, 6) / 7
+    whole = torch.arange(12.0 * SIZE, device=DEVICE).view(2 * SIZE, 6) / 7
     rows: Any = distribute_tensor(whole, _mesh(SIZE), [Shard(0)])
     columns = rows.redistribute(placements=[Shard(1)])
     for found in (rows, columns):

@@ -6,6 +6,7 @@ copied to the host, exchanged there, and copied back; or refused, where NCCL is 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -51,7 +52,7 @@ def device_of(group: Any) -> torch.device:
 
     NCCL takes nothing else than what is on its devices. Otherwise the CPU's are best: they wait for no device.
     """
-    if dist.get_backend(group) == "nccl":
+    if dist.get_backend(group) in ("nccl", "cuda:nccl"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -124,10 +125,22 @@ def _device() -> tuple[str, str, str]:
         return "", "", f"has a torch without NCCL ({torch.__version__})"
     if not torch.cuda.device_count():
         return "", "", "sees no CUDA device"
-    device, host = torch.cuda.current_device(), segment.this_process().host
+    device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     called = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"
-    return f"{host}:{getattr(properties, 'uuid', None) or _visible(device)}", called, ""
+    uuid = str(getattr(properties, "uuid", "") or _uuid(device))  # the same in all containers of a machine
+    return uuid or f"{segment.this_process().host}:{_visible(device)}", called, ""
+
+
+def _uuid(device: int) -> str:
+    """A device's own number, by NVIDIA's driver: torch 2.0 does not tell it. Empty where the driver does not either."""
+    handle, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuDeviceGet(ctypes.byref(handle), device) or driver.cuDeviceGetUuid(uuid, handle)
+    except (OSError, AttributeError):  # no driver, or one without the function
+        return ""
+    return "" if failed else bytes(uuid).hex()
 
 
 def _visible(device: int) -> str:

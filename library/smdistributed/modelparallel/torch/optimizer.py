@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from smdistributed.core.options import did_you_mean, only_known, warn_without_ef
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.torch.loss_scale import LossScale
+from smdistributed.modelparallel.torch.reducer import broadcast_in_buckets
 from smdistributed.modelparallel.torch.state_mod import state
 
 _OF_SHARDS = ("_global_grad_norm", "ds_param_shard_group", "fp16_groups", "fp32_partitioned_groups_flat")
@@ -131,18 +133,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._require_scaled_losses(state.model)
         self._make_masters()
         self.overflow = False
-        found = torch.zeros(1, device=device_of(None))
+        gradients = []
         for parameter in self._with_gradients(half=True):
             gradient = parameter.grad
             assert gradient is not None
             if parameter in self._masters:
                 gradient = self._masters[parameter].grad = gradient.float()
-            if self.scale.value != 1.0:
-                gradient /= self.scale.value
-            if self.scale.is_dynamic:
-                found += torch.isfinite(gradient).all().logical_not()
+            gradients.append(gradient)
+        if self.scale.value != 1.0 and gradients:
+            torch._foreach_div_(gradients, self.scale.value)
         # Not whether this stage has masters: another may have some, and would wait for this one.
         if self.scale.is_dynamic:
+            found = torch.tensor([float(not math.isfinite(_largest(gradients)))], device=device_of(None))
             dist.all_reduce(found)
             self.overflow = bool(found.item())
         self._unscaled = True
@@ -329,11 +331,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self.optimizer.step(closure)
         for parameter, gradient in held.items():
             parameter.grad = gradient
-        works = [
-            dist.broadcast(p.data, ranks[owner], group=group, async_op=True) for p, owner in zip(parameters, owners)
-        ]
-        for work in works:
-            work.wait()
+        for owner, rank in enumerate(ranks):
+            owned = [parameter.data for parameter, other in zip(parameters, owners) if other == owner]
+            broadcast_in_buckets(owned, group, rank)
         return result
 
 
@@ -351,15 +351,37 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float =
     """Scale gradients down so that their norm over all stages is at most `max_norm`; the norm that they had."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     infinite = norm_type == float("inf")
-    norms = [torch.linalg.vector_norm(g.float(), norm_type).cpu() for g in gradients]
-    local = torch.stack(norms) if norms else torch.zeros(1)
-    part = float(local.max() if infinite else (local**norm_type).sum())
+    if infinite:
+        part = _largest(gradients)
+    else:
+        part = sum(float((norms**norm_type).sum()) for norms in _norms(gradients, norm_type))
     parts = state.post.gather(part, state.group("PP_GROUP"))
-    total = max(parts) if infinite else sum(parts) ** (1 / norm_type)
-    if total > max_norm:
-        for gradient in gradients:
-            gradient.mul_(max_norm / (total + 1e-6))
+    total = _maximum(parts) if infinite else sum(parts) ** (1 / norm_type)
+    if total > max_norm and gradients:
+        torch._foreach_mul_(gradients, max_norm / (total + 1e-6))
     return float(total)
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> float:
+    """The largest absolute value; infinite or not a number, if one of them is."""
+    return _maximum(float(norms.max()) for norms in _norms(gradients, float("inf")))
+
+
+def _maximum(values: Iterable[float]) -> float:
+    """As torch's: not a number, if one is none, wherever it stands."""
+    found = list(values)
+    return next((value for value in found if math.isnan(value)), max(found, default=0.0))
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
+    """Yield the gradients' norms, in a tensor for each device: whoever reads it waits for that device once."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # a norm in float16 overflows
+            found.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide))
+    for norms in found.values():
+        yield torch.stack([norm.double() for norm in norms])
 
 
 def _to_cpu(value: Any) -> Any:

@@ -193,7 +193,7 @@ class Stage:
 
         def ask(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
             about = (0, tuple(route), modes, draw_seed(), body)
-            reply = self._expect(call[1])
+            reply = self._expect(call[1], work)
             self._observer.waits(call[1], lambda: _told(work, route, self.ranks, "forward"))
             self._send(ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
             message = self._wait(reply)
@@ -202,8 +202,8 @@ class Stage:
             return message.for_autograd()
 
         def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
-            work.is_backward = True
-            replies.append(self._expect(call[1], is_backward=True))
+            work.is_backward = True  # on a GPU this is autograd's thread, which works on nothing itself
+            replies.append(self._expect(call[1], work, is_backward=True))
             self._observer.waits(call[1], lambda: _told(work, route[::-1], self.ranks, "backward"))
             about = (len(route) - 1, tuple(route))
             self._send(ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
@@ -417,10 +417,10 @@ class Stage:
             if do is None:
                 self._dispatch(job)
 
-    def _expect(self, call: int, is_backward: bool = False) -> _Reply:
+    def _expect(self, call: int, work: Work, is_backward: bool = False) -> _Reply:
         step = self._in_step()
         kind = schedule.Kind.BACKWARD if is_backward and step.in_order else schedule.Kind.GO_ON
-        reply = step.replies[call] = _Reply(Turn(kind, _working().microbatch))
+        reply = step.replies[call] = _Reply(Turn(kind, work.microbatch))
         return reply
 
     def _wait(self, reply: _Reply) -> Message:
@@ -542,6 +542,16 @@ def _told(work: Work, route: Sequence[Hop], ranks: Sequence[int], what: str) -> 
 
 
 def _working() -> Work:
+    """What this thread works on.
+
+    Raises SMPRuntimeError where it works on nothing: on a GPU, backward runs in a thread of autograd's. It must not wait
+    for another stage, because all microbatches have the same one.
+    """
     work = current()
-    assert work is not None
+    if work is None:
+        raise SMPRuntimeError(
+            "A part of the model that is on another stage is called in a thread that the step did not start. On a GPU, "
+            "a checkpointed module is computed again in such a thread. Fix: checkpoint modules that are on one stage "
+            "each (smp.set_activation_checkpointing of the parts), and call the model in the step's own thread."
+        )
     return work

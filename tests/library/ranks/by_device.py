@@ -1,0 +1,132 @@
+"""One rank, on a stand-in for NCCL: `smddp` is torch's own process group, with a backend for each type of device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import torch
+import torch.distributed as dist
+from tests.library import nccl_stand_in
+
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.core.torch.per_device import engine_of
+from smdistributed.dataparallel.exceptions import SMDDPError
+
+nccl_stand_in.install()
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+dist.init_process_group(backend="smddp")
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+
+
+def is_torchs(group: Any, name: str, config: str) -> None:
+    """A group is torch's own, and knows its backends by their names."""
+    assert type(group) is dist.ProcessGroup
+    assert dist.get_backend(group) == name
+    assert dist.get_backend_config(group) == config
+    assert set(group._device_types) == {CPU, CUDA}
+    assert type(group._get_backend(CUDA)) is dist.ProcessGroupNCCL
+    assert type(group._get_backend(CPU)) is dist.ProcessGroupGloo
+
+
+def in_each_way_of_asking() -> None:
+    everybody: Any = dist.group.WORLD
+    is_torchs(everybody, "smddp", "cpu:smddp,cuda:nccl")
+    assert everybody._get_backend(CUDA).options.group_name == everybody.group_name  # the flight recorder's names
+    for asked, config in (
+        (None, "cpu:smddp,cuda:nccl"),
+        ("smddp", "cpu:smddp,cuda:nccl"),
+        ("cpu:smddp,cuda:smddp", "cpu:smddp,cuda:nccl"),
+        ("cpu:smddp,cuda:nccl", "cpu:smddp,cuda:nccl"),
+        ("cpu:gloo,cuda:smddp", "cpu:gloo,cuda:nccl"),
+    ):
+        group = dist.new_group(backend=asked)
+        is_torchs(group, asked or "smddp", config)
+        assert (engine_of(group) is None) == ("gloo" in config)
+        tensor = torch.full((3,), float(RANK))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [sum(range(SIZE))] * 3
+    some = dist.new_group([0], backend="smddp")
+    assert (engine_of(some) is not None) == (RANK == 0)
+
+
+def the_engine_has_the_cpu() -> None:
+    """gloo does not reduce int16."""
+    tensor = torch.full((3,), RANK, dtype=torch.int16)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [sum(range(SIZE))] * 3
+
+
+def leaves_groups_of_others_alone() -> None:
+    group = dist.new_group(backend="gloo")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    gathered = [torch.empty(2) for _ in range(SIZE)]
+    dist.all_gather(gathered, torch.full((2,), float(RANK)), group=group, async_op=True).wait()
+    assert tensor.tolist() == [SIZE] * 3
+    assert [one.tolist() for one in gathered] == [[rank, rank] for rank in range(SIZE)]
+    try:
+        dist.all_reduce(tensor.short(), group=group)
+    except RuntimeError as error:
+        assert "Invalid scalar type" in str(error), error
+    else:
+        raise AssertionError("gloo reduces int16 now: take what it does not")
+
+
+def messages() -> None:
+    work = dist.isend(torch.tensor([RANK]), (RANK + 1) % SIZE)
+    found = torch.empty(1, dtype=torch.int64)
+    dist.recv(found, (RANK - 1) % SIZE)
+    work.wait()
+    assert found.item() == (RANK - 1) % SIZE
+
+
+def refuses_what_the_engine_does() -> None:
+    """By the same words, on all ways: at once, and where a handle waits."""
+    for is_async in (False, True):
+        try:
+            work = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=is_async)
+            work.wait()
+        except SMDDPError as error:
+            assert "does not reduce torch.float32 with band" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    try:
+        dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0))
+    except SMDDPError as error:
+        assert "multiply the tensor" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
+def timeouts() -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77))
+    everybody: Any = dist.group.WORLD
+    engine: Any = engine_of(everybody)
+    assert engine._timeout == timedelta(seconds=77)
+
+
+def from_other_threads() -> None:
+    """As autograd's, which runs DistributedDataParallel's buckets."""
+    tensor = torch.ones(3)
+    thread = threading.Thread(target=dist.all_reduce, args=(tensor,))
+    thread.start()
+    thread.join()
+    assert tensor.tolist() == [SIZE] * 3
+
+
+for check in (
+    *(in_each_way_of_asking, the_engine_has_the_cpu, leaves_groups_of_others_alone, messages),
+    *(refuses_what_the_engine_does, timeouts, from_other_threads),
+):
+    try:
+        check()
+    except Exception as error:
+        raise AssertionError(f"rank {RANK}: {check.__name__}: {error}") from error
+    print(check.__name__)
+dist.destroy_process_group()

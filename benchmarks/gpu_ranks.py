@@ -94,7 +94,10 @@ def own_device(case: Case) -> _Times:
 
 def groups(case: Case) -> dict[str, Any]:
     """The backend's group, and one of torch's own for the device, of all ranks."""
-    return {"smddp": dist.group.WORLD, "torch": dist.new_group(backend="nccl" if case.device.type == "cuda" else "gloo")}
+    return {
+        "smddp": dist.group.WORLD,
+        "torch": dist.new_group(backend="nccl" if case.device.type == "cuda" else "gloo"),
+    }
 
 
 def all_reduces(case: Case, size: int) -> _Runs:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.library.nccl_stand_in import OLDEST, stand_in
 from torch._C._distributed_c10d import HashStore
 
 from smdistributed.core.torch import devices
@@ -70,13 +71,44 @@ def test_devices_are_told_apart_by_the_names_that_the_host_has_for_them(monkeypa
     assert len(set(found)) == 3
 
 
-class FakeNccl:
-    """Stands where torch's CPU build has nothing."""
+class WithUuid(Properties):
+    """Of later versions."""
 
-    class Options:
-        _timeout = None
+    uuid = "5f5d-a1"
 
-    def __init__(self, *_: object) -> None: ...
+
+def test_a_device_is_the_same_in_all_containers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each container may be a host of its own, and number the device 0. NCCL refuses two ranks on one."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: WithUuid)
+    found = []
+    for host in ("algo-1", "algo-2"):
+        monkeypatch.setenv("SMDDP_HOST", host)
+        found.append(devices._device()[0])
+    assert found == ["5f5d-a1", "5f5d-a1"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: Driver)
+    assert devices._device()[0] == "00" * 15 + "07"
+
+
+class Driver:
+    """NVIDIA's, as far as it is asked for a device's number."""
+
+    @staticmethod
+    def cuDeviceGet(handle: Any, device: int) -> int:  # noqa: N802 (NVIDIA's name)
+        handle._obj.value = device + 7
+        return 0
+
+    @staticmethod
+    def cuDeviceGetUuid(uuid: Any, handle: Any) -> int:  # noqa: N802
+        uuid[15] = handle.value
+        return 0
+
+
+FakeNccl: Any = stand_in(OLDEST)
+"""What a group uses whose tensors torch does not dispatch by device: an old torch's."""
 
 
 def device(name: str) -> tuple[str, str, str]:

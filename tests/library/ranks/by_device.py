@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.library import nccl_stand_in
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.core.torch import per_device
 from smdistributed.core.torch.per_device import engine_of
 from smdistributed.dataparallel.exceptions import SMDDPError
 
@@ -53,6 +54,17 @@ def in_each_way_of_asking() -> None:
         assert tensor.tolist() == [sum(range(SIZE))] * 3
     some = dist.new_group([0], backend="smddp")
     assert (engine_of(some) is not None) == (RANK == 0)
+
+
+def cuda_tensors_meet_no_code_of_ours() -> None:
+    """Each operator's kernel for CUDA is torch's own, in C++."""
+    for operator in per_device._METHODS:
+        kernels = torch._C._dispatch_dump(f"c10d::{operator}").splitlines()
+        ours = {line.partition(":")[0] for line in kernels if "per_device.py" in line}
+        assert "CPU" in ours, (operator, kernels)
+        assert ours <= {"CPU", "SparseCPU"}, (operator, ours)
+        (cuda,) = (line for line in kernels if line.startswith("CUDA:"))
+        assert "Ops.cpp" in cuda, cuda
 
 
 def the_engine_has_the_cpu() -> None:
@@ -121,7 +133,13 @@ def from_other_threads() -> None:
 
 
 for check in (
-    *(in_each_way_of_asking, the_engine_has_the_cpu, leaves_groups_of_others_alone, messages),
+    *(
+        cuda_tensors_meet_no_code_of_ours,
+        in_each_way_of_asking,
+        the_engine_has_the_cpu,
+        leaves_groups_of_others_alone,
+        messages,
+    ),
     *(refuses_what_the_engine_does, timeouts, from_other_threads),
 ):
     try:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.core.torch.per_device import engine_of
 from smdistributed.dataparallel.exceptions import SMDDPError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +44,9 @@ faulthandler.dump_traceback_later(100, repeat=True)  # before whoever started th
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 EVERYBODY = range(SIZE)
-ENGINE: str = getattr(dist.group.WORLD, "engine")  # noqa: B009 (torch's class has none)
+IS_TORCHS = type(dist.group.WORLD) is dist.ProcessGroup
+"""Whether the group is torch's own, with NCCL for CUDA tensors, as on_nccl.py has it."""
+ENGINE: str = engine_of(dist.group.WORLD).engine  # type: ignore[union-attr]
 DTYPES = (*FLOATS, *INTEGERS) if ENGINE.startswith("shm:") else (torch.bfloat16, torch.float32, torch.int16)
 """Between hosts bytes travel, and a message takes a thousand times as long."""
 ROUNDINGS = 3 if "hosts" in ENGINE else 1  # each host's sum, and theirs
@@ -209,6 +212,8 @@ def what_is_not_reduced() -> None:
 
 
 def premultiplied() -> None:
+    if IS_TORCHS:  # refused: see by_device.py
+        return
     tensor = given(RANK, (9,), torch.float32)
     dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
     close(tensor, torch.stack([given(rank, (9,), torch.float32).double() for rank in EVERYBODY]).sum(0) * 0.5)
@@ -456,6 +461,8 @@ def is_given_up(reference: weakref.ref[Any]) -> bool:
 
 def again() -> None:
     """Another group of all ranks after the first, of two backends: gloo has the tensors on the CPU."""
+    if IS_TORCHS:  # torch's own affair
+        return
     everybody: Any = dist.group.WORLD
     first = weakref.ref(everybody)
     store: Any = dist.distributed_c10d._get_default_store()

@@ -8,8 +8,9 @@ the group has an engine here, and leaves all other groups to torch's kernel. doc
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ _METHODS = {
 }
 """Operators of torch, and the methods of `ProcessGroup` that do the same. Messages are gloo's, as elsewhere."""
 _BESIDE_TENSORS = {"process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "async_op", "timeout"}
+_IN_OPTIONS = ("reduce_op", "root_rank", "async_op")
 _KEYS = ("CPU", "SparseCPU")
 
 _engines: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
@@ -77,7 +79,7 @@ def _install() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 (held for the life of the process)
+    _library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():  # that a kernel is replaced, which is meant
         warnings.simplefilter("ignore", UserWarning)
         for operator, method in _METHODS.items():
@@ -91,27 +93,28 @@ def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
     torchs = torch.library.get_kernel(f"c10d::{operator}", key)
     schema = torch._C._get_schema(f"c10d::{operator}", "")
     names = [argument.name for argument in schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    defaults = tuple(argument.default_value for argument in schema.arguments)  # None where there is none
     place, gives_tensors = names.index("process_group"), len(schema.returns) == 2
-    passed = [] if operator == "barrier" else [name for name in names if name not in _BESIDE_TENSORS]
+    passed = [] if operator == "barrier" else [at for at, name in enumerate(names) if name not in _BESIDE_TENSORS]
+    reduction, root, is_async = (names.index(name) if name in names else None for name in _IN_OPTIONS)
+    run = inspect.unwrap(getattr(ProcessGroup, method))  # Dynamo is kept out already
 
     def collective(keys: Any, *arguments: Any) -> Any:
         engine = _engines.get(dist.ProcessGroup.unbox(arguments[place]))
         if engine is None:
             return torchs.call_boxed(keys, *arguments)
-        given = {**defaults, **dict(zip(names, arguments))}
-        work = getattr(engine, method)(*(given[name] for name in passed), _options(given)).boxed()
+        given = arguments + defaults[len(arguments) :]
+        options = _Options(
+            reduceOp=None if reduction is None else _reduction(given[reduction]),
+            rootRank=-1 if root is None else given[root],
+            asyncOp=None
+            if is_async is None or given[is_async]
+            else False,  # None: C++ holds the handle, Python may not
+        )
+        work = run(engine, *[given[at] for at in passed], options).boxed()
         return (arguments[0], work) if gives_tensors else work
 
     return without_dynamo(collective)
-
-
-def _options(given: Mapping[str, Any]) -> _Options:
-    return _Options(
-        reduceOp=_reduction(given["reduce_op"]) if "reduce_op" in given else None,
-        rootRank=given.get("root_rank", -1),
-        asyncOp=None if given.get("async_op", True) else False,  # None: C++ holds the handle, Python may not
-    )
 
 
 def _reduction(boxed: Any) -> Any:

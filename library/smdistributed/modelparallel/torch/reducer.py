@@ -18,7 +18,6 @@ from torch import nn
 
 from smdistributed.core.torch.devices import device_of
 
-
 _BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
 
 

@@ -1,8 +1,8 @@
 """A class that stands in for torch's ProcessGroupNCCL where there is no GPU, generated from what the real one has.
 
-It is torch's gloo, in C++, under the names of NCCL's class as `nccl_record` has recorded them: what NCCL's class lacks is
-missing, and what gloo lacks raises NotImplementedError. Its options take the recorded names alone. Tensors on a CUDA
-device it never gets, for want of one: the tests see that torch has it where NCCL belongs, and that CPU tensors stay away.
+It is torch's gloo, in C++, under the names of NCCL's class as `nccl_record` has recorded them. What NCCL's class lacks
+is missing, and what gloo lacks raises NotImplementedError. Its options take the recorded names alone. It never gets a
+CUDA tensor, for want of a device. The tests see that torch has it where NCCL belongs, and that CPU tensors stay away.
 """
 
 from __future__ import annotations

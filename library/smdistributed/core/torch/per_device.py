@@ -107,9 +107,7 @@ def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
         options = _Options(
             reduceOp=None if reduction is None else _reduction(given[reduction]),
             rootRank=-1 if root is None else given[root],
-            asyncOp=None
-            if is_async is None or given[is_async]
-            else False,  # None: C++ holds the handle, Python may not
+            asyncOp=None if is_async is None or given[is_async] else False,  # None: C++ alone may hold the handle
         )
         work = run(engine, *[given[at] for at in passed], options).boxed()
         return (arguments[0], work) if gives_tensors else work

@@ -544,8 +544,8 @@ def _told(work: Work, route: Sequence[Hop], ranks: Sequence[int], what: str) -> 
 def _working() -> Work:
     """What this thread works on.
 
-    Raises SMPRuntimeError where it works on nothing: on a GPU, backward runs in a thread of autograd's. It must not wait
-    for another stage, because all microbatches have the same one.
+    Raises SMPRuntimeError where it works on nothing: on a GPU, backward runs in a thread of autograd's, which all
+    microbatches have in common. It must not wait for another stage.
     """
     work = current()
     if work is None:

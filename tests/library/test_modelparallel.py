@@ -43,6 +43,12 @@ def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages:
 
 
 @pytest.mark.mpi
+def test_gradients_leave_a_stage_from_autograds_thread_as_on_a_gpu(mpirun: Mpirun) -> None:
+    assert job(mpirun, 2, 2, "against_one_process", "sgd", AS_ON_A_GPU="1").count("equal:") == 2
+    assert job(mpirun, 3, 3, "random_models", SEED, 4, AS_ON_A_GPU="1").count("random") == 3
+
+
+@pytest.mark.mpi
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "stages", "single"),

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.torch import calls, module_manager
 
 STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
 
@@ -126,6 +128,25 @@ def share_of(data: Any) -> Any:
     """This replica's part of every batch."""
     replicas, mine = smp.dp_size(), smp.dp_rank()
     return [(tokens.chunk(replicas)[mine], target.chunk(replicas)[mine]) for tokens, target in data]
+
+
+def as_on_a_gpu() -> None:
+    """Have one thread run what autograd runs in that of a GPU: nodes whose gradients are there, and tensors' hooks.
+
+    It works on nothing itself, and all microbatches have it in common.
+    """
+    device = ThreadPoolExecutor(1)
+
+    def there(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            return device.submit(torch.no_grad()(function), *args).result()
+
+        return run
+
+    for node in (calls.Leave, calls.Arrive):
+        node.backward = staticmethod(there(node.backward))  # type: ignore[method-assign]
+    marked = module_manager._mark
+    module_manager._mark = lambda outputs, hook: marked(outputs, there(hook))
 
 
 def against_one_process(*optimizers: str) -> None:
@@ -850,5 +871,7 @@ if __name__ == "__main__":
     )
     backend = os.environ.get("BACKEND", "auto")
     smp.init({"partitions": int(os.environ.get("STAGES", 1)), "ddp": True, "ddp_dist_backend": backend})
+    if os.environ.get("AS_ON_A_GPU"):
+        as_on_a_gpu()
     for case in sys.argv[1].split(","):
         cases[case](*sys.argv[2:])

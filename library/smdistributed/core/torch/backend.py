@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 from smdistributed.core.torch import per_device
-from smdistributed.core.torch.devices import can_use_nccl, leave_to_host, take_device, without_nccl
+from smdistributed.core.torch.devices import lacks_nccl, leave_to_host, take_device, without_nccl
 from smdistributed.core.torch.nccl_timeline import record_nccl
 from smdistributed.core.torch.process_group import ProcessGroup
 
@@ -128,8 +128,9 @@ def _nccl_carries(wanted: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     store = PrefixStore(f"smddp-devices/{given['group_name']}", given["store"])
     if not per_device.is_possible():
         return False
-    if not can_use_nccl() or _is_rehearsed():
-        leave_to_host(store, rank)
+    problem = "is rehearsed" if _is_rehearsed() else lacks_nccl()
+    if problem:
+        leave_to_host(store, rank, problem)
         return False
     if is_first:
         take_device()

@@ -81,14 +81,16 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
         raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}") from error
 
 
-def can_use_nccl() -> bool:
-    """Whether this process has NCCL and sees a CUDA device: it may share that with another rank (`without_nccl`)."""
-    return dist.is_nccl_available() and torch.cuda.device_count() > 0
+def lacks_nccl() -> str:
+    """Why this process cannot use NCCL; empty: it can, unless it shares its device (`without_nccl`)."""
+    if not dist.is_nccl_available():
+        return f"has a torch without NCCL ({torch.__version__})"
+    return "" if torch.cuda.device_count() else "sees no CUDA device"
 
 
-def leave_to_host(store: Store, rank: int) -> None:
-    """Tell ranks that ask `without_nccl` that this one has no use for NCCL, without waiting for them."""
-    store.set(f"device-{rank}", json.dumps(("", "", _device()[2] or "is told not to use it")))
+def leave_to_host(store: Store, rank: int, problem: str) -> None:
+    """Tell ranks that ask `without_nccl` why this one does not use NCCL, without waiting for them."""
+    store.set(f"device-{rank}", json.dumps(("", "", problem)))
 
 
 def without_nccl(store: Store, rank: int, size: int) -> str:
@@ -121,10 +123,9 @@ def _shared(names: Sequence[str], called: Sequence[str]) -> str:
 
 def _device() -> tuple[str, str, str]:
     """This rank's CUDA device: named as no other one is, named for people, and why NCCL cannot use it (or empty)."""
-    if not dist.is_nccl_available():
-        return "", "", f"has a torch without NCCL ({torch.__version__})"
-    if not torch.cuda.device_count():
-        return "", "", "sees no CUDA device"
+    problem = lacks_nccl()
+    if problem:
+        return "", "", problem
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     called = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"

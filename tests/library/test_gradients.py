@@ -1,0 +1,130 @@
+"""What is done to all gradients of a stage waits for its GPU once, and mixes no tensors there with those on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from smdistributed.modelparallel.torch import optimizer, reducer
+from smdistributed.modelparallel.torch.loss_scale import LossScale
+
+COUNT = 30
+
+
+class Device(TorchDispatchMode):
+    """Stands in for a GPU: some tensors are on it, and so is what is computed from them. It counts who waits for it."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.waits = 0
+        self._there = list(tensors)  # kept: an id is another tensor's later
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        there = [any(value is one for one in self._there) for value in given]
+        if any(there):
+            strangers = [value for value, is_there in zip(given, there) if not is_there and value.dim()]
+            assert not strangers, f"Expected all tensors to be on the same device: {func}"
+            self.waits += func is torch.ops.aten._local_scalar_dense.default
+        made = func(*args, **kwargs)
+        if any(there):
+            self._there += [value for value in tree_flatten(made)[0] if isinstance(value, torch.Tensor)]
+        return made
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One stage of its own, and what it gives to collectives."""
+    reduced: list[Any] = []
+    post = SimpleNamespace(gather=lambda part, _: [part])
+    monkeypatch.setattr(optimizer, "state", SimpleNamespace(post=post, group=lambda _: (0,), model=None, cfg=Config()))
+    monkeypatch.setattr(optimizer, "dist", SimpleNamespace(all_reduce=reduced.append))
+    monkeypatch.setattr(optimizer, "device_of", lambda _: torch.device("cpu"))
+
+    def never(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a copy to the host waits for the device")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", never)
+    return reduced
+
+
+class Config:
+    fp16 = bf16 = False
+
+
+def parameters(value: float = 1.0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    """Of several shapes, one of them empty, with gradients of that value."""
+    made = [torch.nn.Parameter(torch.zeros(size % 7, 3, dtype=dtype)) for size in range(COUNT)]
+    for parameter in made:
+        parameter.grad = torch.full_like(parameter, value)
+    return made
+
+
+def gradients_of(given: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in given if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_waits_once(stage: list[Any], norm_type: float) -> None:
+    given, expected = parameters(2.0), parameters(2.0)
+    with Device(gradients_of(given)) as device:
+        norm = optimizer.clip(given, 1.0, norm_type)
+    alone = torch.nn.utils.clip_grad_norm_([p for p in expected if p.numel()], 1.0, norm_type)
+    assert device.waits == 1
+    assert norm == pytest.approx(float(alone))
+    for one, other in zip(gradients_of(given), gradients_of(expected)):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_norm_in_half_precision_does_not_overflow(stage: list[Any]) -> None:
+    given = parameters(300.0, torch.float16)
+    elements = sum(parameter.numel() for parameter in given)
+    assert optimizer.clip(given, 1.0) == pytest.approx(300.0 * math.sqrt(elements), rel=1e-3)
+
+
+@pytest.mark.parametrize(("broken", "overflows"), [(None, False), (float("inf"), True), (float("nan"), True)])
+def test_overflows_are_looked_for_once(stage: list[Any], broken: float | None, overflows: bool) -> None:
+    given = parameters(8.0)
+    if broken is not None:
+        gradients_of(given)[COUNT // 2][0, 0] = broken
+    wrapper = optimizer.DistributedOptimizer.__new__(optimizer.DistributedOptimizer)
+    wrapper.__dict__.update(
+        optimizer=torch.optim.SGD(given, 0.1),
+        scale=LossScale(1.0, True, {"init_scale": 4.0}),
+        overflow=False,
+        _masters={},
+    )
+    with Device(gradients_of(given)) as device:
+        wrapper.update_master_grads()
+    assert device.waits == 1
+    assert (wrapper.overflow, [float(one) for one in stage]) == (overflows, [float(overflows)])
+    assert float(gradients_of(given)[1][0, 0]) == 2.0
+
+
+def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sent: list[int] = []
+        original = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
+
+        def counted(group: Any, tensors: list[torch.Tensor], size: int, source: int) -> None:
+            sent.append(len(tensors))
+            original(group, tensors, size, source)
+
+        monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", counted)
+        given = parameters(3.0)
+        reducer.broadcast_in_buckets(given, torch.distributed.group.WORLD, 0)
+        reducer.broadcast_in_buckets([], torch.distributed.group.WORLD, 0)
+        assert sent == [sum(1 for parameter in given if parameter.numel())]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What is done to all gradients of a stage waits for its GPU once, and mixes no tensors there with those on the host."""
+"""What is done to all gradients of a stage waits for its GPU once, and mixes none of them with tensors on the host."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 from smdistributed.core import timeline
 from smdistributed.core.torch.devices import Staged
 
@@ -222,7 +221,7 @@ def stages(case: Case) -> _Times:
     def in_one() -> None:
         if dist.get_rank() == 0:
             parts = [alone(part).square().mean() for part in batch.chunk(4)]
-            losses["one"] = float(sum(parts)) / 4
+            losses["one"] = sum(part.item() for part in parts) / 4
             for part in parts:
                 part.backward()
             alone.zero_grad()
@@ -239,7 +238,9 @@ CASES: dict[str, Callable[[Case], _Times]] = {"own": own_device, "shared": share
 def main(words: Sequence[str]) -> None:
     """Measure a case, and write it down."""
     case = Case(words[1:])
-    if words[0] != "stages":  # smp.init does it
+    if words[0] != "stages":  # smp.init does it, and refuses a process that has imported this
+        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+
         dist.init_process_group(backend="smddp")
     torch.manual_seed(0)
     times = CASES[words[0]](case)

@@ -28,8 +28,8 @@ runpy.run_path("/opt/ml/code/modelparallel.py", run_name="__main__")
 """
 # With torch, on what the image has installed. The others know nothing of torch.
 SUITES = {
-    "dataparallel": ("devices", "distributed", "examples", "parallel", "rehearsal", "smddp", "training"),
-    "modelparallel": ("modelparallel",),
+    "dataparallel": ("devices", "distributed", "examples", "nccl", "parallel", "rehearsal", "smddp", "training"),
+    "modelparallel": ("gradients", "modelparallel"),
 }
 MODEL = """\
 import torch
@@ -48,6 +48,15 @@ def test_the_librarys_suite_on_the_oldest_torch(
     """By this environment's pytest, which is pure Python; all but what is marked `once`."""
     files = [f"tests/library/test_{name}.py" for name in SUITES[package]]
     ended = run_tests(start_host, pytorch, tmp_path, "--confcutdir=tests/library", "-m", "not once", *files)
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.long
+def test_nccl_of_the_newest_torch(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
+    """Its classes are as they are recorded, and torch dispatches to them; there is no GPU."""
+    image = matrix.select("pytorch-training:2.13.0-gpu-py311-cu130-debian12").tag
+    files = [f"tests/library/test_{name}.py" for name in ("nccl", "devices")]
+    ended = run_tests(start_host, image, tmp_path, "--confcutdir=tests/library", *files)
     assert ended.code == 0, ended.output
 
 

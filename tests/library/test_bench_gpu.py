@@ -30,10 +30,17 @@ def test_all_but_the_device_runs_on_the_cpu(python: Python) -> None:
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert names == [
+        "name=cpu-suites",
         "name=cpu-nccl-all-reduce-1rank",
+        "name=cpu-nccl-short-all-reduce-1rank",
+        "name=cpu-nccl-ddp-1rank",
+        "name=cpu-nccl-compiled-ddp-1rank",
+        "name=cpu-nccl-fsdp2-1rank",
+        "name=cpu-timeline-1rank",
         "name=cpu-staging-all-reduce-2ranks",
         "name=cpu-amp-step",
         "name=cpu-amp-bytes",
         "name=cpu-ddp-exposed",
+        "name=cpu-pipeline-2stages",
     ]
     assert "its figures tell nothing" in ended.stdout

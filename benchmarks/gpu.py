@@ -137,10 +137,12 @@ def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: boo
 
 def of_suites(prefix: str, devices: Sequence[str], options: Any) -> Iterator[Figure]:
     """Yield how many scripts of the library's tests fail on the device."""
-    wrappers = ("replicas", "shards") if options.device == "cuda" else ("ddp",)
-    scripts = [("on_device.py", options.device), ("wrappers.py", *wrappers)]
+    scripts, jobs = [("on_device.py", options.device)], [devices[:1] * 2]
+    if options.device == "cuda":  # the tests have the others on the CPU
+        scripts.append(("wrappers.py", "replicas", "shards"))
+        jobs += [devices[:1], *([devices] if len(devices) > 1 else [])]
     failed = []
-    for ranks in [devices[:1], devices[:1] * 2, *([devices] if len(devices) > 1 else [])]:
+    for ranks in jobs:
         for script in scripts:
             ended = run([SUITES / script[0], *script[1:]], ranks, options.device, quiet=True)
             if any(code for code, _ in ended):

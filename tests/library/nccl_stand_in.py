@@ -72,6 +72,11 @@ def _hidden(name: str) -> Any:
     return property(raise_missing)
 
 
+def forget() -> None:
+    """Let go of what was made: gloo's threads must not outlive the interpreter."""
+    _made.clear()
+
+
 def takes(signature: str, positional: int) -> bool:
     """Whether a recorded signature takes so many arguments after `self`, by position."""
     listed = re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", signature[signature.index("(") + 1 :]))

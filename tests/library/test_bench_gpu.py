@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
 
 def bench(python: Python, *words: str) -> subprocess.CompletedProcess[str]:
     command = [*python(), SCRIPT, *words]
-    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

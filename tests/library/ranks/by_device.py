@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import threading
 from datetime import timedelta
@@ -19,6 +20,7 @@ from smdistributed.core.torch import per_device
 from smdistributed.core.torch.per_device import engine_of
 from smdistributed.dataparallel.exceptions import SMDDPError
 
+faulthandler.dump_traceback_later(100, repeat=True)  # before whoever started this gives up
 nccl_stand_in.install()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 dist.init_process_group(backend="smddp")
@@ -148,3 +150,4 @@ for check in (
         raise AssertionError(f"rank {RANK}: {check.__name__}: {error}") from error
     print(check.__name__)
 dist.destroy_process_group()
+nccl_stand_in.forget()

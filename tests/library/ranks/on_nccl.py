@@ -15,3 +15,4 @@ from tests.library import nccl_stand_in
 nccl_stand_in.install()
 sys.argv = sys.argv[1:]
 runpy.run_path(str(Path(__file__).with_name(sys.argv[0])), run_name="__main__")
+nccl_stand_in.forget()

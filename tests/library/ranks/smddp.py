@@ -426,6 +426,8 @@ def sparse() -> None:
             call()
         except SMDDPError as error:
             assert "use to_dense()" in str(error), error
+        except NotImplementedError:  # torch's own words for what it has no operator for
+            assert IS_TORCHS
         else:
             raise AssertionError("not refused")
 
@@ -439,7 +441,7 @@ def sparse_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def dropped_handles() -> None:
     """What nobody waits for is given up when it has ended, its tensor with it. Old versions of torch: see `_Handle`."""
-    if not hasattr(dist.AllreduceOptions(), "asyncOp"):
+    if not hasattr(dist.AllreduceOptions(), "asyncOp") or IS_TORCHS:
         return
     tensor = torch.ones(1000)
     dropped = weakref.ref(tensor)

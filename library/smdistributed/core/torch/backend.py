@@ -96,18 +96,18 @@ def _by_device(make: Any) -> Any:
     def make_by_device(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         wanted, before = str(given.arguments["backend"]), vars(_making).copy()
+        on_cpu = _by_device_type(wanted).get("cpu", BACKEND)
         _making.wanted, _making.engine = wanted, None
         _making.is_torchs = is_torchs = _nccl_carries(_by_device_type(wanted), given.arguments)
         if is_torchs:
-            beside = _by_device_type(wanted)
-            given.arguments["backend"] = torch.distributed.Backend(f"cpu:{beside.get('cpu', BACKEND)},cuda:nccl")
+            given.arguments["backend"] = torch.distributed.Backend(f"cpu:{on_cpu},cuda:nccl")
         try:
             made = make(*given.args, **given.kwargs)
             if is_torchs:
                 _finish(made[0], wanted, _making.engine)
             return made
         except RuntimeError as error:
-            if is_torchs and not isinstance(error, SMDDPError):
+            if is_torchs and (_making.engine is not None or on_cpu != BACKEND):  # the CPU's comes first
                 raise SMDDPNCCLError(f"NCCL does not start: {error}") from error
             raise
         finally:
@@ -119,15 +119,13 @@ def _by_device(make: Any) -> Any:
 
 def _nccl_carries(wanted: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Whether NCCL carries CUDA tensors of the group that torch's helper is asked for: the same on all its ranks."""
-    if BACKEND not in wanted.values() or wanted.get("cuda") not in (BACKEND, "nccl"):
+    if BACKEND not in wanted.values() or wanted.get("cuda") not in (BACKEND, "nccl") or not per_device.is_possible():
         return False
     ranks, is_first = given["global_ranks_in_group"], not torch.distributed.is_initialized()
     rank, size = given["group_rank"], given["group_size"]
     if ranks and torch.distributed.get_rank() not in ranks:
         return False
     store = PrefixStore(f"smddp-devices/{given['group_name']}", given["store"])
-    if not per_device.is_possible():
-        return False
     problem = "is rehearsed" if _is_rehearsed() else lacks_nccl()
     if problem:
         leave_to_host(store, rank, problem)
@@ -157,8 +155,10 @@ def _told_to_engines(set_timeout: Any) -> Any:
 
     @functools.wraps(set_timeout)
     def set_all(timeout: timedelta, group: Any = None) -> None:
-        set_timeout(timeout, group)
-        engine = per_device.engine_of(group or torch.distributed.group.WORLD)
+        asked = group or torch.distributed.group.WORLD
+        engine = per_device.engine_of(asked)
+        if engine is not asked:  # torch warns that it cannot tell a group in Python
+            set_timeout(timeout, group)
         if engine is not None:
             engine.set_timeout(timeout)
 

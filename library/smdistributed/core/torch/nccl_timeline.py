@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ _NAMES = {
     "ALLTOALL_BASE": "all_to_all_single",
 }
 
+_known: WeakSet[Any] = WeakSet()
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,9 @@ def record_nccl(group: Any) -> None:
 
     As torch says of its hooks, such a process has to call `destroy_process_group` before it ends.
     """
-    timeline.when_started(group, _begin)
+    if group not in _known:  # torch takes one hook
+        _known.add(group)
+        timeline.when_started(group, _begin)
 
 
 def _begin(group: Any) -> None:

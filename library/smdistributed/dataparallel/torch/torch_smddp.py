@@ -8,6 +8,7 @@ sums and averages of real and complex dtypes (float16 and bfloat16 are added up 
 and what integers have; of sparse tensors, sums and averages. All ranks get bitwise the same result. `ReduceOp.AVG`,
 `new_group` and other backends beside this one work, which AWS's lacks: `init_process_group("cpu:gloo,cuda:smddp")` too.
 torch's own DistributedDataParallel, FullyShardedDataParallel and ZeroRedundancyOptimizer run on it, and torch.compile.
+CUDA tensors go to torch's NCCL where each rank has a device of its own, else through the host: not yet run on a GPU.
 
 Where mpirun alone has started this process, importing also sets RANK, WORLD_SIZE and the rest of what torch's `env://`
 reads. Raises LaunchError where the launch environment contradicts itself; the collectives raise SMDDPError when a rank

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from tests.library import nccl_stand_in
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
-from smdistributed.core.torch import per_device
+from smdistributed.core.torch import backend, per_device
 from smdistributed.core.torch.per_device import engine_of
-from smdistributed.dataparallel.exceptions import SMDDPError
+from smdistributed.core.torch.process_group import ProcessGroup
+from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 faulthandler.dump_traceback_later(100, repeat=True)  # before whoever started this gives up
 nccl_stand_in.install()
@@ -118,6 +119,39 @@ def refuses_what_the_engine_does() -> None:
         raise AssertionError("not refused")
 
 
+def nccl_that_does_not_start() -> None:
+    def fail(self: Any, *_: Any) -> None:
+        raise RuntimeError("ncclInvalidUsage")
+
+    nccl: Any = dist.ProcessGroupNCCL
+    begin, nccl.__init__ = nccl.__init__, fail
+    try:
+        dist.new_group(backend="smddp")
+    except SMDDPNCCLError as error:
+        assert str(error) == "NCCL does not start: ncclInvalidUsage", error
+    else:
+        raise AssertionError("not refused")
+    finally:
+        nccl.__init__ = begin
+
+
+def all_ranks_decide_alike() -> None:
+    """Where two share a device, and where one has none: the group is the library's own, which stages tensors."""
+    nccl_stand_in.install(shared=True)
+    groups = [dist.new_group(backend="smddp")]
+    nccl_stand_in.install()
+    lacks = backend.lacks_nccl
+    if RANK == SIZE - 1:
+        backend.lacks_nccl = lambda: "sees no CUDA device"
+    groups.append(dist.new_group(backend="smddp"))
+    backend.lacks_nccl = lacks
+    for group in groups:
+        assert isinstance(group, ProcessGroup)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [SIZE] * 3
+
+
 def timeouts() -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77))
     everybody: Any = dist.group.WORLD
@@ -142,7 +176,7 @@ for check in (
         leaves_groups_of_others_alone,
         messages,
     ),
-    *(refuses_what_the_engine_does, timeouts, from_other_threads),
+    *(refuses_what_the_engine_does, nccl_that_does_not_start, all_ranks_decide_alike, timeouts, from_other_threads),
 ):
     try:
         check()

@@ -95,10 +95,10 @@ class Reducer:
         told = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
         flags = torch.tensor([float(flag) for flag in told], device=device_of(self._group))
         dist.all_reduce(flags, group=self._group)
-        early, trained = flags[: len(self._buckets)].tolist(), flags[len(self._buckets) :].tolist()
+        found = flags.tolist()  # waits for the device, if they are on one
         return (
-            {bucket for bucket, flag in zip(self._buckets, early) if flag},
-            {parameter for parameter, flag in zip(parameters, trained) if flag},
+            {bucket for bucket, flag in zip(self._buckets, found) if flag},
+            {parameter for parameter, flag in zip(parameters, found[len(self._buckets) :]) if flag},
         )
 
     def _watch(self, parameter: nn.Parameter) -> Any:

@@ -135,9 +135,10 @@ def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: boo
     return [(process.returncode, text) for process, text in zip(started, said)]
 
 
-def of_suites(prefix: str, devices: Sequence[str], options: Any) -> Iterator[Figure]:
+def of_suites(prefix: str, devices: list[str], options: Any) -> Iterator[Figure]:
     """Yield how many scripts of the library's tests fail on the device."""
-    scripts, jobs = [("on_device.py", options.device)], [devices[:1] * 2]
+    scripts: list[tuple[str, ...]] = [("on_device.py", options.device)]
+    jobs = [devices[:1] * 2]
     if options.device == "cuda":  # the tests have the others on the CPU
         scripts.append(("wrappers.py", "replicas", "shards"))
         jobs += [devices[:1], *([devices] if len(devices) > 1 else [])]

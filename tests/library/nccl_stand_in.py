@@ -89,9 +89,10 @@ def install(shared: bool = False) -> None:
     """Have torch and the backend smddp find NCCL here, with a device of its own for each rank, or one for all."""
     from smdistributed.core.torch import backend, devices
 
+    ours: Any = backend
     nccl = stand_in()
     for module in (dist, distributed_c10d):
-        module.ProcessGroupNCCL = nccl  # type: ignore[attr-defined,misc]
+        module.ProcessGroupNCCL = nccl  # type: ignore[attr-defined]
     distributed_c10d._NCCL_AVAILABLE = True
 
     def device() -> tuple[str, str, str]:
@@ -99,5 +100,5 @@ def install(shared: bool = False) -> None:
         return name, f"cuda:0 ({name})", ""
 
     devices._device = device
-    backend.lacks_nccl = lambda: ""
-    backend.take_device = lambda: None
+    ours.lacks_nccl = lambda: ""
+    ours.take_device = lambda: None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.library.conftest import Python, clean_environment
+from tests.library.conftest import Mpirun, Python, clean_environment
 
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
+RANKS = Path(SCRIPT).with_name("gpu_ranks.py")
+ON_DEVICE = Path(__file__).parent / "ranks/on_device.py"
 
 
 def bench(python: Python, *words: str) -> subprocess.CompletedProcess[str]:
@@ -44,3 +46,14 @@ def test_all_but_the_device_runs_on_the_cpu(python: Python) -> None:
         "name=cpu-pipeline-2stages",
     ]
     assert "its figures tell nothing" in ended.stdout
+
+
+@pytest.mark.once
+@pytest.mark.mpi
+def test_its_ranks_keep_their_tensors_on_the_device(mpirun: Mpirun, tmp_path: Path) -> None:
+    """In a rehearsal, which refuses what mixes devices."""
+    rehearsed = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}
+    assert "groups" in mpirun(2, ON_DEVICE, "cuda", **rehearsed)
+    for ranks, case in ((1, "own"), (2, "stages")):
+        mpirun(ranks, RANKS, case, tmp_path, 1, 100_000, "cuda", **rehearsed)
+        assert (tmp_path / f"{case}-{ranks}.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -89,7 +90,7 @@ def test_a_device_is_the_same_in_all_containers_of_a_machine(monkeypatch: pytest
         found.append(devices._device()[0])
     assert found == ["5f5d-a1", "5f5d-a1"]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: Driver)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver)
     assert devices._device()[0] == "00" * 15 + "07"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -18,11 +19,11 @@ from smdistributed.modelparallel.torch.loss_scale import LossScale
 COUNT = 30
 
 
-class Device(TorchDispatchMode):
+class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stands in for a GPU: some tensors are on it, and so is what is computed from them. It counts who waits for it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits = 0
         self._there = list(tensors)  # kept: an id is another tensor's later
 
@@ -112,7 +113,7 @@ def test_overflows_are_looked_for_once(stage: list[Any], broken: float | None, o
 
 
 def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         sent: list[int] = []
         original = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]

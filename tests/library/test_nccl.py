@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.library.conftest import Mpirun
 from tests.library.nccl_record import recorded
 from tests.library.nccl_stand_in import NEWEST, OLDEST, record, stand_in, takes
+from torch._C._distributed_c10d import HashStore
 
 import smdistributed.core.torch
 from smdistributed.core import timeline
@@ -100,7 +100,7 @@ def test_the_stand_in_has_what_the_class_has(version: str) -> None:
     options._timeout = timedelta(seconds=9)
     with pytest.raises(AttributeError, match="no attribute 'timeout'"):
         options.timeout = timedelta(seconds=9)
-    found = made(dist.HashStore(), 0, 1, options)
+    found = made(HashStore(), 0, 1, options)
     there = {name for name in dir(found) if is_there(found, name)}
     assert set(record(version)["ProcessGroupNCCL"]) <= there
     surplus = {name for name in there if not name.startswith("_")}

@@ -105,14 +105,14 @@ def refuses_what_the_engine_does() -> None:
     """By the same words, on all ways: at once, and where a handle waits."""
     for is_async in (False, True):
         try:
-            work = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=is_async)
+            work: Any = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=is_async)
             work.wait()
         except SMDDPError as error:
             assert "does not reduce torch.float32 with band" in str(error), error
         else:
             raise AssertionError("not refused")
     try:
-        dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0))
+        dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
     except SMDDPError as error:
         assert "multiply the tensor" in str(error), error
     else:
@@ -140,11 +140,12 @@ def all_ranks_decide_alike() -> None:
     nccl_stand_in.install(shared=True)
     groups = [dist.new_group(backend="smddp")]
     nccl_stand_in.install()
-    lacks = backend.lacks_nccl
+    ours: Any = backend
+    lacks = ours.lacks_nccl
     if RANK == SIZE - 1:
-        backend.lacks_nccl = lambda: "sees no CUDA device"
+        ours.lacks_nccl = lambda: "sees no CUDA device"
     groups.append(dist.new_group(backend="smddp"))
-    backend.lacks_nccl = lacks
+    ours.lacks_nccl = lacks
     for group in groups:
         assert isinstance(group, ProcessGroup)
         tensor = torch.ones(3)

@@ -79,7 +79,7 @@ def _install() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("c10d", "IMPL")
+    _library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # that a kernel is replaced, which is meant
         warnings.simplefilter("ignore", UserWarning)
         for operator, method in _METHODS.items():
@@ -125,4 +125,4 @@ def _reduction(boxed: Any) -> Any:
     return kind
 
 
-_REDUCTIONS = {int(kind): kind for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_REDUCTIONS: dict[int, Any] = {kind.value: kind for kind in dist.ReduceOp.RedOpType.__members__.values()}

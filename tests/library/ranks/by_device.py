@@ -94,7 +94,7 @@ def leaves_groups_of_others_alone() -> None:
 
 
 def messages() -> None:
-    work = dist.isend(torch.tensor([RANK]), (RANK + 1) % SIZE)
+    work: Any = dist.isend(torch.tensor([RANK]), (RANK + 1) % SIZE)
     found = torch.empty(1, dtype=torch.int64)
     dist.recv(found, (RANK - 1) % SIZE)
     work.wait()

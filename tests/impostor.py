@@ -2,10 +2,11 @@
 
 It connects from the address SOURCE (or any, if SOURCE is empty), proves SECRET, and has the worker start its orted.
 WHEN: `ready` sends START once the worker is ready, as a first host does; `before` and `after` also send it directly
-before and after the proof, without waiting for a welcome. It prints as JSON what it heard.
+before and after the proof, without waiting for a welcome. `twice` sends it twice, `unplanned` asks for an orted with a
+parameter of which no plan knows, and `script` for the script instead. It prints as JSON what it heard.
 
 It runs in containers and network namespaces, which have shoal_toolkit but not the tests' packages. START asks for an
-orted with the option `--mca impostor SECRET/WHEN`; the tests put a program of this name (`ORTED`) on PATH.
+orted with the option `--mca orte_node_regex SECRET-WHEN`; the tests put a program of this name (`ORTED`) on PATH.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts import messages, wire
 from shoal_toolkit.run.loop import Loop
 
 PORT = 7411
@@ -29,7 +30,7 @@ ORTED = f'#!/bin/sh\necho "$*" >>"$SM_MODEL_DIR/{STARTED}"\n'
 
 def trace(secret: str, when: str) -> str:
     """What `ORTED` notes if an impostor with this secret has had it started."""
-    return f"--mca impostor {secret}/{when}"
+    return f"--mca orte_node_regex {secret}-{when}"
 
 
 class Impostor:
@@ -37,50 +38,53 @@ class Impostor:
 
     def __init__(self, loop: Loop, sock: socket.socket, secret: str, when: str) -> None:
         self.heard: list[str] = []  # the kinds of the frames, in order
-        self.reason = ""  # why the worker refused it
+        self.reason = ""  # why the worker refused it, or what it asked for
         self.is_proved = False  # whether the worker proved the secret too
         self.lost = ""  # how the connection ended
         self._secret, self._when = secret, when
         self._transcript: dict[str, str] = {}
-        self._channel = wire.Channel(loop, sock, self._frame, self._end)
+        self._channel = wire.Channel(loop, sock, self._message, self._end)
 
     def _end(self, reason: str) -> None:
         self.lost = reason
 
-    def _frame(self, kind: bytes, payload: bytes) -> None:
-        self.heard.append(kind.decode())
-        said = wire.fields(payload)
-        if kind == wire.HELLO:
+    def _message(self, said: Any) -> None:
+        self.heard.append(messages.encode(said)[0].decode())
+        if isinstance(said, messages.Hello):
             self._answer(said)
-        elif kind == wire.WELCOME:
-            self.is_proved = said["proof"] == wire.proof(self._secret, "worker", self._transcript)
+        elif isinstance(said, messages.Welcome):
+            self.is_proved = said.proof == wire.proof(self._secret, "worker", self._transcript)
             self._channel.start_heartbeats()
-        elif kind == wire.REFUSED:
-            self.reason = said["reason"]
-        elif kind == wire.READY:
+        elif isinstance(said, messages.Refused):
+            self.reason = said.reason
+        elif said == messages.READY:
             self._start()
-        elif kind == wire.ENDED:
-            self._channel.send_json(wire.VERDICT, code=0, message="", report={})
+        elif isinstance(said, messages.Ended):
+            self._channel.send(messages.Decided(0, "", {}))
+        elif isinstance(said, messages.Failed):
+            self.reason = said.message
+            self._channel.send(messages.Decided(said.code, said.message, {}))
 
-    def _answer(self, hello: dict[str, Any]) -> None:
+    def _answer(self, hello: messages.Hello) -> None:
         self._transcript = {
             "first": FIRST,
             "worker": WORKER,
             "hosts": wire.fingerprint(HOSTS),
             "first_nonce": wire.nonce(),
-            "worker_nonce": hello["nonce"],
+            "worker_nonce": hello.nonce,
         }
         proof = wire.proof(self._secret, "first", self._transcript)
         if self._when == "before":
             self._start()
-        self._channel.send_json(
-            wire.PROVE, nonce=self._transcript["first_nonce"], hosts=self._transcript["hosts"], proof=proof
-        )
+        self._channel.send(messages.Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))
         if self._when == "after":
             self._start()
 
     def _start(self) -> None:
-        self._channel.send_json(wire.START, command=f"orted {trace(self._secret, self._when)}")
+        asked = "--mca mca_base_component_path /tmp" if self._when == "unplanned" else trace(self._secret, self._when)
+        self._channel.send(messages.GO if self._when == "script" else messages.Start(f"orted {asked}"))
+        if self._when == "twice":
+            self._channel.send(messages.Start(f"orted {asked}"))
 
 
 def connect(worker: str, source: str) -> socket.socket:

@@ -13,7 +13,7 @@ from testcontainers.core.network import Network
 
 from shoal.matrix.spec import BuildSpec
 
-from .. import impostor
+from .. import attacker, impostor
 from .conftest import Ended, Host, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -189,6 +189,37 @@ def test_the_right_secret_under_another_name_starts_nothing(guarded: Guarded) ->
     assert said["heard"] == []
     guarded.lets_only_the_first_host_start(first)
     assert "turned away a connection from" in guarded.worker.wait().output
+
+
+def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(guarded: Guarded) -> None:
+    """Not even for who has the secret."""
+    said = claim(guarded.container("algo-1"), "right", "unplanned")
+    assert guarded.worker.wait().code == 1
+    assert guarded.started == []
+    assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in said["reason"]
+
+
+def test_a_job_under_attack_from_its_own_network_runs_to_its_end(
+    start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path
+) -> None:
+    """From another container, and from the first host's own, whose address the worker greets."""
+    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+    trees = [write_tree(tmp_path / name, "print('trained')", MPI, HOSTS, name) for name in HOSTS]
+    secret, program = {"SHOAL_JOB_SECRET": "right"}, {Path(attacker.__file__): "/attacker.py"}
+    idle = {"command": ["sleep", "300"], "network": network, "volumes": program}
+    worker = start_host(image, tree=trees[1], network=network, alias="algo-2", env=secret)
+    first = start_host(image, tree=trees[0], alias="algo-1", env=secret, **idle).engines
+    attackers = (first, start_host(image, alias="stranger", **idle).engines)
+    for container in attackers:
+        container.exec_run(["python", "/attacker.py", "algo-2", "/tmp/hung-up"], detach=True)
+    for container in attackers:
+        waits = "until [ -e /tmp/hung-up ]; do sleep 0.1; done"
+        assert container.exec_run(["timeout", "60", "sh", "-c", waits]).exit_code == 0
+    code, output = first.exec_run(["train"])
+    assert isinstance(output, bytes)
+    assert code == 0, output.decode()
+    assert output.decode().count("trained\n") == 2
+    assert worker.wait().code == 0
 
 
 def test_a_host_that_never_comes_is_named(

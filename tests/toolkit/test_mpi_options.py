@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.hosts.daemons import daemon_command
-from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.machine import Machine, choose_interface
 from shoal_toolkit.plan import mpi
 from shoal_toolkit.plan.mpi_options import RELEASE, parse, renamed
 from shoal_toolkit.tables import read_table
@@ -383,7 +383,7 @@ def test_six_hundred_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 OF_4_1 = (
     "PATH=/first/bin:$PATH ; export PATH ; LD_LIBRARY_PATH=/first/lib:$LD_LIBRARY_PATH ; export LD_LIBRARY_PATH ; "
     'OPAL_PREFIX=/first ; export OPAL_PREFIX; /first/bin/orted -mca ess "env" -mca ess_base_vpid 1 '
-    '--mca plm_rsh_agent "python3 -I -S rsh.py" -mca orte_tmpdir_base "/tmp/shoal-first" --tree-spawn'
+    '--mca plm_rsh_agent "python3 -I -S rsh.py" -mca orte_tmpdir_base "/tmp/shoal-first" --debug-daemons'
 )
 OF_5_0 = (
     "PRTE_PREFIX=/first;export PRTE_PREFIX;PMIX_PREFIX=/first;export PMIX_PREFIX;"
@@ -407,10 +407,11 @@ def test_a_worker_runs_its_own_daemon_with_its_own_directory(
     daemon = tmp_path / "bin" / name
     daemon.parent.mkdir()
     daemon.touch(0o755)
-    argv, variables = daemon_command(asked, {"PATH": str(daemon.parent)}, "/tmp/shoal-own")
+    argv, variables = daemon_command(asked, {}, {"PATH": str(daemon.parent)}, "/tmp/shoal-own")
     assert argv[0] == str(daemon)
     assert "env" in argv
     assert "/tmp/shoal-first" not in argv
+    assert "python3 -I -S rsh.py" not in argv, "the first host's program: this host has its own"
     own = {"OMPI_MCA_orte_tmpdir_base": "/tmp/shoal-own", "PRTE_MCA_prte_tmpdir_base": "/tmp/shoal-own"}
     assert variables == {**own, **dict.fromkeys(prefixes, str(tmp_path))}
 
@@ -424,22 +425,64 @@ def test_a_worker_runs_its_own_daemon_with_its_own_directory(
         "orted; id",
         "orted 'half",
         "orted -mca one",
-        "orted -mca a b ; id",
-        "orted --mca a b --exec id",
-        "prted --prtemca a",
-        "prted --prtemca a b --bootstrap",
+        "orted -mca plm rsh ; id",
+        "orted --mca plm rsh --exec id",
+        "orted --hnp",
+        "orted --tree-spawn",
+        "prted --prtemca plm",
+        "prted --prtemca plm ssh --bootstrap",
+        # Parameters that load, run or write something, and others that nobody has asked for
+        "orted -mca mca_base_component_path /tmp/evil",
+        "orted -mca mca_base_param_files /tmp/evil",
+        "orted -mca orte_launch_agent /tmp/evil",
+        "orted -mca orte_output_filename /etc/passwd",
+        "orted -mca orte_daemon_spin 1",
+        "orted -mca impostor 1",
+        "prted --prtemca mca_base_component_path /tmp/evil",
+        "prted --pmixmca mca_base_component_path /tmp/evil",
+        # and values that those which are allowed never have
+        "orted -mca orte_hnp_uri file:/tmp/evil",
+        "orted -mca orte_hnp_uri 'x;tcp://10.0.0.1:5 -mca a b'",
+        "orted -mca pml /tmp/evil.so",
+        "orted -mca ess_base_vpid -1",
+        "orted -mca plm_rsh_num_concurrent '1\n2'",
     ],
 )
 def test_a_worker_runs_nothing_but_a_daemon(tmp_path: Path, asked: str) -> None:
     for name in ("orted", "prted"):
         (tmp_path / name).touch(0o755)
     with pytest.raises(LaunchError, match="The first host asked for"):
-        daemon_command(asked, {"PATH": str(tmp_path)}, "/tmp")
+        daemon_command(asked, {}, {"PATH": str(tmp_path)}, "/tmp")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "asked"),
+    [
+        ("--mca oob_base_verbose 5", {}, "orted -mca oob_base_verbose 5"),
+        ("--mca mca_base_component_path /own", {}, "orted -mca mca_base_component_path /own"),
+        ("", {"OMPI_MCA_oob_base_verbose": "5"}, "orted -mca oob_base_verbose 5"),
+        ("--report-bindings", {}, "orted -mca orte_report_bindings 1 -mca hwloc_base_report_bindings 1"),
+        ("--rankfile hosts.txt", {}, "orted -mca orte_rankfile /first/hosts.txt"),
+    ],
+)
+def test_a_worker_takes_what_its_own_plan_has_and_nothing_else(
+    tmp_path: Path, options: str, variables: dict[str, str], asked: str
+) -> None:
+    (tmp_path / "orted").touch(0o755)
+    environ = {"PATH": str(tmp_path)}
+    argv, _ = daemon_command(asked, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
+    assert argv[1:] == asked.split()[1:]
+    with pytest.raises(LaunchError, match=r"is not in this host's plan\. Fix: set it on every host"):
+        daemon_command(asked, made("", hosts=TWO).daemon, environ, "/tmp")
+    other = re.sub(r"(?<=(verbose|nt_path) ).*", "6", asked)
+    if other != asked:
+        with pytest.raises(LaunchError, match="is not in this host's plan"):
+            daemon_command(other, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
 
 
 def test_a_worker_without_the_first_hosts_open_mpi_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"prted, for which the first host's mpirun asks, is neither on PATH"):
-        daemon_command(OF_5_0, {"PATH": str(tmp_path)}, "/tmp")
+        daemon_command(OF_5_0, {}, {"PATH": str(tmp_path)}, "/tmp")
 
 
 # The table against the real mpirun
@@ -460,3 +503,77 @@ def test_the_real_mpirun_knows_every_option_of_the_table(series: int, tmp_path: 
     done = subprocess.run([*words, "--version"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(rf"mpirun \(Open MPI\) {re.escape(RELEASE[series])}\.", done.stdout), done.stdout + done.stderr
+
+
+# What the values of the options are, in a command that asks for daemons. A file is made for those that name one.
+VALUES = {
+    "bind-to": "core",
+    "map-by": "node",
+    "rank-by": "slot",
+    "x": "A=1",
+    "timeout": "60",
+    "stdin": "0",
+    "am": "FILE",
+    "cpu-set": "0",
+    "cpu-list": "0",
+    "cpus-per-proc": "1",
+    "tune": "FILE",
+    "cartofile": "FILE",
+    "pset": "a",
+    "rankfile": "RANKS",
+    "report-uri": "uri",
+    "report-pid": "pid",
+    "spawn-timeout": "30",
+    "gpu-support": "1",
+    "display": "map",
+    "initial-errhandler": "mpi_abort",
+    "memory-alloc-kinds": "system",
+    "unset-env": "A",
+}
+# They need a server that is not there, or mpirun ends before it starts a daemon.
+NO_DAEMON = ("ompi-server", "report-events", "display-topo", "forward-signals", "append-env", "prepend-env")
+
+
+def asked_of_daemons(series: int, directory: Path, options: str) -> str:
+    """Return what the real mpirun asks a launch agent for, with the command of a plan for two hosts.
+
+    These addresses are documentation's: nobody has them, and nobody looks them up.
+    """
+    mpirun = str(Path(sys.executable).parent / "mpirun") if series == 4 else open_mpi_5("mpirun")
+    agent, asked = directory / "agent", directory / "asked"
+    agent.write_text(f'#!/bin/sh\nshift\nprintf "%s\\n" "$*" >>{asked}\nexit 1\n')
+    agent.chmod(0o755)
+    asked.unlink(missing_ok=True)
+    machine = MACHINE._replace(open_mpi=series, mpirun=mpirun, interface=choose_interface("", ())[0])
+    words = list(mpi.mpirun(machine, {"198.51.100.1": 1, "198.51.100.2": 1}, options, KEY, {}, ["true"]).command)
+    words[words.index(mpi.AGENT_PARAMETERS[series - 4]) + 1] = str(agent)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=directory, timeout=60)
+    assert asked.exists(), f"{options}: {done.stdout}{done.stderr}"
+    return asked.read_text().splitlines()[0]
+
+
+@pytest.mark.mpi
+@BOTH
+def test_a_worker_takes_what_the_real_mpirun_asks_for(series: int, tmp_path: Path) -> None:
+    """With each option of the table: the plan of a worker allows what the command of the first host's plan asks for.
+
+    Those that take the place of ours contradict each other: each has a command of its own.
+    """
+    (tmp_path / "FILE").touch()
+    (tmp_path / "RANKS").write_text("rank 0=198.51.100.1 slot=0\nrank 1=198.51.100.2 slot=0\n")
+    for name in ("orted", "prted"):
+        (tmp_path / name).touch(0o755)
+    together, alone = "", [""]
+    for name, option in TABLE["options"].items():
+        width = option["values"][series - 4]
+        if width is None or name in ("NCCL_DEBUG", *NO_DAEMON) or "refused" in option or "left_out" in option:
+            continue
+        values = ["", VALUES.get(name, ""), "oob_base_verbose 0"][width]
+        written = f"{'-' if len(name) == 1 else '--'}{name} {values} "
+        if "replaces" in option or name in ("rank-by", "oversubscribe", "nooversubscribe"):
+            alone.append(written)
+        elif name not in ("bind-to", "map-by", "gmca", "omca", "gomca", "prtemca", "pmixmca"):
+            together += written
+    for options in (*alone, together):
+        asked = asked_of_daemons(series, tmp_path, options)
+        daemon_command(asked, made(options, series, TWO).daemon, {"PATH": str(tmp_path)}, "/tmp")

@@ -37,23 +37,112 @@ def forgetful() -> Iterator[None]:
     redact._known.clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "api-key"),
-        *("password", "DB_PASSWORD", "db_pass", "DB_PWD", "GOOGLE_APPLICATION_CREDENTIALS", "private", "sort_key"),
-        *("use_auth", "SM_HP_API_KEY", "client_secret", "--token", "key"),
-    ],
-)
-def test_names_of_secrets(name: str) -> None:
-    assert redact.is_secret(name)
+# What must be hidden where its name stands, and whether it is hidden everywhere else too.
+SECRETS = [
+    ("AWS_ACCESS_KEY_ID", "abc123", True),
+    ("AWS_SECRET_ACCESS_KEY", "/bPx/K7MDENG", True),
+    ("AWS_SESSION_TOKEN", "IQoJb3JpZ2lu", True),
+    ("HF_TOKEN", "swordfish", True),
+    ("accessToken", "swordfish", True),
+    ("TOKEN_PROD", "s3cr3t-value", True),
+    ("LAST_TOKEN", "s3cr3t-value", True),
+    ("WANDB_API_KEY", "abc123", True),
+    ("api-key", "hunter2", True),
+    ("SM_HP_API_KEY", "hunter2", True),
+    ("password", "correct horse", True),
+    ("DB_PASSWORD", 'a"b c', True),
+    ("DB_PASSWORD", "123456789012", True),
+    ("DB_PASSWORD", "12345678", False),
+    ("DB_PASSWORD", "1.5", False),
+    ("DB_PASSWORD", "abc", False),
+    ("DB_PASSWORD", "admin", False),
+    ("db_pass", "hunter2", True),
+    ("DB_PWD", "hunter2", True),
+    ("GOOGLE_APPLICATION_CREDENTIALS", '{"type": "x"}', True),
+    ("private_key", "hunter2", True),
+    ("HTTP_AUTH", "user:swordfish", True),
+    ("AUTHORIZATION", "Bearer swordfish", True),
+    ("AUTH_HEADER", "hunter2hunter2", True),
+    ("client_secret", "hunter2", True),
+    ("SHOAL_JOB_SECRET", "hunter2", True),
+    ("--token", "swordfish", True),
+    ("key", "hunter2hunter2", True),
+    ("encryption_key", "hunter2hunter2", True),
+    ("ssh_key", "hunter2hunter2", True),
+]
+# What must stay readable, where its name stands and everywhere else.
+FACTS = [
+    ("MAX_TOKEN", "12345"),
+    ("max-token", "12345"),
+    ("maxToken", "12345"),
+    ("MAX_TOKENS", "12345"),
+    ("NUM_TOKEN", "128k"),
+    ("TOKEN_LIMIT", "12345"),
+    ("token_type", "bearer1234"),
+    ("pad_token", "<pad>"),
+    ("pad_token_id", "50256"),
+    ("PAD_TOKEN", "endoftext"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("tokenizer", "gpt2-medium"),
+    ("AUTH_MODE", "basic"),
+    ("AUTH_TYPE", "kerberos"),
+    ("use_auth_token", "True"),
+    ("use_auth", "false"),
+    ("HF_TOKEN", "none"),
+    ("HF_TOKEN", ""),
+    ("GIT_AUTHOR_NAME", "somebody"),
+    ("SECRET_NAME", "prod/database"),
+    ("PASSWORD_FILE", "/run/secrets/password"),
+    ("SHOAL_JOB_SECRET_FILE", "/run/secrets/job"),
+    ("GOOGLE_APPLICATION_CREDENTIALS", "/opt/ml/code/key.json"),
+    ("private_repo", "true"),
+    ("private_subnet", "subnet"),
+    ("sort_key", "timestamp"),
+    ("s3_key", "data/2026/part-0001"),
+    ("ssh_key", "/root/.ssh/key1.pem"),
+    ("AUTH_URL", "https://login1.example.com/oauth2"),
+    ("label_key", "label1"),
+    ("key", "name"),
+    ("keys", "hunter2hunter2"),
+    ("monkey", "hunter2hunter2"),
+    ("PATH", "/usr/bin2:/bin"),
+]
 
 
-@pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "max_tokens", "tokenizer", "GIT_AUTHOR_NAME", "PWD", "PATH", "monkey", "keys"]
-)
-def test_names_of_no_secrets(name: str) -> None:
-    assert not redact.is_secret(name)
+def shown(name: str, value: str) -> list[str]:
+    """How a value is shown in each place where its name stands."""
+    option = name if name.startswith("--") else f"--{name}"
+    listed = [
+        redact.environment({name: value})[name],
+        redact.anything({name: value})[name],
+        redact.arguments([f"{name}={value}"])[0].partition("=")[2],
+    ]
+    return listed + redact.arguments([option, value])[1:]
+
+
+@pytest.mark.parametrize(("name", "value", "everywhere"), SECRETS)
+def test_what_must_be_hidden(name: str, value: str, everywhere: bool) -> None:
+    assert set(shown(name, value)) == {redact.MASK}
+    redact._known.clear()
+    redact.learn({name: value})
+    assert redact.text(f"at {value} block") == f"at {redact.MASK if everywhere else value} block"
+
+
+@pytest.mark.parametrize(("name", "value"), FACTS)
+def test_what_must_stay_readable(name: str, value: str) -> None:
+    assert set(shown(name, value)) == {value}
+    assert redact.text(f"env {name}={value} x") == f"env {name}={value} x"
+    redact.learn({name: value})
+    assert redact.text(f"at step {value} block") == f"at step {value} block"
+
+
+def test_the_working_directory_is_no_password() -> None:
+    assert redact.environment({"PWD": "/opt/ml/code1"}) == {"PWD": "/opt/ml/code1"}
+
+
+def test_a_secret_of_letters_is_hidden_as_a_whole_word() -> None:
+    redact.learn({"HF_TOKEN": "sword", "DB_PASSWORD": "hunter2"})
+    assert redact.text("swords, sword/x, my_sword and xhunter2x") == "swords, ******/x, my_sword and x******x"
 
 
 @pytest.mark.parametrize("kind", TOKENS)
@@ -108,12 +197,6 @@ def test_a_long_value_costs_linear_time(long: str) -> None:
 def test_a_key_that_looks_random_is_masked_wherever_it_turns_up() -> None:
     redact.learn({"ENCRYPTION_KEY": "3f9a77c1", "signing-key": "b2c4d6"})
     assert redact.text("ValueError: 3f9a77c1 and b2c4d6") == "ValueError: ****** and ******"
-
-
-def test_what_may_be_anything_is_masked_by_its_name_alone() -> None:
-    redact.learn({"use_auth_token": "True", "token": "abc", "label_key": "label", "sort_key": "timestamp"})
-    assert redact.text("True: abc label timestamp") == "True: abc label timestamp"
-    assert redact.arguments(["--sort_key", "timestamp"]) == ["--sort_key", "******"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from . import loopback
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .netns import UNAVAILABLE, Host, running, two_hosts
 
@@ -69,3 +70,21 @@ def test_a_stop_while_pip_waits_for_its_index(tree: Tree, tmp_path: Path) -> Non
     assert time.monotonic() - began < 12  # pip itself gives up after 15 s, and then tries again
     assert "was stopped" in tree.failure
     assert not (tree.base / "model" / "ran").exists()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_setup_that_does_not_end_is_killed_and_named_on_every_host(tmp_path: Path, late: int) -> None:
+    """The index accepts the connection and says nothing, as above."""
+    trees = loopback.two_trees(tmp_path)
+    for tree in trees:
+        tree.script(TOUCH)
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        requirements(trees[late], f"--index-url http://127.0.0.1:{index.getsockname()[1]}/simple\nsome-package\n")
+        with loopback.started(trees, SHOAL_SETUP_TIMEOUT="2") as trains:
+            assert [train.wait(60) for train in trains] == [1, 1]
+    for tree in trees:
+        assert (
+            "The set-up before the launch has not ended within 2 s, and is killed. SHOAL_SETUP_TIMEOUT" in tree.failure
+        )
+        assert "install -r requirements.txt" in tree.failure
+        assert not (tree.base / "model" / "ran").exists()

@@ -267,6 +267,20 @@ def test_what_a_job_inside_the_job_leaves_behind_is_ended(tree: Tree, run: Run) 
     await_end(int(done.out))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_group_in_which_only_another_users_process_is_left() -> None:
+    """The kernel refuses to signal it: a script may have left a program with the setuid bit."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        signalled = (
+            "import os, signal\nfrom shoal_toolkit.run.process import signal_group\nos.setuid(65534)\n"
+            f"print(signal_group({other.pid}, signal.SIGKILL))"
+        )
+        done = subprocess.run([sys.executable, "-c", signalled], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("False\n", "")
+        assert other.poll() is None
+        other.kill()
+
+
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_descriptor_that_is_closed(tree: Tree, descriptor: int) -> None:
     tree.script("print('trained')")

@@ -225,11 +225,13 @@ def test_a_script_that_is_missing_on_one_host_ends_both(hosts: list[Host], broke
 def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
     script(hosts, "open('trained', 'w')")
     worker = hosts[1].start(SHOAL_JOB_SECRET="right", SHOAL_HOSTS_TIMEOUT="3")
-    first = hosts[0].start(SHOAL_JOB_SECRET="wrong")
+    first = hosts[0].start(SHOAL_JOB_SECRET="wrong", SHOAL_HOSTS_TIMEOUT="2")
     with running(worker, first):
         assert hosts[0].finished(first).code == 1
         assert hosts[1].finished(worker).code == 1
-    assert "algo-2 refused this first host: its SHOAL_JOB_SECRET is not this host's" in hosts[0].tree.failure
+    refused = "it refused this first host: its SHOAL_JOB_SECRET is not this host's"
+    assert f"algo-2 ({refused}; " in hosts[0].tree.failure
+    assert hosts[0].file("err").read_text().count(f"algo-2: {refused}. Trying again") == 1
     assert "this host refused a connection from the first host's address: its SHOAL_JOB" in hosts[1].tree.failure
     assert not any((host.tree.code / "trained").exists() for host in hosts)
 
@@ -278,6 +280,29 @@ def test_the_right_secret_from_another_address_starts_nothing(
     assert said["heard"] == []
     assert_only_the_first_host_starts(hosts, guarded)
     assert f"turned away a connection from {address}" in hosts[1].file("err").read_text()
+
+
+def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(
+    hosts: list[Host], guarded: subprocess.Popen[bytes]
+) -> None:
+    """Not even for who has the secret."""
+    said = claim_to_be_first(hosts, hosts[0].address, "right", "unplanned")
+    assert hosts[1].finished(guarded).code == 1
+    assert started(hosts[1]) == []
+    assert said["heard"] == ["H", "W", "r", "f"]
+    assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in said["reason"]
+
+
+@pytest.mark.parametrize(("when", "starts"), [("twice", 1), ("script", 0)])
+def test_a_worker_starts_once_and_what_is_in_its_plan(
+    hosts: list[Host], guarded: subprocess.Popen[bytes], when: str, starts: int
+) -> None:
+    said = claim_to_be_first(hosts, hosts[0].address, "right", when)
+    assert hosts[1].finished(guarded).code == 1
+    assert said["lost"]
+    assert len(started(hosts[1])) <= starts
+    why = {"twice": "a start for the second time", "script": "a start of what is not in this host's plan"}[when]
+    assert f"it sent what is no frame of this protocol ({why}" in hosts[1].tree.failure
 
 
 def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts import agent, messages, resolve, wire
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.connect import Search
-from shoal_toolkit.hosts.wire import Channel
+from shoal_toolkit.hosts.wire import Channel, addresses
 from shoal_toolkit.run.loop import Loop
 
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
+HELLO, WELCOME, REFUSED, START = b"H", b"W", b"R", b"S"
 
 
 @pytest.fixture
@@ -47,7 +51,12 @@ def meet(loop: Loop, ours: str, theirs: str, agents_hosts: list[str] = HOSTS) ->
 
     agent = Agent(loop, port, theirs, agents_hosts, HOSTS[1], welcomed)
     search = Search(loop, HOSTS, port, ours, found, happened.append, seconds=20)
-    loop.run_until(lambda: len(happened) == 2 or any(" " in event for event in happened))
+
+    def refusals() -> list[str]:
+        return [attempt.refusal for attempt in search.missing.values() if attempt.refusal]
+
+    loop.run_until(lambda: len(happened) == 2 or bool(refusals()))
+    happened += refusals()
     search.close()
     agent.close()
     for channel in channels:
@@ -62,11 +71,12 @@ def test_hosts_with_the_same_secret_meet(loop: Loop, secret: str) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", ""), ("", "b")])
 def test_hosts_with_other_secrets_do_not(loop: Loop, ours: str, theirs: str) -> None:
-    assert meet(loop, ours, theirs) == ["127.0.0.1 refused this first host: its SHOAL_JOB_SECRET is not this host's."]
+    assert meet(loop, ours, theirs) == ["it refused this first host: its SHOAL_JOB_SECRET is not this host's"]
 
 
 def test_hosts_of_another_job_do_not(loop: Loop) -> None:
-    assert "names other hosts" in meet(loop, "", "", ["localhost", "127.0.0.1", "algo-3"])[0]
+    (happened,) = meet(loop, "", "", ["localhost", "127.0.0.1", "algo-3"])
+    assert "names other hosts" in happened
 
 
 class Visitor:
@@ -77,11 +87,11 @@ class Visitor:
         self.lost: list[str] = []
         self._secret, self._role, self._forged = secret, role, forged
         sock = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
-        self.channel = Channel(loop, sock, self._frame, self.lost.append)
+        self.channel = Channel(loop, sock, self._message, self.lost.append)
 
-    def _frame(self, kind: bytes, payload: bytes) -> None:
-        self.heard.append(kind)
-        if kind != wire.HELLO:
+    def _message(self, said: Any) -> None:
+        self.heard.append(messages.encode(said)[0])
+        if not isinstance(said, messages.Hello):
             return
         nonce, hosts = wire.nonce(), wire.fingerprint(HOSTS)
         transcript = {
@@ -89,12 +99,11 @@ class Visitor:
             "worker": HOSTS[1],
             "hosts": hosts,
             "first_nonce": nonce,
-            "worker_nonce": wire.fields(payload)["nonce"],
+            "worker_nonce": said.nonce,
             **self._forged,
         }
-        proof = wire.proof(self._secret, self._role, transcript)
-        self.channel.send_json(wire.PROVE, nonce=nonce, hosts=hosts, proof=proof)
-        self.channel.send_json(wire.START, command="orted")
+        self.channel.send(messages.Prove(nonce, hosts, wire.proof(self._secret, self._role, transcript)))
+        self.channel.send(messages.Start("orted"))
 
 
 def visit(
@@ -105,13 +114,13 @@ def visit(
     passed_on: list[bytes] = []
 
     def welcomed(channel: Channel) -> None:
-        channel.on_frame = lambda kind, _: passed_on.append(kind)
+        channel.on_message = lambda said: passed_on.append(messages.encode(said)[0])
         channels.append(channel)
 
     port = free_port()
     agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], welcomed)
     visitor = Visitor(loop, port, secret, source, role, forged)
-    loop.run_until(lambda: bool(visitor.lost) or (wire.WELCOME in visitor.heard and bool(passed_on)))
+    loop.run_until(lambda: bool(visitor.lost) or (WELCOME in visitor.heard and bool(passed_on)))
     agent.close()
     for channel in (visitor.channel, *channels):
         channel.close()
@@ -120,11 +129,11 @@ def visit(
 
 def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop) -> None:
     """Shows that the visits below are valid but for what they forge."""
-    assert visit(loop) == ([wire.HELLO, wire.WELCOME], [wire.START])
+    assert visit(loop) == ([HELLO, WELCOME], [START])
 
 
 def test_who_cannot_prove_the_secret_is_refused_and_not_served(loop: Loop) -> None:
-    refused: tuple[list[bytes], list[bytes]] = ([wire.HELLO, wire.REFUSED], [])
+    refused: tuple[list[bytes], list[bytes]] = ([HELLO, REFUSED], [])
     assert visit(loop, secret="other") == refused
     assert visit(loop, role="worker") == refused
     assert visit(loop, first_nonce=wire.nonce()) == refused
@@ -153,32 +162,38 @@ class Pair:
         self.raw = socket.create_connection(listener.getsockname())
         sock, _ = listener.accept()
         listener.close()
-        self.frames: list[tuple[bytes, bytes]] = []
+        self.heard: list[Any] = []
         self.lost: list[str] = []
-        self.channel = Channel(loop, sock, lambda kind, payload: self.frames.append((kind, payload)), self.lost.append)
+        self.channel = Channel(loop, sock, self.heard.append, self.lost.append)
 
     def close(self) -> None:
         self.channel.close()
         self.raw.close()
 
 
+def framed(kind: bytes, payload: bytes) -> bytes:
+    return (len(payload) + 1).to_bytes(4, "big") + kind + payload
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from([b"H", b"o", b"V"]), st.binary(max_size=300)), min_size=1), st.integers(1, 99)
+    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 99), st.binary(max_size=300)), min_size=1), st.integers(1, 99)
 )
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_frames_arrive_as_they_were_sent_in_pieces_of_any_size(
-    loop: Loop, sent: list[tuple[bytes, bytes]], size: int
+def test_messages_arrive_as_they_were_sent_in_pieces_of_any_size(
+    loop: Loop, sent: list[tuple[int, int, bytes]], size: int
 ) -> None:
     pair = Pair(loop)
-    stream = b"".join((len(payload) + 1).to_bytes(4, "big") + kind + payload for kind, payload in sent)
+    pair.channel.start_heartbeats()
+    outputs = [messages.Output(*each) for each in sent]
+    stream = b"".join(framed(*messages.encode(each)) for each in outputs)
     for start in range(0, len(stream), size):
         pair.raw.sendall(stream[start : start + size])
-    loop.run_until(lambda: len(pair.frames) == len(sent))
-    assert pair.frames == sent
+    loop.run_until(lambda: len(pair.heard) == len(sent))
+    assert pair.heard == outputs
     pair.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xff" * 9, b"\0\0\0\0H", b"GET / HTTP/1.1\r\n"])
+@pytest.mark.parametrize("garbage", [b"\xff" * 9, b"\0\0\0\0H", b"GET / HTTP/1.1\r\n", framed(b".", b"")])
 def test_garbage_ends_the_connection(loop: Loop, garbage: bytes) -> None:
     pair = Pair(loop)
     pair.raw.sendall(garbage)
@@ -205,3 +220,81 @@ def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.Mon
     loop.run_until(lambda: bool(pair.lost))
     assert "nothing was heard from it" in pair.lost[0]
     pair.close()
+
+
+# Those who hold places
+
+
+class Meeting:
+    """A worker and its first host, which comes when it is told to."""
+
+    def __init__(self, loop: Loop, secret: str = "s3cret", port: int = 0) -> None:
+        self.port = port or free_port()
+        self.met: list[str] = []
+        self._loop = loop
+        self._opened: list[Any] = []
+        self.agent = Agent(loop, self.port, secret, HOSTS, HOSTS[1], self._came)
+
+    def _came(self, channel: Channel) -> None:
+        self._opened.append(channel)
+        self.met.append("agent")
+
+    def _found(self, host: str, channel: Channel) -> None:
+        self._opened.append(channel)
+        self.met.append(host)
+
+    def first_host(self, seconds: float = 5) -> Search:
+        search = Search(self._loop, HOSTS, self.port, "s3cret", self._found, self.met.append, seconds)
+        self._opened.append(search)
+        return search
+
+    def crowd(self, source: str) -> None:
+        """Take 40 connections from an address, which say nothing, and let the agent accept them."""
+        self._opened += [socket.create_connection(("127.0.0.1", self.port), 5, (source, 0)) for _ in range(40)]
+        while select.select([self.agent._listener], [], [], 0)[0]:
+            self._loop.step()
+
+    def ended(self) -> list[str]:
+        """Wait until the hosts have met, or the first host has given up."""
+        self._loop.run_until(lambda: len(self.met) == 2 or any("missing" in event for event in self.met))
+        self.close()
+        return sorted(self.met)
+
+    def close(self) -> None:
+        for each in (self.agent, *self._opened):
+            each.close()
+
+
+def test_who_says_nothing_takes_no_place_of_the_first_hosts(loop: Loop) -> None:
+    """From the first host's own address too: another user of that machine cannot keep it out."""
+    meeting = Meeting(loop)
+    meeting.crowd("127.0.0.1")
+    meeting.first_host()
+    assert meeting.ended() == ["127.0.0.1", "agent"]
+
+
+def test_strangers_take_no_place_while_the_name_is_looked_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come again and again, and each time the look-up takes longer than the first host waits."""
+    monkeypatch.setattr(agent, "_RESOLVE_AGAIN_SECONDS", 0.0)
+    meeting, never = Meeting(loop), threading.Event()
+    meeting.crowd("127.0.0.2")
+    loop.run_until(lambda: bool(meeting.agent._allowed))
+    monkeypatch.setattr(resolve, "addresses", lambda host, port: never.wait(20) if port == 0 else addresses(host, port))
+    meeting.crowd("127.0.0.2")
+    meeting.first_host()
+    assert meeting.ended() == ["127.0.0.1", "agent"]
+    never.set()
+
+
+def test_a_stale_worker_ends_no_new_job(loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
+    """It refuses the first host, without having proved anything; then the right worker comes at its address."""
+    stale = Meeting(loop, secret="of yesterday")
+    search = stale.first_host(seconds=20)
+    loop.run_until(lambda: bool(search.missing[HOSTS[1]].refusal))
+    stale.agent.close()
+    right = Meeting(loop, port=stale.port)
+    loop.run_until(lambda: bool(stale.met and right.met))
+    stale.close()
+    right.close()
+    assert stale.met + right.met == ["127.0.0.1", "agent"]
+    assert "127.0.0.1: it refused this first host: its SHOAL_JOB_SECRET is not this host's" in capfd.readouterr().err

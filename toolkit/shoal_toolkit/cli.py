@@ -1,11 +1,12 @@
 """The command `train`: reads the contract, plans, runs, and ends with the job's verdict.
 
-train [--] [argument ...]  run the job; the arguments go to the script, after those from the hyperparameters
+train [argument ...]       run the job; the arguments go to the script, after those from the hyperparameters
 train --explain [--json]   print what would be run, and start nothing
 train --rehearse [...]     any of these without GPUs: CUDA is pretended (sets SHOAL_REHEARSE=1; on every host)
 train --help, train --version
 
-The script's own `--help` is asked for with `train -- --help`.
+--explain and --rehearse may stand anywhere among the arguments. What comes after `--` is the script's:
+`train -- --help` asks for the script's own help.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import take
+from shoal_toolkit.job.settings import take, without_secret
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.logs import log, redact
 from shoal_toolkit.logs.log import say
@@ -52,12 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--help"] or words == ["-h"]:
         print(__doc__.strip())
         return 0
-    if words[:1] == ["--rehearse"]:
-        os.environ["SHOAL_REHEARSE"] = "1"
-        words = words[1:]
-    if words[:1] == ["--explain"]:
-        return explain(words[1:])
-    words = words[1:] if words[:1] == ["--"] else words
+    explains = as_json = False
+    if words:
+        from shoal_toolkit import options
+
+        try:
+            explains, as_json, rehearses, words = options.read(words)
+        except TrainError as error:
+            say(str(error))
+            return error.exit_code
+        if rehearses:
+            os.environ["SHOAL_REHEARSE"] = "1"
+    if explains:
+        return explain(words, as_json)
     _open_standard_descriptors()
     if os.getpid() == 1:
         from shoal_toolkit.run import init
@@ -68,17 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(words, time.monotonic() - _age())
 
 
-def explain(words: Sequence[str]) -> int:
+def explain(words: Sequence[str], as_json: bool) -> int:
     """Print the plan for this host; nothing is started, and no file is touched."""
-    as_json = list(words[:1]) == ["--json"]
     environ = dict(os.environ)
     try:
-        _, problem = take(environ)
+        settings, problem = take(environ)
         if problem is not None:
             raise problem
         paths = contract.read_paths(environ)
         cluster = contract.read_cluster(paths, os.uname().nodename)
-        plan = plan_host(paths, cluster, environ, words[1:] if as_json else words, fetch=False)
+        plan = plan_host(paths, cluster, environ, words, fetch=False)
+        plan = plan._replace(notes=(*without_secret(settings, plan.hosts), *plan.notes))
         metrics_of(paths, plan)
     except TrainError as error:
         say(str(error))
@@ -126,7 +134,7 @@ def _train(paths: Paths, words: Sequence[str], began: float) -> int:
         if problem is not None:
             raise problem
         plan = plan_host(paths, cluster, environ, words)
-        for note in plan.notes:
+        for note in (*without_secret(settings, plan.hosts), *plan.notes):
             say(note)
     except TrainError as error:
         plan = error

@@ -1,8 +1,12 @@
 """The agent of a worker host: waits for the first host, and lets nobody else in.
 
 A connection counts only from an address that the first host's name resolves to, and only after it has proved the
-job's secret (and heard our proof). Until then it can send a few small frames in a few seconds; then the port is
-closed for good.
+job's secret (and heard our proof). Until then it can send one small frame in a few seconds; then the port is closed
+for good.
+
+Who holds connections open takes no place of the first host's. Each address has a few places. When they are taken, the
+oldest connection makes room: the first host proves itself at once, and comes again if it was closed. The addresses that
+the name resolves to have places of their own, which nobody else can take.
 """
 
 from __future__ import annotations
@@ -12,13 +16,18 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts import messages, wire
+from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, Welcome
 from shoal_toolkit.hosts.resolve import Address, Resolver
-from shoal_toolkit.hosts.wire import Channel, ProtocolError
+from shoal_toolkit.hosts.wire import Channel
+from shoal_toolkit.light_typing import Any
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.run.loop import READ, Loop
 
-_MOST_PENDING = 32
+_MOST_HANDSHAKES = 32
+_MOST_WAITING = 64  # connections that wait for the first host's name to be looked up
+_MOST_WAITING_EACH = 4  # of one address
+_MOST_TURNED_AWAY = 32  # addresses that are named in the log
 _RESOLVE_AGAIN_SECONDS = 0.5
 
 
@@ -39,12 +48,13 @@ class Agent:
         self._hosts = hosts
         self._current_host = current_host
         self._on_first_host = on_first_host
-        self._pending: set[Channel] = set()
+        self._handshakes: dict[_Handshake, None] = {}  # the oldest first
         self._allowed: set[str] = set()
         self._resolved_at = float("-inf")
         self._turned_away: set[str] = set()
+        self._reasons: set[str] = set()
         self.refused = ""  # why what came from the first host's address was not let in
-        self._unknown: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
+        self._waiting: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
         self._resolver = Resolver(loop)
         self._listener = _listen(port)
         loop.watch(self._listener.fileno(), READ, self._accept)
@@ -52,15 +62,14 @@ class Agent:
     def close(self) -> None:
         """Stop listening, and drop who has not proved anything."""
         self._resolver.close()
-        for sock, _ in self._unknown:
+        for sock, _ in self._waiting:
             sock.close()
-        self._unknown = []
+        self._waiting = []
         if self._listener.fileno() >= 0:
             self._loop.unwatch(self._listener.fileno(), READ)
             self._listener.close()
-        for channel in self._pending:
-            channel.close()
-        self._pending.clear()
+        for handshake in list(self._handshakes):
+            handshake.end()
 
     def _accept(self) -> None:
         try:
@@ -68,40 +77,84 @@ class Agent:
         except OSError:  # it was gone before we came
             return
         address = peer[0][len("::ffff:") :] if peer[0].startswith("::ffff:") else peer[0]
-        if len(self._pending) + len(self._unknown) >= _MOST_PENDING:
-            sock.close()
-        elif address in self._allowed:
-            _Handshake(self, sock)
+        if address in self._allowed:
+            self._greet(sock)
         elif monotonic() - self._resolved_at > _RESOLVE_AGAIN_SECONDS:
             self._look_up(sock, address)
         else:
             self._turn_away(sock, address)
 
+    def _greet(self, sock: socket.socket) -> None:
+        """Begin the handshake. The oldest one that is not over makes room."""
+        if len(self._handshakes) >= _MOST_HANDSHAKES:
+            next(iter(self._handshakes)).end()
+        self._handshakes[_Handshake(self, sock)] = None
+
     def _look_up(self, sock: socket.socket, address: str) -> None:
         """The first host's name may be known only now."""
-        self._unknown.append((sock, address))
-        if len(self._unknown) == 1:
+        same = [waiting for waiting in self._waiting if waiting[1] == address]
+        if len(same) >= _MOST_WAITING_EACH:
+            self._drop_waiting(same[0])
+        elif len(self._waiting) >= _MOST_WAITING:
+            self._drop_waiting(self._waiting[0])
+        self._waiting.append((sock, address))
+        if len(self._waiting) == 1:
             self._resolver.ask(self._hosts[0], 0, self._resolved)
 
+    def _drop_waiting(self, waiting: tuple[socket.socket, str]) -> None:
+        waiting[0].close()
+        self._waiting.remove(waiting)
+
     def _resolved(self, found: list[Address] | OSError) -> None:
-        self._allowed = set() if isinstance(found, OSError) else {address[0] for _, address in found}
+        if not isinstance(found, OSError):  # else the addresses that were known still count
+            self._allowed = {address[0] for _, address in found}
         self._resolved_at = monotonic()
-        unknown, self._unknown = self._unknown, []
-        for sock, address in unknown:
+        waiting, self._waiting = self._waiting, []
+        for sock, address in waiting:
             if address in self._allowed:
-                _Handshake(self, sock)
+                self._greet(sock)
             else:
                 self._turn_away(sock, address)
 
     def _turn_away(self, sock: socket.socket, address: str) -> None:
         sock.close()
-        if address not in self._turned_away and len(self._turned_away) < _MOST_PENDING:
+        if address not in self._turned_away and len(self._turned_away) < _MOST_TURNED_AWAY:
             self._turned_away.add(address)
             known = ", ".join(sorted(self._allowed)) or "no address yet"
             say(f"turned away a connection from {address}: the first host {self._hosts[0]!r} has {known}")
 
-    def _prove(self, transcript: dict[str, str], role: str) -> str:
-        return wire.proof(self._secret, role, transcript)
+    def hello(self, nonce: str) -> Hello:
+        return Hello(messages.VERSION, self._current_host, nonce)
+
+    def answer(self, nonce: str, said: Prove) -> Welcome | Refused:
+        """Judge the first host's proof. `nonce`: that of our hello."""
+        transcript = {
+            "first": self._hosts[0],
+            "worker": self._current_host,
+            "hosts": wire.fingerprint(self._hosts),
+            "first_nonce": said.nonce,
+            "worker_nonce": nonce,
+        }
+        if said.hosts != transcript["hosts"]:
+            return self._refuse("its resourceconfig.json names other hosts than this host's")
+        if not wire.same(wire.proof(self._secret, "first", transcript), said.proof):
+            return self._refuse("its SHOAL_JOB_SECRET is not this host's")
+        return Welcome(wire.proof(self._secret, "worker", transcript))
+
+    def _refuse(self, reason: str) -> Refused:
+        self.refused = f"refused a connection from the first host's address: {reason}"
+        if reason not in self._reasons:  # it comes again and again
+            self._reasons.add(reason)
+            say(self.refused)
+        return Refused(reason)
+
+    def forget(self, handshake: _Handshake) -> None:
+        self._handshakes.pop(handshake, None)
+
+    def welcome(self, channel: Channel) -> None:
+        """The first host is here: nobody else is waited for."""
+        self.close()
+        self._on_first_host(channel)
 
 
 class _Handshake:
@@ -110,47 +163,26 @@ class _Handshake:
     def __init__(self, agent: Agent, sock: socket.socket) -> None:
         self._agent = agent
         self._nonce = wire.nonce()
-        self._channel = Channel(agent._loop, sock, self._frame, lambda _: self._end())
-        self._deadline = agent._loop.call_later(wire.HANDSHAKE_SECONDS, self._end)
-        agent._pending.add(self._channel)
-        self._channel.send_json(wire.HELLO, version=wire.VERSION, host=agent._current_host, nonce=self._nonce)
+        self._channel = Channel(agent._loop, sock, self._message, lambda _: self.end())
+        self._deadline = agent._loop.call_later(wire.HANDSHAKE_SECONDS, self.end)
+        self._channel.send(agent.hello(self._nonce))
 
-    def _frame(self, kind: bytes, payload: bytes) -> None:
-        if kind != wire.PROVE:
+    def _message(self, said: Any) -> None:
+        if not isinstance(said, Prove):
             raise ProtocolError("not the proof that is due")
-        agent, said = self._agent, wire.fields(payload)
-        transcript = {
-            "first": agent._hosts[0],
-            "worker": agent._current_host,
-            "hosts": wire.fingerprint(agent._hosts),
-            "first_nonce": str(said["nonce"]),
-            "worker_nonce": self._nonce,
-        }
-        if said.get("hosts") != transcript["hosts"]:
-            self._refuse("its resourceconfig.json names other hosts than this host's")
-        elif not wire.same(agent._prove(transcript, "first"), said.get("proof")):
-            self._refuse("its SHOAL_JOB_SECRET is not this host's")
-        else:
-            self._succeed(transcript)
-
-    def _refuse(self, reason: str) -> None:
-        self._agent.refused = f"refused a connection from the first host's address: {reason}"
-        say(self._agent.refused)
-        self._channel.send_json(wire.REFUSED, reason=reason)
-        self._end()
-
-    def _succeed(self, transcript: dict[str, str]) -> None:
-        agent, channel = self._agent, self._channel
+        answer = self._agent.answer(self._nonce, said)
+        self._channel.send(answer)
+        if isinstance(answer, Refused):
+            self.end()
+            return
         self._deadline.cancel()
-        channel.send_json(wire.WELCOME, proof=agent._prove(transcript, "worker"))
-        agent._pending.discard(channel)
-        agent.close()
-        channel.start_heartbeats()
-        agent._on_first_host(channel)
+        self._agent.forget(self)
+        self._channel.start_heartbeats()
+        self._agent.welcome(self._channel)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._deadline.cancel()
-        self._agent._pending.discard(self._channel)
+        self._agent.forget(self)
         self._channel.close()
 
 

@@ -8,9 +8,10 @@ import socket
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts import messages, wire
+from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, Welcome
 from shoal_toolkit.hosts.resolve import Address, Resolver
-from shoal_toolkit.hosts.wire import Channel, ProtocolError
+from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.logs.log import say
 from shoal_toolkit.run.loop import WRITE, Loop, Timer
@@ -20,6 +21,7 @@ _SLOWEST_RETRY_SECONDS = 1.0
 _MOST_RETRIES_PER_SECOND = 500  # of all hosts together: hundreds that are missing shall not keep a core busy
 _CONNECT_SECONDS = 5.0
 _SAY_EVERY_SECONDS = 15.0
+_LONGEST = 200  # what is shown of another's words
 
 
 class Search:
@@ -68,7 +70,10 @@ class Search:
         self._on_failed(reason)
 
     def _who(self) -> str:
-        listed = [f"{host} ({attempt.problem})" for host, attempt in list(self.missing.items())[:10]]
+        listed = [
+            f"{host} ({'; '.join(filter(None, (attempt.refusal, attempt.problem)))})"
+            for host, attempt in list(self.missing.items())[:10]
+        ]
         more = f" and {len(self.missing) - 10} more" if len(self.missing) > 10 else ""
         return ", ".join(listed) + more
 
@@ -96,6 +101,7 @@ class _Attempt:
         self._port = port
         self._secret = secret
         self._tries = 0
+        self.refusal = ""  # what another, or an earlier one, has answered there
         self._sock: socket.socket | None = None
         self._channel: Channel | None = None
         self._transcript: dict[str, str] = {}
@@ -156,50 +162,51 @@ class _Attempt:
         self._loop.unwatch(sock.fileno(), WRITE)
         self._timer.cancel()
         self._sock = None
-        self._channel = Channel(self._loop, sock, self._frame, self._lost)
+        self._channel = Channel(self._loop, sock, self._message, self._lost)
         self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS, lambda: self._again("its agent does not answer"))
 
     def _lost(self, reason: str) -> None:
         self._channel = None
         self._again(f"in the handshake {reason}")
 
-    def _frame(self, kind: bytes, payload: bytes) -> None:
-        said = wire.fields(payload)
-        if kind == wire.HELLO and not self._transcript:
+    def _message(self, said: Any) -> None:
+        if isinstance(said, Hello) and not self._transcript:
             self._hello(said)
-        elif kind == wire.WELCOME and self._transcript:
+        elif isinstance(said, Welcome) and self._transcript:
             self._welcome(said)
-        elif kind == wire.REFUSED:
-            self._search.failed(f"{self._host} refused this first host: {said.get('reason')}.")
+        elif isinstance(said, Refused) and self._transcript:
+            self._refused(said.reason)
         else:
             raise ProtocolError("not the frame that is due")
 
-    def _hello(self, said: dict[str, Any]) -> None:
+    def _hello(self, said: Hello) -> None:
         """Answer the worker's nonce with our proof, and give it ours."""
-        if said["version"] != wire.VERSION or said["host"] != self._host:
-            raise ProtocolError(f"it says that it is {said['host']!r}, protocol {said['version']}")
+        if said.version != messages.VERSION or said.host != self._host:
+            raise ProtocolError(f"it says that it is {said.host[:_LONGEST]!r}, protocol {said.version}")
         self._transcript = {
             "first": self._hosts[0],
             "worker": self._host,
             "hosts": wire.fingerprint(self._hosts),
             "first_nonce": wire.nonce(),
-            "worker_nonce": str(said["nonce"]),
+            "worker_nonce": said.nonce,
         }
-        self._send(
-            nonce=self._transcript["first_nonce"],
-            hosts=self._transcript["hosts"],
-            proof=wire.proof(self._secret, "first", self._transcript),
-        )
-
-    def _send(self, **fields: str) -> None:
+        proof = wire.proof(self._secret, "first", self._transcript)
         if self._channel is not None:
-            self._channel.send_json(wire.PROVE, **fields)
+            self._channel.send(Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))
 
-    def _welcome(self, said: dict[str, Any]) -> None:
-        if not wire.same(wire.proof(self._secret, "worker", self._transcript), said.get("proof")):
+    def _welcome(self, said: Welcome) -> None:
+        if not wire.same(wire.proof(self._secret, "worker", self._transcript), said.proof):
             raise ProtocolError("it does not have this job's SHOAL_JOB_SECRET")
         channel, self._channel = self._channel, None
         self._timer.cancel()
         if channel is not None:
             channel.start_heartbeats()
             self._search.found(self._host, channel)
+
+    def _refused(self, reason: str) -> None:
+        """Whoever says so has proved nothing, and may be left from an earlier job: the right worker may still come."""
+        refusal = f"it refused this first host: {reason[:_LONGEST]}"
+        if not self.refusal:
+            say(f"{self._host}: {refusal}. Trying again, as another may answer there")
+        self.refusal = refusal
+        self._again("trying again")

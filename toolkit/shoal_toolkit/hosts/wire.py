@@ -1,6 +1,6 @@
-"""The connection between two hosts: frames over TCP, heartbeats, a handshake in which both prove the job's secret.
+"""The connection between two hosts: frames over TCP, heartbeats, and the proofs of the job's secret.
 
-A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: JSON, or bytes for output.
+A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: see messages.py.
 """
 
 from __future__ import annotations
@@ -15,43 +15,34 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
+from shoal_toolkit.hosts import messages
+from shoal_toolkit.hosts.messages import PING, ProtocolError
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
 
-VERSION = 3
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096
 HANDSHAKE_SECONDS = 10.0
 HEARTBEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # longer than a network that stumbles, shorter than a user's patience
 
-# Handshake
-HELLO, PROVE, WELCOME, REFUSED = b"H", b"P", b"W", b"R"
-# First host → worker
-START, GO, SIGNAL, VERDICT = b"S", b"G", b"K", b"V"
-# Worker → first host
-READY, STARTED, OUTPUT, RANK_ENDED, ENDED, FAILED, STOPPING = b"r", b"s", b"o", b"n", b"e", b"f", b"t"
-# Both
-PING = b"."
-
 _HEAD = struct.Struct("!Ic")
-_OUTPUT = struct.Struct("!BI")
-
-
-class ProtocolError(Exception):
-    """The other side sent what no peer of ours sends."""
 
 
 class Channel:
-    """A connected, non-blocking socket. Calls `on_frame(kind, payload)`, and `on_lost(reason)` once when it ends."""
+    """A connected, non-blocking socket. Calls `on_message(message)`, and `on_lost(reason)` once when it ends.
+
+    `on_message` raises ProtocolError for a message that is not due; the connection is then lost. An error of any other
+    kind is a mistake of ours, and is not caught here.
+    """
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, on_frame: Callable[[bytes, bytes], None], on_lost: Callable[[str], None]
+        self, loop: Loop, sock: socket.socket, on_message: Callable[[Any], None], on_lost: Callable[[str], None]
     ) -> None:
-        self.on_frame = on_frame
+        self.on_message = on_message
         self.on_lost = on_lost
         self.on_held: Callable[[int], None] = lambda _: None  # told how many bytes wait to be sent
-        self.limit = MAX_HANDSHAKE_FRAME
+        self._proved = False
         self._loop = loop
         self._sock: socket.socket | None = sock
         self._in = bytearray()
@@ -69,24 +60,19 @@ class Channel:
         return self._sock is not None
 
     def start_heartbeats(self) -> None:
-        """From now on both sides speak at least every few seconds, or the connection is taken as lost."""
-        self.limit = MAX_FRAME
+        """The handshake is over. Both sides now speak at least every few seconds, or the connection is lost."""
+        self._proved = True
         self._last_heard = monotonic()
         self._heartbeat()
 
-    def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Queue a frame; what the socket takes is sent at once."""
+    def send(self, message: Any) -> None:
+        """Queue a message; what the socket takes is sent at once."""
         if self._sock is None:
             return
+        kind, payload = messages.encode(message)
         self._out.append(memoryview(_HEAD.pack(len(payload) + 1, kind) + payload))
         self._held += _HEAD.size + len(payload)
         self._flush()
-
-    def send_json(self, kind: bytes, **fields: Any) -> None:
-        self.send(kind, json.dumps(fields).encode())
-
-    def send_output(self, stream: int, rank: int, data: bytes) -> None:
-        self.send(OUTPUT, _OUTPUT.pack(stream, rank) + data)
 
     def close(self) -> None:
         """Close without a word to on_lost."""
@@ -164,41 +150,28 @@ class Channel:
         self._last_heard = monotonic()
         self._in += data
         try:
-            self._frames()
-        except (ProtocolError, ValueError, KeyError, TypeError, struct.error) as error:
+            self._deliver()
+        except ProtocolError as error:
             self._lose(f"it sent what is no frame of this protocol ({error})")
 
-    def _frames(self) -> None:
-        """Hand on the frames that are complete. What was read goes in one piece: it is linear in small frames too."""
-        start = 0
+    def _deliver(self) -> None:
+        """Hand on the messages that are complete. What was read goes in one piece: it is linear in small frames too."""
+        start, limit = 0, MAX_FRAME if self._proved else MAX_HANDSHAKE_FRAME
         try:
             while self._sock is not None and len(self._in) - start >= _HEAD.size:
                 size, kind = _HEAD.unpack_from(self._in, start)
-                if not 1 <= size <= self.limit:
+                if not 1 <= size <= limit:
                     raise ProtocolError(f"a frame of {size} bytes")
                 end = start + _HEAD.size + size - 1
                 if len(self._in) < end:
                     return
-                payload = bytes(self._in[start + _HEAD.size : end])
+                message = messages.parse(kind, bytes(self._in[start + _HEAD.size : end]), self._proved)
                 start = end
-                if kind != PING:
-                    self.on_frame(kind, payload)
+                if message != PING:
+                    self.on_message(message)
+                limit = MAX_FRAME if self._proved else MAX_HANDSHAKE_FRAME
         finally:
             del self._in[:start]
-
-
-def fields(payload: bytes) -> dict[str, Any]:
-    """Return the JSON object of a frame. Raises ProtocolError for anything else."""
-    value = json.loads(payload)
-    if not isinstance(value, dict):
-        raise ProtocolError("a payload that is no object")
-    return value
-
-
-def output(payload: bytes) -> tuple[int, int, bytes]:
-    """Return (stream, rank, data) of an OUTPUT frame."""
-    stream, rank = _OUTPUT.unpack_from(payload)
-    return stream, rank, payload[_OUTPUT.size :]
 
 
 def nonce() -> str:
@@ -212,7 +185,7 @@ def fingerprint(hosts: Sequence[str]) -> str:
 
 def proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
     """Return what only somebody with the job's secret can say of this handshake; `role`: no echo passes for it."""
-    text = json.dumps([VERSION, role, sorted(transcript.items())])
+    text = json.dumps([messages.VERSION, role, sorted(transcript.items())])
     return hmac.new(secret.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()
 
 

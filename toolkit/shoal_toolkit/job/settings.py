@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.light_typing import NamedTuple
@@ -10,10 +11,12 @@ from shoal_toolkit.light_typing import NamedTuple
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600
 LOG_FORMATS = ("text", "json")
+DEFAULT_SETUP_TIMEOUT = 3600  # packages that are compiled take long
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
+SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 VARIABLES = (
-    *("SHOAL_JOB_SECRET", "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_STOP_GRACE", "SHOAL_LOG_FORMAT"),
-    *("SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
+    *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
+    *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
 )
 _BETWEEN_US = (
     "SHOAL_JOB",
@@ -22,6 +25,7 @@ _BETWEEN_US = (
     "SHOAL_REHEARSE_TOLD",
 )  # set by `train` and the library alone
 _ALIKE = 0.8
+_LONGEST_SECRET = 4096  # characters
 
 
 class Settings(NamedTuple):
@@ -30,6 +34,7 @@ class Settings(NamedTuple):
     secret: str
     port: int
     hosts_timeout: int
+    setup_timeout: int
     stop_grace: int
     log_format: str  # one of LOG_FORMATS
 
@@ -48,10 +53,16 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
             problems.append(error)
             return default
 
+    try:
+        secret = _secret(environ)
+    except ContractError as error:
+        problems.append(error)
+        secret = os.urandom(16).hex()  # one that nobody can prove
     settings = Settings(
-        secret=environ.pop("SHOAL_JOB_SECRET", ""),
+        secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
         hosts_timeout=number("SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
+        setup_timeout=number("SHOAL_SETUP_TIMEOUT", DEFAULT_SETUP_TIMEOUT, 1, 7 * 24 * 3600),
         stop_grace=number("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
         log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
     )
@@ -59,6 +70,40 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
         problems.append(_no_format(settings.log_format))
         settings = settings._replace(log_format=LOG_FORMATS[0])
     return settings, next(iter(problems), None)
+
+
+def _secret(environ: MutableMapping[str, str]) -> str:
+    """Take the job's secret from its variable, or from the file that another variable names."""
+    secret, path = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
+    if not path:
+        return secret
+    if secret:
+        raise ContractError(f"The variables {SECRET} and {SECRET_FILE} are both set. Set one of them, on every host.")
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            secret = file.read(_LONGEST_SECRET + 1).strip()
+    except OSError as error:
+        raise ContractError(
+            f"{path}, which {SECRET_FILE} names, cannot be read: {error.strerror}. It must hold the job's secret, the "
+            "same on every host."
+        ) from None
+    if not 0 < len(secret) <= _LONGEST_SECRET:
+        raise ContractError(
+            f"{path}, which {SECRET_FILE} names, {'is too long' if secret else 'is empty'}. It must hold the job's "
+            f"secret, the same on every host, of at most {_LONGEST_SECRET} characters."
+        )
+    return secret
+
+
+def without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Return what to say of a job of several hosts without a secret: it runs, as SageMaker gives it none."""
+    if settings.secret or len(hosts) < 2:
+        return ()
+    return (
+        f"this job has no secret: whoever can send from the address of {hosts[0]}, or run a process there, can run "
+        "programs on the other hosts. On a private network, such as SageMaker's, nobody else can. Fix: set "
+        f"{SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file with it.",
+    )
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:

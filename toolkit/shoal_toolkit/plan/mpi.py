@@ -31,12 +31,18 @@ from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, Mca, Options, parse, r
 from shoal_toolkit.tables import read_table
 
 TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1, and of 5.0
+AGENT_PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
+ANY = "\0"  # no argument of a process can hold it
 
 
 class Mpirun(NamedTuple):
-    """The command for the first host, and what to say of it."""
+    """The command for the first host, what every other one expects its daemon to be started with, and what to say.
+
+    `daemon`: MCA parameter → its value, or ANY.
+    """
 
     command: tuple[str, ...]
+    daemon: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -83,6 +89,7 @@ def mpirun(
         words += ["-x", export]
     return Mpirun(
         command=(*words, *program),
+        daemon=_daemon(user, named, mca),
         notes=(*options.notes, *named_notes, *mca_notes, *_missing(user, machine)),
     )
 
@@ -161,6 +168,13 @@ def _given(user: _User, parameter: str) -> Setting | None:
         if name in user.variables:
             return Setting(f"the variable {user.variables[name].name}", user.variables[name].value)
     return None
+
+
+def _daemon(user: _User, named: Mapping[str, Sequence[str]], mca: Mapping[str, Mca]) -> dict[str, str]:
+    """Return the MCA parameters that mpirun hands on: those of options, of variables, and those that are set."""
+    by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
+    by_variable = {parameter: found.value for parameter, found in user.variables.items()}
+    return {**by_option, **by_variable, **{parameter: each.value for parameter, each in mca.items()}}
 
 
 def _missing(user: _User, machine: Machine) -> list[str]:

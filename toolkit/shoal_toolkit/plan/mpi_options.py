@@ -104,7 +104,7 @@ def _take(reader: _Reader, options: Options, words: Sequence[str], start: int) -
 
 def _bare_word(reader: _Reader, words: Sequence[str], start: int) -> ContractError:
     before = words[start - 1] if start else ""
-    shown = redact.MASK if redact.is_secret(before) else words[start]
+    shown = redact.MASK if redact.is_secret(before, words[start]) else words[start]
     return reader.refusal(
         shown, "mpirun would run it in the script's place; a value with spaces in it needs quotes around it"
     )

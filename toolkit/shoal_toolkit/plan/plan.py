@@ -53,6 +53,7 @@ class LaunchPlan(NamedTuple):
     setup: tuple[tuple[str, ...], ...]  # commands that every host runs before
     script: tuple[str, ...]
     command: tuple[str, ...]
+    daemon: Mapping[str, str]  # MCA parameter → value (or mpi.ANY), with which mpirun may start its daemon here
     companions: tuple[Companion, ...]
     cwd: str
     env: Mapping[str, str]  # what is added to the environment
@@ -107,7 +108,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     script = entry.command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
     launched, more = for_mpirun(script) if part in BY_MPIRUN else (script, {})
     env.update(more)
-    command, notes = _launch_command(job, machine, part, ranks, launched, env)
+    command, daemon, notes = _launch_command(job, machine, part, ranks, launched, env)
     return LaunchPlan(
         launcher=chosen,
         hosts=(*hosts, *outside),
@@ -117,6 +118,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         setup=tuple(_setup(job, machine)),
         script=tuple(script),
         command=tuple(command),
+        daemon=daemon,
         companions=tuple(_companions(job, machine, part, hosts)),
         cwd=job.code_dir,
         env=env,
@@ -147,18 +149,18 @@ def _slots(job: Job, machine: Machine) -> dict[str, str]:
 
 def _launch_command(
     job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """Return what this host starts, and remarks for the log."""
+) -> tuple[list[str], Mapping[str, str], list[str]]:
+    """Return what this host starts, what its daemon may be given, and remarks for the log."""
     if part in BY_MPIRUN:
         return _mpirun(job, machine, part, ranks, script)
     if part == TORCH_DISTRIBUTED:
-        return _torchrun(job, machine, ranks, script, env), []
-    return script, []
+        return _torchrun(job, machine, ranks, script, env), {}, []
+    return script, {}, []
 
 
 def _mpirun(
     job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str]
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], Mapping[str, str], list[str]]:
     from shoal_toolkit.plan import mpi, rank_shell  # a plain process does without them, and starts the sooner
 
     if not machine.mpirun:
@@ -176,7 +178,7 @@ def _mpirun(
     program = rank_shell.under_mpirun(script, names)
     made = mpi.mpirun(machine, ranks, text, key, job.environ, program, oversubscribe=part != MPI)
     is_first = job.cluster.current_host == next(iter(ranks))
-    return list(made.command) if is_first else [], list(made.notes)
+    return list(made.command) if is_first else [], made.daemon, list(made.notes)
 
 
 def _torchrun(

@@ -7,6 +7,7 @@ others told, and the first host ends after they have heard it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from time import monotonic
 
@@ -23,6 +24,7 @@ from shoal_toolkit.run.ranks import STDERR, STDOUT
 if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a job of one host too much
     from shoal_toolkit.hosts.connect import Search
     from shoal_toolkit.hosts.daemons import Answer, DaemonRequests
+    from shoal_toolkit.hosts.messages import Ended
     from shoal_toolkit.hosts.wire import Channel
     from shoal_toolkit.logs.daemonlog import DaemonLog
 
@@ -40,7 +42,7 @@ class FirstHost(Host):
         self._requests: DaemonRequests | None = None
         self._channels: dict[str, Channel] = {}
         self._daemons: dict[str, Answer] = {}  # hosts on which mpirun's daemon runs
-        self._facts: dict[str, dict[str, int]] = {}  # of workers: see oom.py
+        self._facts: dict[str, Mapping[str, int]] = {}  # of workers: see oom.py
         self._launcher: DaemonLog | None = None
         self._failed_rank: int | None = None  # as a worker's daemon says
         self._host_of: dict[int, str] = {}  # ranks that have started
@@ -76,7 +78,7 @@ class FirstHost(Host):
         if isinstance(task.plan, TrainError):
             self._fail_early(verdict.of_error(task.plan))
         elif self.work is not None:
-            self.work.set_up(self._set_up)
+            self.work.set_up(task.settings.setup_timeout, self._set_up)
 
     def _set_up(self, error: LaunchError | None) -> None:
         if error is not None:
@@ -95,7 +97,8 @@ class FirstHost(Host):
         waiting = sorted(self._unready & self._channels.keys())
         if waiting:
             more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
-            say(f"{', '.join(waiting[:10])}{more} still set up")
+            limit = self.task.settings.setup_timeout
+            say(f"{', '.join(waiting[:10])}{more} still set up, for at most {limit} s (SHOAL_SETUP_TIMEOUT)")
         if self._unready:
             self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
 
@@ -112,7 +115,7 @@ class FirstHost(Host):
             self.loop.call_later(_DELIVERY_SECONDS, lambda: self.decide(failed))
 
     def _found(self, host: str, channel: Channel) -> None:
-        channel.on_frame = partial(self._frame, host)
+        channel.on_message = partial(self._message, host)
         channel.on_lost = partial(self._lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
@@ -153,12 +156,12 @@ class FirstHost(Host):
         """The others that start their own command."""
         for host, channel in self._channels.items():
             if host in self._pending:
-                from shoal_toolkit.hosts import wire
+                from shoal_toolkit.hosts.messages import GO
 
-                channel.send(wire.GO)
+                channel.send(GO)
 
     def _daemon_asked(self, host: str, command: str, answer: Answer) -> None:
-        from shoal_toolkit.hosts import wire
+        from shoal_toolkit.hosts.messages import Start
 
         channel = self._channels.get(host)
         if channel is None or host in self._daemons:
@@ -166,7 +169,7 @@ class FirstHost(Host):
             answer(255)
             return
         self._daemons[host] = answer
-        channel.send_json(wire.START, command=command)
+        channel.send(Start(command))
 
     # While it runs
 
@@ -186,29 +189,38 @@ class FirstHost(Host):
         words = self._launcher.feed(stream, data) if self._launcher is not None else data
         self.output.launcher(stream, self.task.cluster.current_host, words)
 
-    def _frame(self, host: str, kind: bytes, payload: bytes) -> None:
-        from shoal_toolkit.hosts import wire
+    def _message(self, host: str, said: Any) -> None:
+        """What a worker says, which has proved the secret. ProtocolError: it says what is not due."""
+        from shoal_toolkit.hosts import messages
 
-        if kind == wire.OUTPUT:
-            stream, rank, data = wire.output(payload)
-            self.rank_output(stream, rank, data)
-            return
-        said = wire.fields(payload)
-        if kind == wire.READY:
+        if isinstance(said, messages.Failed):
+            self._fail_early(Verdict(said.code or 1, f"On {host}: {said.message}"))
+        elif isinstance(said, messages.Stopping):
+            self._signalled_by(host, said.signal)
+        elif said == messages.READY:
+            if host not in self._unready:
+                raise messages.ProtocolError("it is ready for the second time")
             self._ready(host)
-        elif kind == wire.STARTED:
-            self._rank_started(host, int(said["rank"]))
-        elif kind == wire.RANK_ENDED:
-            self._facts[host] = dict(said["facts"]) or self._facts.get(host, {})
-            self.rank_ended(int(said["rank"]), int(said["code"]))
-        elif kind == wire.ENDED:
-            self._worker_ended(host, said)
-        elif kind == wire.FAILED:
-            self._fail_early(Verdict(int(said["code"]) or 1, f"On {host}: {said['message']}"))
-        elif kind == wire.STOPPING:
-            self._signalled_by(host, int(said["signal"]))
+        elif self._launched:
+            self._work_message(host, said)
         else:
-            raise wire.ProtocolError(f"the kind {kind!r}")
+            raise messages.ProtocolError(f"{type(said).__name__} before the launch")
+
+    def _work_message(self, host: str, said: Any) -> None:
+        """What a worker says of its ranks, or of its own command."""
+        from shoal_toolkit.hosts import messages
+
+        if isinstance(said, messages.Output):
+            self.rank_output(said.stream, said.rank, said.data)
+        elif isinstance(said, messages.Started):
+            self._rank_started(host, said.rank)
+        elif isinstance(said, messages.RankEnded):
+            self._facts[host] = said.facts or self._facts.get(host, {})
+            self.rank_ended(said.rank, said.code)
+        elif isinstance(said, messages.Ended):
+            self._worker_ended(host, said)
+        else:
+            raise messages.ProtocolError(f"{type(said).__name__}, which a worker does not say")
 
     def _lost(self, host: str, reason: str) -> None:
         self.flow.remove(self._channels.pop(host))
@@ -220,19 +232,18 @@ class FirstHost(Host):
 
     # The end
 
-    def _worker_ended(self, host: str, said: dict[str, Any]) -> None:
-        code = int(said["code"])
-        self._facts[host] = dict(said["facts"]) or self._facts.get(host, {})
-        if said["unrecorded"]:
-            self._unrecorded = self._unrecorded or f"On {host}: {said['unrecorded']}"
+    def _worker_ended(self, host: str, said: Ended) -> None:
+        self._facts[host] = said.facts or self._facts.get(host, {})
+        if said.unrecorded:
+            self._unrecorded = self._unrecorded or f"On {host}: {said.unrecorded}"
         answer = self._daemons.pop(host, None)
         if answer:
-            if self._failed_rank is None and said["failed_rank"] is not None:
-                self._failed_rank = int(said["failed_rank"])
-            answer(code)
+            if self._failed_rank is None:
+                self._failed_rank = said.failed_rank
+            answer(said.code)
             self._end_of_mpi()
-            return
-        self._command_ended(host, code, str(said["stderr"]))
+        elif host in self._pending:
+            self._command_ended(host, said.code, said.stderr)
 
     def work_ended(self, code: int) -> None:
         plan = self.task.plan
@@ -343,10 +354,10 @@ class FirstHost(Host):
 
     def _where(self, plan: LaunchPlan, rank: int) -> str:
         if rank >= plan.world_size:
-            return f"the script on {self._host_of[rank]}, outside the distribution,"
+            return f"the script on {self._host_of.get(rank, 'an unknown host')}, outside the distribution,"
         return f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
 
-    def _facts_of(self, host: str) -> dict[str, int]:
+    def _facts_of(self, host: str) -> Mapping[str, int]:
         return self.facts() if host == self.task.cluster.current_host else self._facts.get(host, {})
 
     # Stopping
@@ -377,10 +388,10 @@ class FirstHost(Host):
 
     def _signal_all(self, number: int) -> None:
         if self._channels:
-            from shoal_toolkit.hosts import wire
+            from shoal_toolkit.hosts.messages import Signal
 
             for channel in self._channels.values():
-                channel.send_json(wire.SIGNAL, number=number)
+                channel.send(Signal(number))
         if self.work is not None:
             self.work.stop(number)
 
@@ -401,13 +412,13 @@ class FirstHost(Host):
             self._search.close()
         if not self._channels:
             return
-        from shoal_toolkit.hosts import wire
+        from shoal_toolkit.hosts.messages import Decided
 
         shared: dict[str, Any] = {
             key: value for key, value in self.report.items() if key not in ("current_host", "began")
         }
         for channel in self._channels.values():
-            channel.send_json(wire.VERDICT, code=decided.exit_code, message=decided.message, report=shared)
+            channel.send(Decided(decided.exit_code, decided.message, shared))
         late: list[bool] = []
         self.loop.call_later(_LAST_WORDS_SECONDS, lambda: late.append(True))
         self.loop.run_until(lambda: not self._channels or bool(late))

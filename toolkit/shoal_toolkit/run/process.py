@@ -163,9 +163,12 @@ def _stat(pid: int) -> list[str]:
 
 
 def signal_group(leader: int, number: int) -> bool:
-    """Signal every process of a group; returns whether there is one."""
+    """Signal every process of a group that may be signalled; returns whether there is one.
+
+    The kernel refuses only where there is none but those of another user: a program with the setuid bit, say.
+    """
     try:
         os.killpg(leader, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True

@@ -62,6 +62,7 @@ class Work:
         self._ranks: LocalRanks | None = None
         self._companions: dict[int, str] = {}  # pid → name
         self._companion_sources: dict[int, list[Source]] = {}
+        self._setting_up: tuple[Sequence[str], Tail] = ((), Tail())  # the command, and what it printed
         self._on_end: Callable[[int], None] = events.ended
         self._pid = self._since = 0
         self._stopping = self._killed = False
@@ -76,16 +77,25 @@ class Work:
         """Whether companions still finish what they have begun."""
         return bool(self._companions)
 
-    def set_up(self, done: Callable[[LaunchError | None], None]) -> None:
-        """Run the commands that come before the launch, one after the other; `done` gets None, or what failed."""
-        self._set_up_next(list(self._plan.setup), done)
+    def set_up(self, seconds: int, done: Callable[[LaunchError | None], None]) -> None:
+        """Run the commands that come before the launch, one after the other; `done` gets None, or what failed.
+
+        seconds: How long all of them may take together. What still runs then is killed.
+        """
+        limit = self._loop.call_later(seconds, lambda: self._setup_late(seconds, done))
+
+        def over(error: LaunchError | None) -> None:
+            limit.cancel()
+            done(error)
+
+        self._set_up_next(list(self._plan.setup), over)
 
     def _set_up_next(self, commands: list[tuple[str, ...]], done: Callable[[LaunchError | None], None]) -> None:
         if not commands:
             self._on_end = self._events.ended
             done(None)
             return
-        command, tail = commands[0], Tail()
+        command, tail = self._setting_up = (commands[0], Tail())
 
         def ended(code: int) -> None:
             if code:
@@ -98,6 +108,18 @@ class Work:
             self._start(command, {}, self._plan.cwd, lambda stream: self._setup_reader(stream, tail))
         except LaunchError as error:
             done(error)
+
+    def _setup_late(self, seconds: int, done: Callable[[LaunchError | None], None]) -> None:
+        """Say so at once: a process that hangs in the kernel does not even end when it is killed."""
+        command, tail = self._setting_up
+        self._on_end = lambda _: None
+        self.signal_launcher(signal.SIGKILL)
+        done(
+            LaunchError(
+                f"The set-up before the launch has not ended within {seconds} s, and is killed. "
+                f"SHOAL_SETUP_TIMEOUT sets the limit.\nThis was running: {_shown(command, tail.text())}"
+            )
+        )
 
     def _setup_reader(self, stream: int, tail: Tail) -> Callable[[bytes], None]:
         def read(data: bytes) -> None:
@@ -278,10 +300,15 @@ class Work:
 
 
 def _setup_failure(command: Sequence[str], code: int, output: str) -> str:
-    from shoal_toolkit.logs import redact
     from shoal_toolkit.outcome import pip_failure
 
     reason = pip_failure.describe(output) or "it printed nothing"
+    return f"{reason}\nBefore the launch, this exited with code {code}: {_shown(command, output)}"
+
+
+def _shown(command: Sequence[str], output: str) -> str:
+    """Return a command, and the last lines that it printed."""
+    from shoal_toolkit.logs import redact
+
     lines = [line for line in output.splitlines() if line.strip()]
-    words = " ".join(redact.arguments(command))
-    return f"{reason}\nBefore the launch, this exited with code {code}: {words}\n\n" + "\n".join(lines[-10:])
+    return " ".join(redact.arguments(command)) + "\n\n" + "\n".join(lines[-10:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from shoal_toolkit.errors import LaunchError, TrainError
-from shoal_toolkit.hosts import wire
+from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import daemon_command
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from shoal_toolkit.run.ranks import STDERR
 
 if TYPE_CHECKING:
     from shoal_toolkit.hosts.wire import Channel
+    from shoal_toolkit.run.work import Work
 
 
 class Worker(Host):
@@ -31,7 +32,7 @@ class Worker(Host):
         self._daemon = DaemonLog()
         self._first_host = task.hosts[0]
         self._has_ranks = isinstance(task.plan, LaunchPlan) and task.plan.has_ranks
-        self._is_set_up = False
+        self._is_set_up = self._is_started = False
         self._problem: TrainError | None = None  # why this host cannot take part
 
     def begin(self) -> None:
@@ -44,7 +45,7 @@ class Worker(Host):
         if isinstance(task.plan, TrainError):
             self._set_up(task.plan)
         elif self.work is not None:
-            self.work.set_up(self._set_up)
+            self.work.set_up(task.settings.setup_timeout, self._set_up)
 
     def _set_up(self, error: TrainError | None) -> None:
         """This host is ready, or will never be."""
@@ -58,7 +59,7 @@ class Worker(Host):
         if self._problem is not None:
             self._failed(self._problem)
         elif self._is_set_up:
-            self._send(wire.READY)
+            self._send(messages.READY)
 
     def _too_late(self) -> None:
         if self._channel is None:
@@ -73,7 +74,7 @@ class Worker(Host):
 
     def _first_host_came(self, channel: Channel) -> None:
         self._channel = channel
-        channel.on_frame = self._frame
+        channel.on_message = self._message
         channel.on_lost = self._lost
         channel.on_held = lambda held: self.flow.report(channel, held)
         self._report()
@@ -85,65 +86,70 @@ class Worker(Host):
 
     # What the first host says
 
-    def _frame(self, kind: bytes, payload: bytes) -> None:
-        if kind == wire.GO:
-            self._attempt(None)
-            return
-        said = wire.fields(payload)
-        if kind == wire.START:
-            self._attempt(str(said["command"]))
-        elif kind == wire.SIGNAL:
-            self._pass_on(int(said["number"]))
-        elif kind == wire.VERDICT:
-            self._decided(said)
+    def _message(self, said: Any) -> None:
+        """What the first host says, which has proved the secret. ProtocolError: it says what is not due."""
+        if said == messages.GO:
+            self._asked(None)
+        elif isinstance(said, messages.Start):
+            self._asked(said.command)
+        elif isinstance(said, messages.Signal):
+            self._pass_on(said.number)
+        elif isinstance(said, messages.Decided):
+            self.report.update(said.report)
+            self.decide(Verdict(said.code, said.message))
         else:
-            raise wire.ProtocolError(f"the kind {kind!r}")
+            raise messages.ProtocolError(f"{type(said).__name__}, which a first host does not say")
 
-    def _attempt(self, command: str | None) -> None:
-        """Start what is asked for: the script, or with a command mpirun's daemon."""
-        if self.work is None or self._problem is not None:
+    def _asked(self, command: str | None) -> None:
+        """Start the script, or with a command mpirun's daemon: once, and only that of the two which the plan has."""
+        plan, work = self.task.plan, self.work
+        if work is None or self._problem is not None:
             return  # this host cannot, and has said so: the first host had not heard it yet
+        assert isinstance(plan, LaunchPlan)
+        if not self._is_set_up or self._is_started:
+            raise messages.ProtocolError("a start for the second time, or before this host is ready")
+        if plan.starts_alone(plan.current_host) != (command is None):
+            raise messages.ProtocolError("a start of what is not in this host's plan")
+        self._is_started = True
         try:
-            if command is None:
-                self.work.start()
-            else:
-                self.work.prepare_ranks()
-                argv, variables = daemon_command(command, self.task.environ, self.work.directory)
-                self.work.start_launcher(argv, variables)
+            self._start(plan, work, command)
         except TrainError as error:
             self._failed(error)
 
+    def _start(self, plan: LaunchPlan, work: Work, command: str | None) -> None:
+        if command is None:
+            work.start()
+            return
+        work.prepare_ranks()
+        argv, variables = daemon_command(command, plan.daemon, self.task.environ, work.directory)
+        work.start_launcher(argv, variables)
+
     def _failed(self, error: TrainError) -> None:
-        self._send(wire.FAILED, code=error.exit_code, message=str(error))
+        self._send(messages.Failed(error.exit_code, str(error)))
 
     def _pass_on(self, number: int) -> None:
         self.note_stop(number)
         if self.work is not None:
             self.work.stop(number)
 
-    def _decided(self, said: dict[str, Any]) -> None:
-        self.report.update(said["report"])
-        self.decide(Verdict(int(said["code"]), str(said["message"])))
-
     # What this host's work says
 
     def rank_started(self, rank: int) -> None:
-        self._send(wire.STARTED, rank=rank)
+        self._send(messages.Started(rank))
 
     def rank_ended(self, rank: int, code: int) -> None:
-        self._send(wire.RANK_ENDED, rank=rank, code=code, facts=self.facts() if code else {})
+        self._send(messages.RankEnded(rank, code, self.facts() if code else {}))
 
     def companion_ended(self, name: str, code: int) -> None:
         if self.verdict is not None or self.stopped_by:
             return
         message = companion_failure(name, self.task.cluster.current_host, code)
-        self._send(wire.FAILED, code=code or 1, message=message)
+        self._send(messages.Failed(code or 1, message))
 
     def rank_output(self, stream: int, rank: int, data: bytes) -> None:
         """Output of ranks goes to the first host; that of a plain process stays here, as on SageMaker."""
         if self._has_ranks:
-            if self._channel is not None:
-                self._channel.send_output(stream, rank, data)
+            self._send(messages.Output(stream, rank, data))
             return
         self.output.rank(stream, rank, self.task.cluster.current_host, data)
 
@@ -156,7 +162,7 @@ class Worker(Host):
         stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
         failed, facts = self._daemon.failed_rank, self.facts() if code else {}
         unrecorded = "" if code else self._rehearse()
-        self._send(wire.ENDED, code=code, stderr=stderr, failed_rank=failed, facts=facts, unrecorded=unrecorded)
+        self._send(messages.Ended(code, stderr, failed, facts, unrecorded))
 
     def _rehearse(self) -> str:
         """A host on which a success cannot be recorded says so, and why, while all of them can still fail."""
@@ -166,9 +172,9 @@ class Worker(Host):
             return str(error)
         return ""
 
-    def _send(self, kind: bytes, **fields: Any) -> None:
+    def _send(self, message: Any) -> None:
         if self._channel is not None:
-            self._channel.send_json(kind, **fields)
+            self._channel.send(message)
 
     # Stopping
 
@@ -177,10 +183,10 @@ class Worker(Host):
         if self._channel is None:
             self.decide(verdict.of_stop(number))
         else:
-            self._send(wire.STOPPING, signal=number)
+            self._send(messages.Stopping(number))
 
     def stop_again(self) -> None:
-        self._send(wire.STOPPING, signal=self.stopped_by or signal.SIGTERM)
+        self._send(messages.Stopping(self.stopped_by or signal.SIGTERM))
 
     def tell(self, decided: Verdict) -> None:
         """Closing the connection says that the verdict has been written here."""

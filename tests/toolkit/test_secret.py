@@ -1,0 +1,82 @@
+"""The secret of a job of several hosts: where it comes from, and what is said of a job without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal_toolkit.job.settings import take, without_secret
+
+from . import loopback
+from .conftest import Run, Tree
+from .loopback import two_trees
+
+NOTE = "this job has no secret: whoever can send from the address of "
+
+
+def test_the_variable_is_taken_out_of_the_environment() -> None:
+    environ = {"SHOAL_JOB_SECRET": "s3cret"}
+    settings, problem = take(environ)
+    assert (settings.secret, problem, environ) == ("s3cret", None, {})
+
+
+def test_a_file_may_hold_it(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret\n")
+    environ = {"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret")}
+    settings, problem = take(environ)
+    assert (settings.secret, problem, environ) == ("s3cret", None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "says"),
+    [
+        (None, {}, "cannot be read: No such file or directory"),
+        ("\n", {}, "is empty"),
+        ("x" * 5000, {}, "is too long"),
+        ("s3cret", {"SHOAL_JOB_SECRET": "s3cret"}, "are both set. Set one of them"),
+    ],
+)
+def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
+    tmp_path: Path, text: str | None, more: dict[str, str], says: str
+) -> None:
+    if text is not None:
+        (tmp_path / "secret").write_text(text)
+    settings, problem = take({"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret"), **more})
+    assert problem is not None
+    assert says in str(problem)
+    assert len(settings.secret) == 32, "an empty one would let everybody in"
+
+
+def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:
+    without, _ = take({})
+    having, _ = take({"SHOAL_JOB_SECRET": "s3cret"})
+    assert without_secret(having, ["a", "b"]) == without_secret(without, ["a"]) == ()
+    (note,) = without_secret(without, ["a", "b"])
+    assert note.startswith(f"{NOTE}a, or run a process there, can run programs on the other hosts.")
+    assert "Fix: set SHOAL_JOB_SECRET to the same random text on every host" in note
+    assert "SHOAL_JOB_SECRET_FILE" in note
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_the_warning_is_in_the_log_of_every_host_and_the_job_runs(tmp_path: Path, secret: bool) -> None:
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script("print('trained')")
+    (tmp_path / "secret").write_text("s3cret")
+    place = str(tmp_path / "secret") if secret else ""
+    with loopback.started(trees, SHOAL_JOB_SECRET_FILE=place) as trains:
+        said = [train.communicate(timeout=30) for train in trains]
+    assert [out for out, _ in said] == ["trained\n"] * 2
+    assert [NOTE in err for _, err in said] == [not secret] * 2
+
+
+@pytest.mark.parametrize("secret", [{}, {"SHOAL_JOB_SECRET": "s3cret"}])
+def test_the_warning_is_in_the_explanation(tree: Tree, run: Run, secret: dict[str, str]) -> None:
+    tree.script("")
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    said = run("--explain", SAGEMAKER_PROGRAM="train.py", **secret)
+    notes = json.loads(run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", **secret).out)["notes"]
+    assert (f"why          {NOTE}algo-1" in said.out) == (not secret)
+    assert any(note.startswith(NOTE) for note in notes) == (not secret)

@@ -1,0 +1,111 @@
+"""Messages on a connection: a head, and any number of bodies, each as long as it says.
+
+    8 bytes   how long the head is          covered by the tag, with the number of the message
+    4 bytes   how many bodies there are     on this connection, from 0
+    16 bytes  the tag: BLAKE2b with the connection's key
+    8 bytes   for each body, how long it is  covered by the tag
+    the head                                 covered by the tag
+    the bodies                               not covered
+
+Heads may be pickles, so that only one with a right tag is handed out: one that is changed, repeated, left out or moved
+ends the connection. Bodies are numbers, which nobody executes; to check them would cost as much as to send them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Generator, Sequence
+
+_PRELUDE = struct.Struct("!QI16s")
+_COUNTED = struct.Struct("!QQI")
+_TAG_BYTES = 16
+_READ_BYTES = 8 << 10
+
+Message = tuple[bytes, "list[bytearray]"]
+
+
+class FrameError(ConnectionError):
+    """What came is no message of the other side, or not the next one."""
+
+
+class Writer:
+    """Makes the frames of one connection, in the order in which they are sent."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def frame(self, head: bytes, bodies: Sequence[memoryview]) -> bytes:
+        """What goes before the bodies."""
+        sizes = struct.pack(f"!{len(bodies)}Q", *[body.nbytes for body in bodies])
+        rest = sizes + head
+        tag = _tag(self._key, self._count, len(head), len(bodies), rest)
+        self._count += 1
+        return _PRELUDE.pack(len(head), len(bodies), tag) + rest
+
+
+class Reader:
+    """Makes messages of the bytes of one connection, however they are cut.
+
+    Read into `buffer()`, and tell `advance` how much came. Long bodies are read to where they stay.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+        self._ahead = memoryview(bytearray(_READ_BYTES))
+        self._complete: list[Message] = []
+        self._parts = self._read_messages()
+        self._part, self._filled = self._room(next(self._parts)), 0
+
+    @property
+    def missing(self) -> int:
+        """How many bytes the part that is being read still lacks."""
+        return len(self._part) - self._filled
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
+
+    def advance(self, count: int) -> list[Message]:
+        """So many bytes have come to `buffer()`: the messages that they complete. Raises FrameError for others."""
+        part, filled, at = self._part, self._filled, 0
+        if len(part) - filled >= _READ_BYTES:
+            filled, count = filled + count, 0
+        while True:
+            taken = min(len(part) - filled, count - at)
+            if taken:
+                part[filled : filled + taken] = self._ahead[at : at + taken]
+                filled, at = filled + taken, at + taken
+            if filled < len(part):
+                break
+            part, filled = self._room(self._parts.send(part)), 0
+        self._part, self._filled = part, filled
+        complete, self._complete = self._complete, []
+        return complete
+
+    @staticmethod
+    def _room(size: int) -> bytearray:
+        try:
+            return bytearray(size)
+        except (MemoryError, OverflowError):
+            raise FrameError(f"a part of {size} bytes") from None
+
+    def _read_messages(self) -> Generator[int, bytearray, None]:
+        """Asks for parts of so many bytes, one after the other."""
+        while True:
+            head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
+            rest = yield 8 * bodies + head_bytes
+            if not hmac.compare_digest(tag, _tag(self._key, self._count, head_bytes, bodies, rest)):
+                raise FrameError("a message was changed on its way, or is not the next one")
+            self._count += 1
+            parts = []
+            for size in struct.unpack_from(f"!{bodies}Q", rest):
+                parts.append((yield size))
+            self._complete.append((bytes(rest[8 * bodies :]), parts))
+
+
+def _tag(key: bytes, number: int, head_bytes: int, bodies: int, rest: bytes | bytearray) -> bytes:
+    mac = hashlib.blake2b(_COUNTED.pack(number, head_bytes, bodies), key=key, digest_size=_TAG_BYTES)
+    mac.update(rest)
+    return mac.digest()

@@ -22,6 +22,7 @@ _PRELUDE = struct.Struct("!QI16s")
 _COUNTED = struct.Struct("!QQI")
 _TAG_BYTES = 16
 _READ_BYTES = 8 << 10
+_UNPROVED_BYTES = 1 << 20
 
 Message = tuple[bytes, "list[bytearray]"]
 
@@ -48,7 +49,8 @@ class Writer:
 class Reader:
     """Makes messages of the bytes of one connection, however they are cut.
 
-    Read into `buffer()`, and tell `advance` how much came. Long bodies are read to where they stay.
+    Read into `buffer()`, tell `advance` how much came, and `take` what is complete, also after an error: it came before.
+    Long bodies are read to where they stay.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -67,8 +69,8 @@ class Reader:
         """Where the next bytes go."""
         return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
 
-    def advance(self, count: int) -> list[Message]:
-        """So many bytes have come to `buffer()`: the messages that they complete. Raises FrameError for others."""
+    def advance(self, count: int) -> None:
+        """So many bytes have come to `buffer()`. Raises FrameError if they are no message, or not the next one."""
         part, filled, at = self._part, self._filled, 0
         if len(part) - filled >= _READ_BYTES:
             filled, count = filled + count, 0
@@ -81,6 +83,9 @@ class Reader:
                 break
             part, filled = self._room(self._parts.send(part)), 0
         self._part, self._filled = part, filled
+
+    def take(self) -> list[Message]:
+        """The messages that have been completed since this was called last."""
         complete, self._complete = self._complete, []
         return complete
 
@@ -89,13 +94,16 @@ class Reader:
         try:
             return bytearray(size)
         except (MemoryError, OverflowError):
-            raise FrameError(f"a part of {size} bytes") from None
+            raise FrameError(f"there is no memory for a message of {size} bytes") from None
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
         """Asks for parts of so many bytes, one after the other."""
         while True:
             head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
-            rest = yield 8 * bodies + head_bytes
+            size = 8 * bodies + head_bytes
+            rest = yield min(size, _UNPROVED_BYTES)
+            while len(rest) < size:  # room is made for what has come: nobody has proved yet that the size is right
+                rest += yield min(size - len(rest), _UNPROVED_BYTES)
             if not hmac.compare_digest(tag, _tag(self._key, self._count, head_bytes, bodies, rest)):
                 raise FrameError("a message was changed on its way, or is not the next one")
             self._count += 1

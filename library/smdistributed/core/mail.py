@@ -224,22 +224,31 @@ class Mail:
 
     def _take(self, incoming: _Incoming) -> None:
         """Deliver what has come on a connection, without waiting for more."""
+        reader, ended = incoming.reader, None
         try:
-            if incoming.reader is None:
+            if reader is None:
                 self._greet(incoming)
                 return
-            messages = incoming.receive(incoming.reader)
+            incoming.receive(reader)
         except BlockingIOError:
             return
         except (OSError, EOFError) as error:
-            if isinstance(error, FrameError):
-                _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)
-            self._forget(incoming)
-            if incoming.reader is not None and not self._closed:
-                self._lose(incoming.source)
-            return
-        for head, bodies in messages:
+            ended = error
+        for head, bodies in reader.take() if reader else ():
             self._deliver(incoming.source, head, bodies)
+        if ended is not None:
+            self._end(incoming, ended)
+
+    def _end(self, incoming: _Incoming, error: Exception) -> None:
+        """A connection has ended: a rank is lost, unless it was a stranger's."""
+        if isinstance(error, FrameError):
+            _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)
+        self._forget(incoming)
+        if incoming.reader is not None and not self._closed:
+            out = self._out.get(incoming.source)
+            if out is not None:  # nobody waits any more until it takes a message
+                out.end()
+            self._lost(incoming.source)
 
     def _greet(self, incoming: _Incoming) -> None:
         """Go on with the handshake of a stranger."""
@@ -265,13 +274,6 @@ class Mail:
     def _try_connection(self, to: int) -> None:
         with suppress(OSError):  # gone again: its own connection tells
             self._connection(to)
-
-    def _lose(self, source: int) -> None:
-        """A rank's connection has ended: nobody waits any more until it takes a message."""
-        out = self._out.get(source)
-        if out is not None:
-            out.end()
-        self._lost(source)
 
     def _forget(self, incoming: _Incoming) -> None:
         descriptor = incoming.sock.fileno()
@@ -358,8 +360,8 @@ class _Incoming:
         self.reader: Reader | None = None
         self._low = 1
 
-    def receive(self, reader: Reader) -> list[tuple[bytes, list[bytearray]]]:
-        """The messages that what has come completes.
+    def receive(self, reader: Reader) -> None:
+        """Give the reader what has come.
 
         Raises BlockingIOError if nothing has come, EOFError at the end of the connection, FrameError for what is no
         message of the other side.
@@ -367,12 +369,11 @@ class _Incoming:
         count = self.sock.recv_into(reader.buffer())
         if not count:
             raise EOFError
-        messages = reader.advance(count)
+        reader.advance(count)
         low = min(reader.missing, _MOST_AT_ONCE) if reader.missing >= _LONG_BYTES else 1
         if low != self._low:  # of a long body, no piece is worth waking for
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
             self._low = low
-        return messages
 
     def close(self) -> None:
         """End it, and let go of the socket."""

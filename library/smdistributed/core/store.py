@@ -54,6 +54,7 @@ _MOST_BYTES = 64 << 20  # of a request: what is longer comes from no rank
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _NO_SECRET = derived(b"", "store")  # of jobs without a secret: anybody can compute it
 _LOOPBACK = "127.0.0.1"
+_VALUES: dict[str, Any] = {"set": str, "get": (int, float), "add": int}  # by the command
 
 
 class StoreError(RuntimeError):
@@ -190,7 +191,7 @@ class _Service:
 
     def _serve(self, connection: socket.socket) -> None:
         """Until the rank ends; what proves nothing, or sends something else than requests, is left alone."""
-        with connection, contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+        with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
                 accept(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
@@ -199,16 +200,26 @@ class _Service:
                     self._strangers.remove(connection)
             connection.settimeout(None)
             while True:
-                _send(connection, self._answer(*_receive(connection)))
+                _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
         if command == "set":
             return self._words.set(key, value)
-        if command == "get":
-            return self._words.wait(key, value)
-        if command == "add":
-            return self._words.add(key, value)
-        raise ValueError(command)
+        return self._words.wait(key, value) if command == "get" else self._words.add(key, value)
+
+
+def parse_request(message: bytes) -> tuple[str, str, Any]:
+    """The command, its key and its value. Raises ValueError for what is no request."""
+    try:
+        command, key, value = json.loads(message)
+    except (RecursionError, TypeError):  # a number, or a list in a list in a list …
+        raise ValueError("no request") from None
+    kinds = _VALUES.get(command) if isinstance(command, str) else None
+    if kinds is None or not isinstance(key, str) or not isinstance(value, kinds) or isinstance(value, bool):
+        raise ValueError("no request")
+    if command == "get" and not 0 <= value <= threading.TIMEOUT_MAX:
+        raise ValueError("no number of seconds")
+    return command, key, value
 
 
 class TcpStore(Store):
@@ -256,7 +267,7 @@ class TcpStore(Store):
         try:
             with self._connection() as connection:
                 _send(connection, request)
-                return _receive(connection)
+                return json.loads(_receive(connection))
         except (OSError, EOFError) as error:
             raise StoreError(f"The store at {self._where} is gone, with rank 0, which serves it ({error}).") from None
 
@@ -372,11 +383,11 @@ def _send(connection: socket.socket, words: object) -> None:
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
-def _receive(connection: socket.socket) -> Any:
+def _receive(connection: socket.socket) -> bytes:
     (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     if length > _MOST_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    return json.loads(read_exactly(connection, length))
+    return read_exactly(connection, length)
 
 
 def serve(number: int, rank_process: int) -> None:

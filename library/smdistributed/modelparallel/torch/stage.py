@@ -166,9 +166,12 @@ class Stage:
         replies = [step.replies.setdefault(call, _Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
             self._send(rank, Kind.PARTITION, step.number, call=call, about=about)
+        work = _working()
+        self._observer.turn_ends(work)  # from now on it waits, no longer than the limit
         for reply in replies:
             self._mail.wait(reply)
         self._raise_failure()
+        self._observer.turn_begins(work)
 
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
         """Tell the other stages that the step has ended, with its results. On the first stage."""

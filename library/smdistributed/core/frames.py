@@ -58,7 +58,7 @@ class Reader:
         self._ahead = memoryview(bytearray(_READ_BYTES))
         self._complete: list[Message] = []
         self._parts = self._read_messages()
-        self._part, self._filled = self._room(next(self._parts)), 0
+        self._part, self._filled = bytearray(next(self._parts)), 0
 
     @property
     def missing(self) -> int:
@@ -71,30 +71,34 @@ class Reader:
 
     def advance(self, count: int) -> None:
         """So many bytes have come to `buffer()`. Raises FrameError if they are no message, or not the next one."""
-        part, filled, at = self._part, self._filled, 0
-        if len(part) - filled >= _READ_BYTES:
-            filled, count = filled + count, 0
+        ahead = self._ahead
+        if self.missing >= _READ_BYTES:
+            ahead, self._filled = ahead[:0], self._filled + count
+        taken = min(self.missing, len(ahead), count)
+        self._part[self._filled : self._filled + taken] = ahead[:taken]
+        self._filled += taken
+        if not self.missing:
+            self._go_on(self._part, ahead[taken:count])
+
+    def _go_on(self, part: bytearray, ahead: memoryview) -> None:
+        """A part is complete. Go on with what was read ahead."""
+        at = 0
         while True:
-            taken = min(len(part) - filled, count - at)
-            if taken:
-                part[filled : filled + taken] = self._ahead[at : at + taken]
-                filled, at = filled + taken, at + taken
-            if filled < len(part):
+            size = self._parts.send(part)
+            end = at + size
+            if end > len(ahead):
                 break
-            part, filled = self._room(self._parts.send(part)), 0
-        self._part, self._filled = part, filled
+            part, at = bytearray(ahead[at:end]), end
+        try:
+            self._part, self._filled = bytearray(size), len(ahead) - at
+        except (MemoryError, OverflowError):
+            raise FrameError(f"there is no memory for a message of {size} bytes") from None
+        self._part[: self._filled] = ahead[at:]
 
     def take(self) -> list[Message]:
         """The messages that have been completed since this was called last."""
         complete, self._complete = self._complete, []
         return complete
-
-    @staticmethod
-    def _room(size: int) -> bytearray:
-        try:
-            return bytearray(size)
-        except (MemoryError, OverflowError):
-            raise FrameError(f"there is no memory for a message of {size} bytes") from None
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
         """Asks for parts of so many bytes, one after the other."""

@@ -370,6 +370,9 @@ class _Incoming:
         if not count:
             raise EOFError
         reader.advance(count)
+        if reader.missing >= _READ_BYTES:  # of a body: most often the rest is there
+            with suppress(BlockingIOError):
+                reader.advance(self.sock.recv_into(reader.buffer()))
         low = min(reader.missing, _MOST_AT_ONCE) if reader.missing >= _LONG_BYTES else 1
         if low != self._low:  # of a long body, no piece is worth waking for
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)

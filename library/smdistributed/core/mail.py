@@ -5,8 +5,8 @@ over. Waking a thread costs more than a message does, so that no thread is kept 
 an answer receives meanwhile, for all others too. A reserve thread does so when all others are busy. Receiving never
 waits for one connection: a stranger, or a rank that stops in the middle of a message, keeps the others from nothing.
 
-Who connects and who listens prove to each other that they have the job's key (see `handshake`), and each head shows
-that it is theirs (see `frames`): heads may be pickles. Messages go one way on a connection; a rank that is called calls
+Who connects and who listens prove to each other that they have the job's key (see `handshake`), and between hosts each
+head shows that it is theirs (see `frames`): heads may be pickles. Messages go one way on a connection; a rank that is called calls
 back, so that each notices when the other ends, or its host is lost.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from smdistributed.core.frames import FrameError, Reader, Writer
 from smdistributed.core.handshake import HandshakeError, Listener, call
-from smdistributed.core.sockets import LOSS_SECONDS, limit_acknowledgement, listen, watch_connection
+from smdistributed.core.sockets import LOSS_SECONDS, is_loopback, limit_acknowledgement, listen, watch_connection
 
 SEND_SECONDS = 1800.0
 _CONNECT_SECONDS = 60.0  # a process may hold the interpreter for long, and then answers late
@@ -50,7 +50,7 @@ class Access(NamedTuple):
     key: bytes
     """Of the job: whoever has it is one of its ranks, and is believed."""
     address: str
-    """Of this host, the only one at which the rank listens."""
+    """Of this host, the only one at which the rank listens; of the loopback for all ranks, or for none."""
 
 
 class Waiter:
@@ -79,7 +79,7 @@ class Mail:
         self, rank: int, access: Access, deliver: Deliver, lost: Lost, seconds: float = SEND_SECONDS
     ) -> None:
         self._rank, self._key, self._deliver, self._lost = rank, access.key, deliver, lost
-        self._seconds = seconds
+        self._seconds, self._is_tagged = seconds, not is_loopback(access.address)
         self._peers: dict[int, tuple[str, int]] = {}
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
@@ -260,7 +260,7 @@ class Mail:
             raise HandshakeError("a stranger does not read")
         if incoming.handshake.session:
             self._strangers.pop(incoming.sock.fileno(), None)
-            incoming.source, incoming.reader = incoming.handshake.caller, Reader(incoming.handshake.session)
+            incoming.source, incoming.reader = incoming.handshake.caller, Reader(self._tags(incoming.handshake.session))
             self._call_back(incoming.source)
 
     def _call_back(self, source: int) -> None:
@@ -331,7 +331,11 @@ class Mail:
         sock.settimeout(None)
         seconds = struct.pack("ll", int(self._seconds), int(self._seconds % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        return _Outgoing(sock, Writer(session))
+        return _Outgoing(sock, Writer(self._tags(session)))
+
+    def _tags(self, session: bytes) -> bytes:
+        """The key for tags: none if only this host reaches the ranks, all of which listen alike then."""
+        return session if self._is_tagged else b""
 
 
 class _Outgoing:

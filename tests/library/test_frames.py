@@ -125,7 +125,11 @@ def test_both_sides_prove_that_they_have_the_key() -> None:
 
 @pytest.mark.parametrize(
     ("caller", "listener"),
-    [(Caller(KEY, 3, 5), Listener(OTHER, 5)), (Caller(OTHER, 3, 5), Listener(KEY, 5)), (Caller(KEY, 3, 6), Listener(KEY, 5))],
+    [
+        (Caller(KEY, 3, 5), Listener(OTHER, 5)),
+        (Caller(OTHER, 3, 5), Listener(KEY, 5)),
+        (Caller(KEY, 3, 6), Listener(KEY, 5)),
+    ],
     ids=["impostor listens", "impostor calls", "another rank"],
 )
 def test_who_has_another_key_or_is_another_rank_is_refused(caller: Caller, listener: Listener) -> None:
@@ -198,7 +202,8 @@ def test_what_is_no_request_of_a_store_is_a_value_error(message: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"[" * 100_000, b"7", b'["get", "a", 1e999]', b'["get", "a", -1]', b'["add", "a", true]', b'[[], "a", 1]']
+    "message",
+    [b"[" * 100_000, b"7", b'["get", "a", 1e999]', b'["get", "a", -1]', b'["add", "a", true]', b'[[], "a", 1]'],
 )
 def test_requests_that_would_have_ended_their_thread(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"no request|no number|not enough"):

@@ -145,7 +145,9 @@ def test_the_secret_of_the_launch_is_the_key_and_goes_nowhere(monkeypatch: pytes
         Rank(LocalStore(1.0), 0, 1)
 
 
-@pytest.mark.parametrize(("mine", "says"), [("", "no secret of the job, and rank 0 has one"), ("s" * 32, "and rank 0 has none")])
+@pytest.mark.parametrize(
+    ("mine", "says"), [("", "no secret of the job, and rank 0 has one"), ("s" * 32, "and rank 0 has none")]
+)
 def test_a_secret_that_only_some_ranks_have_is_an_error(monkeypatch: pytest.MonkeyPatch, mine: str, says: str) -> None:
     store = LocalStore(1.0)
     with ExitStack() as undo:

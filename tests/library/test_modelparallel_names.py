@@ -211,7 +211,9 @@ def test_a_checkpoint_runs_no_code_unless_the_script_says_so(
     trace = tmp_path / "trace"
     with pytest.warns(UserWarning, match=r"user_content holds more than tensors.*weights_only=False.*SMP_TRUST_CHECK"):
         smp.save_checkpoint(tmp_path, "tag", partial, model, optimizer, Runs(trace))
-    with pytest.raises(SMPRuntimeError, match=r"user_content\S* holds more than .*Fix: .*weights_only=False.*CHECKPOINTS=1"):
+    with pytest.raises(
+        SMPRuntimeError, match=r"user_content\S* holds more than .*Fix: .*weights_only=False.*CHECKPOINTS=1"
+    ):
         smp.resume_from_checkpoint(tmp_path, "tag", partial)
     assert not trace.exists()
     smp.resume_from_checkpoint(tmp_path, "tag", partial, weights_only=False).close()
@@ -231,7 +233,9 @@ def test_a_checkpoint_runs_no_code_unless_the_script_says_so(
 def test_no_file_of_a_checkpoint_runs_code(job: Any, tmp_path: Path, file: str) -> None:
     model, optimizer = wrapped()
     model(torch.ones(2, 4))
-    smp.save_checkpoint(tmp_path, "tag", True, model, optimizer, {"steps": 3, "rates": [0.1, None], "seed": torch.ones(1)})
+    smp.save_checkpoint(
+        tmp_path, "tag", True, model, optimizer, {"steps": 3, "rates": [0.1, None], "seed": torch.ones(1)}
+    )
     assert smp.resume_from_checkpoint(tmp_path, "tag")["steps"] == 3
     torch.save(Runs(tmp_path / "trace"), tmp_path / "tag_partial" / file)
     with pytest.raises(SMPRuntimeError, match=f"{file} holds more than tensors"):

@@ -82,7 +82,9 @@ def ranks() -> Iterator[tuple[Rank, Rank]]:
 
 def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank]) -> None:
     sizes = [0, 1, 8191, 8192, 100_000, 0, 20 << 20]
-    bodies = [bytearray(number % 251 for number in range(size % 1000)) * (size // max(1, size % 1000)) for size in sizes]
+    bodies = [
+        bytearray(number % 251 for number in range(size % 1000)) * (size // max(1, size % 1000)) for size in sizes
+    ]
     ranks[0].mail.send(1, b"first", bodies)
     ranks[0].mail.send(1, b"")
     ranks[1].gets(b"")
@@ -92,7 +94,14 @@ def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank])
 
 @pytest.mark.parametrize(
     "words",
-    [b"", b"x" * 18, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, Caller(b"o" * 32, 0, 1).hello, Caller(KEY, 0, 1).hello[:7]],
+    [
+        b"",
+        b"x" * 18,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 4096,
+        Caller(b"o" * 32, 0, 1).hello,
+        Caller(KEY, 0, 1).hello[:7],
+    ],
     ids=["silent", "18 bytes", "http", "ones", "hello", "part of a hello"],
 )
 def test_a_stranger_keeps_nobody_waiting(ranks: tuple[Rank, Rank], words: bytes) -> None:
@@ -132,7 +141,9 @@ def test_more_strangers_than_there_are_files_keep_no_rank_out(ranks: tuple[Rank,
 def test_who_has_another_key_is_told_so_and_not_heard(ranks: tuple[Rank, Rank]) -> None:
     other = Rank(2, b"o" * 32)
     other.meet(ranks[1])
-    with pytest.raises(HandshakeError, match=r"Rank 1, at 127.0.0.1:\d+, does not have this job's key.*SMDDP_JOB_SECRET"):
+    with pytest.raises(
+        HandshakeError, match=r"Rank 1, at 127.0.0.1:\d+, does not have this job's key.*SMDDP_JOB_SECRET"
+    ):
         other.mail.send(1, b"not for you")
     other.mail.close()
     ranks[0].mail.send(1, b"here")

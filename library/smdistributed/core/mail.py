@@ -75,9 +75,7 @@ class Mail:
     that takes none.
     """
 
-    def __init__(
-        self, rank: int, access: Access, deliver: Deliver, lost: Lost, seconds: float = SEND_SECONDS
-    ) -> None:
+    def __init__(self, rank: int, access: Access, deliver: Deliver, lost: Lost, seconds: float = SEND_SECONDS) -> None:
         self._rank, self._key, self._deliver, self._lost = rank, access.key, deliver, lost
         self._seconds, self._is_tagged = seconds, not is_loopback(access.address)
         self._peers: dict[int, tuple[str, int]] = {}

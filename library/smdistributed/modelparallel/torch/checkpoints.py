@@ -413,5 +413,7 @@ def _read(path: Path, map_location: Any = "cpu", weights_only: bool | None = Non
 def _trusts_checkpoints() -> bool:
     text = os.environ.get(_TRUST, "")
     if text not in _TRUSTS:
-        raise SMPRuntimeError(f"{_TRUST} is {text!r}. Fix: set it to 1 to load any objects from checkpoints, or unset it.")
+        raise SMPRuntimeError(
+            f"{_TRUST} is {text!r}. Fix: set it to 1 to load any objects from checkpoints, or unset it."
+        )
     return _TRUSTS[text]

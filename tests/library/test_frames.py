@@ -1,4 +1,4 @@
-"""What the ranks of a job read from the network, without one: handshakes, messages and requests, cut and changed at will.
+"""What the ranks of a job read from the network, without one: handshakes, messages and requests, cut and changed.
 
 20,000 inputs each in `make soak`.
 """

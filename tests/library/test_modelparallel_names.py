@@ -225,7 +225,7 @@ def test_a_checkpoint_runs_no_code_unless_the_script_says_so(
     with pytest.raises(SMPRuntimeError, match="holds more than"):
         smp.resume_from_checkpoint(tmp_path, "tag", partial, weights_only=True)
     monkeypatch.setenv("SMP_TRUST_CHECKPOINTS", "yes")
-    with pytest.raises(SMPRuntimeError, match="SMP_TRUST_CHECKPOINTS is 'yes'. Fix: set it to 1"):
+    with pytest.raises(SMPRuntimeError, match=r"SMP_TRUST_CHECKPOINTS is 'yes'\. Fix: set it to 1"):
         smp.resume_from_checkpoint(tmp_path, "tag", partial)
 
 

@@ -22,8 +22,8 @@ static int constructions, computations, code;
 static TF_Status *new_status(void) { return (TF_Status *)&code; }
 static void delete_status(TF_Status *status) { (void)status; }
 static void set_status(TF_Status *status, int value, const char *text) { *(int *)status = value, puts(text); }
-static void fail_construction(TF_OpKernelConstruction *of, TF_Status *status) { (void)of, (void)status, constructions++; }
-static void fail_computation(TF_OpKernelContext *of, TF_Status *status) { (void)of, (void)status, computations++; }
+static void fail_construction(TF_OpKernelConstruction *of, TF_Status *it) { (void)of, (void)it, constructions++; }
+static void fail_computation(TF_OpKernelContext *of, TF_Status *it) { (void)of, (void)it, computations++; }
 static int num_inputs(TF_OpKernelContext *context) { return (void)context, 1; }
 
 int main(void)

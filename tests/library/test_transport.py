@@ -1,4 +1,4 @@
-"""The transport of model parallelism: who is heard, who keeps whom waiting, and how a rank or a host that is lost is noticed."""
+"""The transport of model parallelism: who is heard, who keeps whom waiting, and how a lost rank or host is noticed."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Writer:
 class Reader:
     """Makes messages of the bytes of one connection, however they are cut.
 
-    Read into `buffer()`, tell `advance` how much came, and `take` what is complete, also after an error: it came before.
-    Long bodies are read to where they stay. key: the writer's.
+    Read into `buffer()`, tell `advance` how much came, and `take` what is complete, also after an error, before which
+    it came. Long bodies are read to where they stay. key: the writer's.
     """
 
     def __init__(self, key: bytes) -> None:

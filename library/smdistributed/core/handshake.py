@@ -4,8 +4,8 @@
 2. Who listens answers with a nonce of its own and a proof: an HMAC-SHA-256 over its role, both ranks and both nonces.
 3. Who connects checks that proof, and sends its own.
 
-All three are flat and of fixed length, and nothing more is read of a stranger. From the key and the nonces both derive a
-key for this connection alone: what somebody has recorded of another one proves nothing.
+All three are flat and of fixed length, and nothing more is read of a stranger. From the key and the nonces both derive
+a key for this connection alone: what somebody has recorded of another one proves nothing.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ an answer receives meanwhile, for all others too. A reserve thread does so when 
 waits for one connection: a stranger, or a rank that stops in the middle of a message, keeps the others from nothing.
 
 Who connects and who listens prove to each other that they have the job's key (see `handshake`), and between hosts each
-head shows that it is theirs (see `frames`): heads may be pickles. Messages go one way on a connection; a rank that is called calls
-back, so that each notices when the other ends, or its host is lost.
+head shows that it is theirs (see `frames`): heads may be pickles. Messages go one way on a connection. A rank that is
+called calls back, so that each notices when the other ends, or its host is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the store and the transport of a job have in common: addresses, limits of time, and how a lost host is noticed."""
+"""What the store and the transport of a job have in common: addresses, deadlines, and how a lost host is noticed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def watch_connection(sock: socket.socket) -> None:
 def limit_acknowledgement(sock: socket.socket, seconds: float) -> None:
     """Have the connection end when what was sent is not acknowledged for so long; 0: as long as the kernel tries.
 
-    A peer that reads nothing while its buffers are full counts as one that does not answer. So this is for messages that
-    always fit.
+    A peer that reads nothing while its buffers are full counts as one that does not answer. So this is for messages
+    that always fit.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 

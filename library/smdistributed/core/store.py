@@ -5,8 +5,8 @@ interpreter, and MPI_Init holds it until all ranks are in it, who may wait for a
 
 A request is a list of words, its answer one word: JSON, after its length in four bytes. A rank takes a connection for
 each call that is under way: a thread that waits for a word keeps no other from asking. Each connection begins with a
-handshake (see `handshake`): if the job has a secret, nobody else is answered. Without one, whoever reaches the store may
-read and write words; it listens at the one address of rank 0's host at which the job's hosts find it.
+handshake (see `handshake`): if the job has a secret, nobody else is answered. Without one, whoever reaches the store
+may read and write words; it listens at the one address of rank 0's host at which the job's hosts find it.
 """
 
 from __future__ import annotations

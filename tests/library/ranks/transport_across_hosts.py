@@ -1,4 +1,4 @@
-"""A rank of test_transport.py: the first sends messages that nobody answers, the second waits; both until the other is lost."""
+"""A rank of test_transport.py: the first sends, and nobody answers; the second waits. Both until the other is lost."""
 
 from __future__ import annotations
 

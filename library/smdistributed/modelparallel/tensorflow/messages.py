@@ -172,7 +172,7 @@ class Messages:
             self.mail.wake(self._awaited[2])
 
     def _watch(self) -> None:
-        """Say what has been awaited for longer than SMDDP_STALL_SECONDS, once; end what is for longer than the limit."""
+        """Say what has been awaited for longer than SMDDP_STALL_SECONDS, once; past the limit, end the wait."""
         told: object = None
         while True:
             time.sleep(min(self._stall, self._timeout) / _LOOKS)

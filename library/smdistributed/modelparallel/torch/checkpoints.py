@@ -104,8 +104,8 @@ def save_checkpoint(
 
     partial: a directory `tag_partial` with a file for each stage; else `tag` is an ordinary state dict of the model,
         with `optimizer_{tag}` beside it.
-    user_content: anything that can be pickled; `resume_from_checkpoint` returns it. It warns if that will have to be told
-        to load more than tensors, numbers, words and containers of them.
+    user_content: anything that can be pickled; `resume_from_checkpoint` returns it. It warns if that will have to be
+        told to load more than tensors, numbers, words and containers of them.
 
     Hosts need no common file system: each has the files of its stages, as SageMaker's /opt/ml/checkpoints has, which
     it gathers.
@@ -405,8 +405,9 @@ def _read(path: Path, map_location: Any = "cpu", weights_only: bool | None = Non
             raise
         raise SMPRuntimeError(
             f"{path} holds more than tensors, numbers, words and containers of them, or is damaged: "
-            f"{_first_line(error)} Loading any object runs code of whoever wrote the file. Fix: if you trust them, give "
-            f"smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment variable {_TRUST}=1."
+            f"{_first_line(error)} Loading any object runs code of whoever wrote the file. Fix: if you trust them, "
+            "give smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment variable "
+            f"{_TRUST}=1."
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""What a stage does and waits for: recorded for the timeline, said when it lasts long, and ended when it lasts too long.
+"""What a stage does and waits for: recorded for the timeline, said when it lasts long, ended when it lasts too long.
 
-`SMDDP_STALL_SECONDS` (60 where it is not set) is how long a stage waits before it says for what. A stage that has
-computed nothing and heard of no other for `SMP_TIMEOUT_SECONDS` waits in vain. One that computes for long lets the others
-hear of it now and then.
+`SMDDP_STALL_SECONDS` (60 if it is not set) is how long a stage waits before it says for what. A stage that computes
+nothing, and hears of no other for `SMP_TIMEOUT_SECONDS`, fails. One that computes for long lets the others hear of it
+now and then.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NOT_CALLED = "nobody has called anything here: the first stage may not be in th
 class Observer:
     """Of one stage. Makes a thread at the first step.
 
-    who: how the stage calls itself. seconds: how long it waits for the others. on_overdue: called with what it has waited
-    for so long. on_long_turn: called now and then while this stage computes for long.
+    who: how the stage calls itself. seconds: how long it waits for the others. on_overdue: called with what it has
+    waited for so long. on_long_turn: called now and then while this stage computes for long.
     """
 
     def __init__(

@@ -182,8 +182,8 @@ class Stage:
     def leave(self) -> bool:
         """Leave the step: what is served later waits for the next. Whether a backward ran in it.
 
-        After a failure, wait until the other stages have been told of it, as this process may end next; for a stage that
-        takes no messages, no longer than `_TELL_SECONDS`.
+        After a failure, wait until the other stages have been told of it, as this process may end next; for a stage
+        that takes no messages, no longer than `_TELL_SECONDS`.
         """
         with self._lock:
             step, self._step = self._step, None
@@ -303,7 +303,7 @@ class Stage:
             self._fail(error)
 
     def _tell_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
-        """Tell each other stage, on a thread of its own: one whose socket is full must not keep this from the others."""
+        """Tell each other stage, on a thread of its own: one whose socket is full must not keep it from the others."""
         others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self._gone]
         tellers = [threading.Thread(target=self._tell_one, args=(rank, kind, about), daemon=True) for rank in others]
         for teller in tellers:

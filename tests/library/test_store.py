@@ -187,10 +187,13 @@ def test_other_hosts_reach_it_at_the_jobs_address_alone(outside: str, free_port:
 
 
 def test_the_address_of_a_host_that_knows_its_own_name_as_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "own_address", {"first": "127.0.1.1", "localhost": "::1"}.__getitem__)
     monkeypatch.delenv("SM_NETWORK_INTERFACE_NAME", raising=False)
-    assert stores._job_address("localhost") == "", "all: it cannot be told"
+    assert stores._job_address("first") == "", "all: it cannot be told"
+    assert stores._job_address("localhost") == "::1", "which no other host can mean"
+    assert stores._job_address("127.0.1.1") == "127.0.1.1"
     monkeypatch.setenv("SM_NETWORK_INTERFACE_NAME", "lo")
-    assert stores._job_address("localhost") == "127.0.0.1"
+    assert stores._job_address("first") == "127.0.0.1"
 
 
 def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

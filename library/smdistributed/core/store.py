@@ -329,13 +329,17 @@ def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
 
 
 def _job_address(master: str) -> str:
-    """The address of this host, rank 0's, at which other hosts find it as `master`; empty if it cannot be told.
+    """The address of this host, rank 0's, at which the other ranks find it as `master`; empty if it cannot be told.
 
-    A host may know its own name as an address of the loopback: then the job's interface counts, if it is named.
+    A host may know its own name as an address of the loopback, while others know it by another: then the job's
+    interface counts, if it is named.
     """
+    with contextlib.suppress(ValueError):  # a name
+        if is_loopback(master):
+            return master
     with contextlib.suppress(OSError):
         address = own_address(master)
-        if not is_loopback(address):
+        if not is_loopback(address) or master == "localhost":
             return address
     with contextlib.suppress(OSError):
         return address_of(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))

@@ -88,6 +88,8 @@ def test_what_a_rank_has_sent_is_there_after_it_is_lost() -> None:
         for _ in range(2):
             with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
                 ranks[1].post.receive(0)
+        with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
+            ranks[1].post.send("too late", 0)
 
 
 def test_an_object_that_nobody_sends_is_waited_for_until_the_limit() -> None:

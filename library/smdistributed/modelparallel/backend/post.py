@@ -33,10 +33,13 @@ class Post:
         self._gone: set[int] = set()
 
     def send(self, obj: object, to: int, box: str = "") -> None:
-        """Send any object that can be pickled. Raises SMPRuntimeError when that is this rank."""
+        """Send any object that can be pickled. Raises SMPRuntimeError when that is this rank, or one that is gone."""
         if to == self._rank:
             raise SMPRuntimeError(f"Rank {to} sends to itself: name another rank.")
-        self._send(to, box, obj)
+        try:
+            self._send(to, box, obj)
+        except OSError as error:
+            raise SMPRuntimeError(f"Rank {to} is gone: its own error says why ({error}).") from error
 
     def receive(self, source: int, box: str = "") -> Any:
         """The next object from that rank. Raises SMPRuntimeError when it is gone, or sends none in time."""

@@ -82,7 +82,13 @@ class Messages:
         size = elements * ITEM_BYTES[work.dtype_name]
         memory = [memoryview((ctypes.c_char * size).from_address(address)).cast("B")] if size else [b""]
         head = json.dumps([label, work.dtype_name, work.shape[: work.dims], self._run])
-        self.mail.send(work.rank, head.encode(), memory)
+        try:
+            self.mail.send(work.rank, head.encode(), memory)
+        except OSError as error:
+            raise SMPRuntimeError(
+                f"Rank {work.rank} is gone, and rank {self._rank} sends its {self._named(label)} there: its own error "
+                f"says why ({error})."
+            ) from error
 
     def _receive(self, work: Work, label: str) -> None:
         came = self._take(work.rank, label)

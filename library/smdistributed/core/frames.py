@@ -23,7 +23,7 @@ _PRELUDE = struct.Struct("!QI16s")
 _COUNTED = struct.Struct("!QQI")
 _TAG_BYTES = 16
 _NO_TAG = bytes(_TAG_BYTES)
-_READ_BYTES = 8 << 10
+_READ_BYTES = 128 << 10  # to read on costs more than to copy so much
 _UNPROVED_BYTES = 1 << 20
 
 Message = tuple[bytes, "list[bytearray]"]

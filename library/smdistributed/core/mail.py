@@ -153,8 +153,10 @@ class Mail:
         """End all connections. The other ranks see a peer that is lost."""
         self._closed = True
         self._ring()
-        for connection in (*list(self._out.values()), *list(self._in.values())):
-            connection.close()
+        for outgoing in list(self._out.values()):
+            outgoing.close()
+        for incoming in list(self._in.values()):
+            incoming.close()
         self._listener.close()
 
     # --- receiving, on one thread at a time

@@ -198,7 +198,7 @@ def test_what_is_no_request_of_a_store_is_a_value_error(message: bytes) -> None:
     except ValueError:
         return
     assert isinstance(key, str)
-    assert isinstance(value, {"get": (int, float), "set": str, "add": int}[command])
+    assert type(value) in {"get": (int, float), "set": (str,), "add": (int,)}[command]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -104,7 +105,7 @@ def test_ranks_of_one_host_share_a_key_that_only_their_user_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store, which others may read, has nothing but the file's name; when all have read it, the file is gone."""
-    monkeypatch.setattr(meeting.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     modes = []
     read_key = meeting._read_key
 

@@ -248,7 +248,7 @@ def test_smp_load_loads_objects_if_the_script_says_so(job: Any, tmp_path: Path) 
     with pytest.raises(SMPRuntimeError, match=r"any_0 holds more than tensors.*Fix: .*smp.load"):
         smp.load(tmp_path / "any")
     for how in ({"weights_only": False}, {"pickle_load_args": {"weights_only": False}}, {"pickle_module": own_pickle}):
-        assert smp.load(tmp_path / "any", **how) == {"rate": 0.1, "path": Path("somewhere")}  # type: ignore[arg-type]
+        assert smp.load(tmp_path / "any", **how) == {"rate": 0.1, "path": Path("somewhere")}
     smp.save([torch.ones(2), {"a": (1, "b", None)}], tmp_path / "data")
     assert smp.load(tmp_path / "data")[1] == {"a": (1, "b", None)}
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,12 @@ import pytest
 from tests.library.conftest import TORCH, clean_environment
 from tests.repeats import SEED, SOAK, times
 
+from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.torch import stage
+from smdistributed.modelparallel.torch.messages import Kind, Message
+from smdistributed.modelparallel.torch.observation import Observer
+from smdistributed.modelparallel.torch.work import Work
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
@@ -187,6 +192,7 @@ def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path
 @pytest.mark.once
 def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun, tmp_path: Path) -> None:
     environ = {"STAGES": "2", "SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
+    environ["SMP_TIMEOUT_SECONDS"] = "2"  # the module takes longer, and the stage that has it lets the other hear of it
     said = mpirun(2, "-c", WITH_ERRORS, RANKS, "stalls", **environ)
     waits = "smp: stage 0 (rank 0), step 1, for 1 s: microbatch 0 waits for the forward of blocks.2 on stage 1 (rank 1)"
     assert waits in said
@@ -222,9 +228,75 @@ class FullMail:
 def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_TELL_SECONDS", 0.2)
     mail: Any = FullMail()
-    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None)
+    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
     failing.fail(ValueError("no"))
+    failing.leave()  # waits until others are told, as the process may end
     assert mail.told == [2]
+    mail.emptied.set()
+
+
+def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_TELL_SECONDS", 600)
+    mail: Any = FullMail()
+    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
+    threading.Thread(target=failing.fail, args=[ValueError("no")], daemon=True).start()
+    assert failing._failed.wait(10), "it waits for rank 1"
     with pytest.raises(ValueError, match="no"):
         failing.begin(Config())
     mail.emptied.set()
+    failing.leave()
+    assert sorted(mail.told) == [1, 2]
+
+
+def observer(seconds: float) -> tuple[Observer, list[str]]:
+    called: list[str] = []
+    made = Observer("stage 1 (rank 1)", seconds, called.append, lambda: called.append("long turn"))
+    made.step_begins(1)
+    return made, called
+
+
+def test_a_stage_waits_no_longer_than_the_limit_since_it_has_heard_of_another() -> None:
+    waiting, called = observer(100)
+    now = time.monotonic()
+    waiting._keep_limit(now + 99)
+    assert called == []
+    waiting._keep_limit(now + 101)
+    assert called == ["nobody has called anything here: the first stage may not be in this step"]
+    waiting.waits(1, lambda: "microbatch 0 waits for the forward of head on stage 2 (rank 2)")
+    waiting._keep_limit(now + 101)
+    assert called[1:] == ["microbatch 0 waits for the forward of head on stage 2 (rank 2)"]
+    waiting._heard = now + 50  # as `hears` has it
+    waiting._keep_limit(now + 149)
+    assert len(called) == 2
+
+
+def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
+    computing, called = observer(100)
+    computing.turn_begins(Work(0, schedule.Kind.FORWARD, 0))
+    computing._keep_limit(time.monotonic() + 20)
+    assert called == []
+    computing._keep_limit(time.monotonic() + 1000)
+    assert called == ["long turn"]
+    mail: Any = FullMail()
+    mail.emptied.set()
+    stages = [stage.Stage(mail, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]
+    stages[0]._beat()
+    for beat in stages[0]._beats:
+        beat.join()
+    assert mail.told == [1]
+    before = stages[1]._observer._heard
+    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, ()))
+    assert stages[1]._observer._heard > before
+    assert stages[1]._held == []
+
+
+@pytest.mark.mpi
+@pytest.mark.once
+def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_for(mpirun: Mpirun) -> None:
+    """The first stage never enters the step."""
+    said = mpirun(2, RANKS, "absent", STAGES="2", SMP_TIMEOUT_SECONDS="1")
+    why = "Stage 1 (rank 1) has heard of no other stage for 1 s, in step 1: nobody has called anything here"
+    assert f"says: {why}" in said
+    assert "is told: Stage 1 (rank 1) failed:" in said
+    assert said.count(why) == 2
+    assert "Fix: see what it does; if it may take longer, set SMP_TIMEOUT_SECONDS to more seconds on all ranks." in said

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smdistributed.core.mail import Mail
+from smdistributed.core.launch import LaunchError
+from smdistributed.core.mail import Access, Mail
 from smdistributed.core.store import LocalStore
-from smdistributed.modelparallel.backend import api, job
+from smdistributed.modelparallel.backend import api, job, meeting
 from smdistributed.modelparallel.backend.config import check
 from smdistributed.modelparallel.backend.exceptions import MicrobatchError, SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.backend.job import Job
@@ -26,12 +30,13 @@ class Rank:
     """A front that sends pickles."""
 
     def __init__(self, store: LocalStore, rank: int, size: int) -> None:
-        self.post = Post(rank, self._send, pickle.loads)
-        self._rank = rank
-        self.mail = meet(store.prefixed("smp"), rank, size, "127.0.0.1", self._open)
+        self.post = Post(rank, self._send, pickle.loads, 30)
+        self._rank, self.store = rank, store
+        self.mail = meet(store.prefixed("smp"), rank, size, "127.0.0.1", True, self._open)
 
-    def _open(self, secret: bytes) -> Mail:
-        return Mail(self._rank, secret, self._deliver, self.post.lost)
+    def _open(self, access: Access) -> Mail:
+        self.access = access
+        return Mail(self._rank, access, self._deliver, self.post.lost)
 
     def _send(self, to: int, box: str, obj: object) -> None:
         self.mail.send(to, box.encode(), [pickle.dumps(obj)])
@@ -84,6 +89,97 @@ def test_what_a_rank_has_sent_is_there_after_it_is_lost() -> None:
         for _ in range(2):
             with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
                 ranks[1].post.receive(0)
+        with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
+            ranks[1].post.send("too late", 0)
+
+
+def test_an_object_that_nobody_sends_is_waited_for_until_the_limit() -> None:
+    waiting = Post(1, lambda *_: None, pickle.loads, 0.05)
+    with pytest.raises(SMPRuntimeError, match=r"Rank 0 has sent nothing to rank 1.*within 0.05 s.*SMP_TIMEOUT_SECONDS"):
+        waiting.receive(0)
+    waiting.deliver(0, "", pickle.dumps("late"))
+    assert waiting.receive(0) == "late"
+
+
+def test_ranks_of_one_host_share_a_key_that_only_their_user_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store, which others may read, has nothing but the file's name; when all have read it, the file is gone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes = []
+    read_key = meeting._read_key
+
+    def reading(path: str, rank: int) -> bytes:
+        modes.append(Path(path).stat().st_mode & 0o777)
+        return read_key(path, rank)
+
+    monkeypatch.setattr(meeting, "_read_key", reading)
+    with met(2) as ranks:
+        key, address = ranks[0].access
+        assert ranks[1].access == (key, address)
+        assert (len(key), address, modes) == (32, "127.0.0.1", [0o600] * 2)
+        assert not any(key.hex() in word or key.decode("latin-1") in word for word in ranks[0].store._words.values())
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_another_user_has_left_is_refused(tmp_path: Path) -> None:
+    """Whoever reaches the store may have written the path there."""
+    key, link = tmp_path / "key", tmp_path / "link"
+    key.write_bytes(b"k" * 32)
+    assert meeting._read_key(str(key), 1) == b"k" * 32
+    link.symlink_to(key)
+    key_of_others = Path("/proc/1/cmdline") if os.geteuid() else key
+    if not os.geteuid():
+        os.chown(key, 65534, -1)
+    for path in (link, key_of_others, tmp_path / "none"):
+        with pytest.raises(LaunchError, match=r"Rank 1 cannot read the key.*Fix: .*SMDDP_JOB_SECRET"):
+            meeting._read_key(str(path), 1)
+
+
+def test_the_secret_of_the_launch_is_the_key_and_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMDDP_JOB_SECRET", "a word of the launch")
+    with met(2) as ranks:
+        assert ranks[0].access.key == ranks[1].access.key != b"a word of the launch"
+        kept = " ".join(ranks[0].store._words.values())
+        assert "launch" not in kept
+        assert ranks[0].access.key.hex() not in kept
+    monkeypatch.setenv("SMDDP_JOB_SECRET", "short")
+    with pytest.raises(LaunchError, match=r"SMDDP_JOB_SECRET has 5 characters: it must have 16 or more"):
+        Rank(LocalStore(1.0), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("mine", "says"), [("", "no secret of the job, and rank 0 has one"), ("s" * 32, "and rank 0 has none")]
+)
+def test_a_secret_that_only_some_ranks_have_is_an_error(monkeypatch: pytest.MonkeyPatch, mine: str, says: str) -> None:
+    store = LocalStore(1.0)
+    with ExitStack() as undo:
+        monkeypatch.setenv("SMDDP_JOB_SECRET", "" if mine else "s" * 32)
+        meeting._agreed_key(store, 0, True, undo)
+        monkeypatch.setenv("SMDDP_JOB_SECRET", mine)
+        with pytest.raises(LaunchError, match=f"Rank 1 has .*{says}. Fix: .*-x SMDDP_JOB_SECRET"):
+            meeting._agreed_key(store, 1, True, undo)
+
+
+def test_several_hosts_without_a_secret_are_told_what_that_means(capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(1.0)
+    with ExitStack() as undo:
+        keys = [meeting._agreed_key(store, rank, False, undo) for rank in (0, 1)]
+    assert keys[0] == keys[1]
+    said = capsys.readouterr().err
+    assert said.count("several hosts without a secret") == 1
+    assert "run code in it. Fix: set SMDDP_JOB_SECRET" in said
+
+
+def test_a_host_that_knows_its_own_name_as_its_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's /etc/hosts has it: 127.0.1.1."""
+    routes = {"first": "127.0.1.1", "192.0.2.2": "192.0.2.1"}
+    monkeypatch.setattr(meeting, "own_address", routes.__getitem__)
+    store = LocalStore(1.0)
+    store.set("address 1", "192.0.2.2")
+    assert meeting._address_for_peers(store, 0, 2, "first") == "192.0.2.1"
+    store.set("address 1", "127.0.0.1")
+    assert meeting._address_for_peers(store, 0, 2, "first") == "127.0.1.1"
 
 
 @pytest.fixture

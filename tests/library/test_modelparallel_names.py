@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import pickle
 import sys
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,18 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.backend.exceptions import (
+    SMPConfigError,
+    SMPRuntimeError,
+    SMPUnsupportedError,
+    StepUsageError,
+)
 from smdistributed.modelparallel.torch.loss_scale import LossScale
 from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
 from smdistributed.modelparallel.torch.utils import get_distribution_axis, rmsg
+
+own_pickle = types.ModuleType("own_pickle")
+own_pickle.__dict__.update(vars(pickle))
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +189,68 @@ def test_a_full_checkpoint_can_be_translated(job: Any, tmp_path: Any) -> None:
     rename = lambda found: {key.removeprefix("other."): value for key, value in found.items()}  # noqa: E731
     smp.resume_from_checkpoint(tmp_path, "tag", partial=False, translate_function=rename)
     assert torch.equal(model.module[0].bias, wanted)  # type: ignore[index]
+
+
+class Runs:
+    """An object whose pickle runs code when it is loaded: it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self._path, "w")
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_checkpoint_runs_no_code_unless_the_script_says_so(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    model, optimizer = wrapped()
+    monkeypatch.delenv("SMP_TRUST_CHECKPOINTS", raising=False)
+    model(torch.ones(2, 4))
+    trace = tmp_path / "trace"
+    with pytest.warns(UserWarning, match=r"user_content holds more than tensors.*weights_only=False.*SMP_TRUST_CHECK"):
+        smp.save_checkpoint(tmp_path, "tag", partial, model, optimizer, Runs(trace))
+    with pytest.raises(
+        SMPRuntimeError, match=r"user_content\S* holds more than .*Fix: .*weights_only=False.*CHECKPOINTS=1"
+    ):
+        smp.resume_from_checkpoint(tmp_path, "tag", partial)
+    assert not trace.exists()
+    smp.resume_from_checkpoint(tmp_path, "tag", partial, weights_only=False).close()
+    assert trace.exists()
+    trace.unlink()
+    monkeypatch.setenv("SMP_TRUST_CHECKPOINTS", "1")
+    smp.resume_from_checkpoint(tmp_path, "tag", partial).close()
+    assert trace.exists()
+    with pytest.raises(SMPRuntimeError, match="holds more than"):
+        smp.resume_from_checkpoint(tmp_path, "tag", partial, weights_only=True)
+    monkeypatch.setenv("SMP_TRUST_CHECKPOINTS", "yes")
+    with pytest.raises(SMPRuntimeError, match=r"SMP_TRUST_CHECKPOINTS is 'yes'\. Fix: set it to 1"):
+        smp.resume_from_checkpoint(tmp_path, "tag", partial)
+
+
+@pytest.mark.parametrize("file", ["model_0.pt", "optimizer_0.pt"])
+def test_no_file_of_a_checkpoint_runs_code(job: Any, tmp_path: Path, file: str) -> None:
+    model, optimizer = wrapped()
+    model(torch.ones(2, 4))
+    smp.save_checkpoint(
+        tmp_path, "tag", True, model, optimizer, {"steps": 3, "rates": [0.1, None], "seed": torch.ones(1)}
+    )
+    assert smp.resume_from_checkpoint(tmp_path, "tag")["steps"] == 3
+    torch.save(Runs(tmp_path / "trace"), tmp_path / "tag_partial" / file)
+    with pytest.raises(SMPRuntimeError, match=f"{file} holds more than tensors"):
+        smp.resume_from_checkpoint(tmp_path, "tag")
+    assert not (tmp_path / "trace").exists()
+
+
+def test_smp_load_loads_objects_if_the_script_says_so(job: Any, tmp_path: Path) -> None:
+    smp.save({"rate": 0.1, "path": Path("somewhere")}, tmp_path / "any")
+    with pytest.raises(SMPRuntimeError, match=r"any_0 holds more than tensors.*Fix: .*smp.load"):
+        smp.load(tmp_path / "any")
+    for how in ({"weights_only": False}, {"pickle_load_args": {"weights_only": False}}, {"pickle_module": own_pickle}):
+        assert smp.load(tmp_path / "any", **how) == {"rate": 0.1, "path": Path("somewhere")}
+    smp.save([torch.ones(2), {"a": (1, "b", None)}], tmp_path / "data")
+    assert smp.load(tmp_path / "data")[1] == {"a": (1, "b", None)}
 
 
 def test_with_one_partition_the_model_is_placed_at_once_and_steps_are_optional(job: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import struct
 import time
@@ -15,11 +16,21 @@ import pytest
 from smdistributed.core import store as stores
 from smdistributed.core.board import Board
 from smdistributed.core.launch import Address, Launch, LaunchError
+from smdistributed.core.sockets import own_address
 from smdistributed.core.store import LocalStore, Prefixed, Server, Store, StoreError, TcpStore, open_store
 
 
 def launch(rank: int, size: int, master: Address | None, session_dir: Path | None = None) -> Launch:
     return Launch(True, rank, size, rank, size, master, session_dir)
+
+
+@pytest.fixture
+def outside() -> str:
+    """An address by which other hosts reach this one."""
+    found = own_address("192.0.2.1")  # which is nobody's
+    if found.startswith("127."):
+        pytest.skip("this machine has no other address")
+    return found
 
 
 @pytest.fixture
@@ -151,11 +162,61 @@ def test_one_rank_needs_no_address() -> None:
     assert isinstance(open_store(launch(0, 1, None)), LocalStore)
 
 
-def test_other_hosts_reach_it(server: Server) -> None:
-    """It listens at all addresses of this host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing, and tells which address would
-        outside = probe.getsockname()[0]
-    store = TcpStore(Address(outside, server.port))
-    assert store.add("n", 1) == 1
+def refused(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_job_of_one_host_is_out_of_reach_of_others(outside: str, free_port: int) -> None:
+    """Even when MASTER_ADDR is an address that they reach."""
+    store = open_store(launch(0, 2, Address(outside, free_port)))
+    assert open_store(launch(1, 2, Address(outside, free_port))).add("n", 1) == 1
+    assert refused(outside, free_port)
     store.close()
+
+
+def test_other_hosts_reach_it_at_the_jobs_address_alone(outside: str, free_port: int) -> None:
+    first = dataclasses.replace(launch(0, 2, Address(outside, free_port)), local_world_size=1)
+    store = open_store(first)
+    assert TcpStore(Address(outside, free_port)).add("n", 1) == 1
+    assert refused("127.0.0.1", free_port)
+    store.close()
+
+
+def test_the_address_of_a_host_that_knows_its_own_name_as_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "own_address", {"first": "127.0.1.1", "localhost": "::1"}.__getitem__)
+    monkeypatch.delenv("SM_NETWORK_INTERFACE_NAME", raising=False)
+    assert stores._job_address("first") == "", "all: it cannot be told"
+    assert stores._job_address("localhost") == "::1", "which no other host can mean"
+    assert stores._job_address("127.0.1.1") == "127.0.1.1"
+    monkeypatch.setenv("SM_NETWORK_INTERFACE_NAME", "lo")
+    assert stores._job_address("first") == "127.0.0.1"
+
+
+def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Address("127.0.0.1", free_port)
+    monkeypatch.setenv("SMDDP_JOB_SECRET", "0123456789abcdef")
+    first = open_store(launch(0, 2, place))
+    assert open_store(launch(1, 2, place)).add("n", 1) == 1
+    for secret in ("", "fedcba9876543210"):
+        monkeypatch.setenv("SMDDP_JOB_SECRET", secret)
+        with pytest.raises(StoreError, match=r"is not this job's store, or has another secret .*SMDDP_JOB_SECRET"):
+            open_store(launch(1, 2, place))
+    with socket.create_connection(("127.0.0.1", free_port), 5) as stranger:
+        request = b'["get", "a", 0]'
+        stranger.sendall(struct.pack("!I", len(request)) + request)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    first.close()
+
+
+def test_strangers_without_end_keep_nobody_from_it(server: Server) -> None:
+    with contextlib.ExitStack() as undo:
+        for _ in range(300):
+            undo.enter_context(socket.create_connection(("127.0.0.1", server.port), 5))
+        store = TcpStore(Address("127.0.0.1", server.port))
+        assert store.add("n", 1) == 1
+        store.close()

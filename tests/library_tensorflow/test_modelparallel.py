@@ -124,5 +124,13 @@ def test_a_stage_says_what_it_waits_for_and_records_its_messages(
 
 
 @pytest.mark.mpi
+def test_what_does_not_come_is_waited_for_until_the_limit(two_ranks: TwoRanks, free_port: int, tmp_path: Path) -> None:
+    with two_ranks(free_port, RANKS / "modelparallel_refused.py", tmp_path / "come", SMP_TIMEOUT_SECONDS="5") as ranks:
+        said = ranks[0].communicate(timeout=120)[0]
+    assert "Rank 1 has not sent its output 0 of" in said, said
+    assert "to rank 0 within 5 s. Fix: see what it does; if it may take longer, set SMP_TIMEOUT_SECONDS" in said
+
+
+@pytest.mark.mpi
 def test_horovod_is_stood_in_for_in_rehearsal(mpirun: Mpirun) -> None:
     assert mpirun(4, RANKS / "modelparallel_horovod.py", SHOAL_REHEARSE="1").count("equal") == 4

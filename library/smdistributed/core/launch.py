@@ -66,6 +66,11 @@ class Launch:
     session_dir: Path | None
     """A directory of this job alone, which all its ranks see and its launcher removes; None: there is none."""
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks are on this host: they need no address that others reach."""
+        return self.local_world_size == self.world_size
+
 
 _ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, master=None, session_dir=None)
 

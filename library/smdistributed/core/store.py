@@ -4,7 +4,9 @@ The server is a process of its own, which ends with rank 0: a thread there would
 interpreter, and MPI_Init holds it until all ranks are in it, who may wait for an answer.
 
 A request is a list of words, its answer one word: JSON, after its length in four bytes. A rank takes a connection for
-each call that is under way: a thread that waits for a word keeps no other from asking.
+each call that is under way: a thread that waits for a word keeps no other from asking. Each connection begins with a
+handshake (see `handshake`): if the job has a secret, nobody else is answered. Without one, whoever reaches the store
+may read and write words; it listens at the one address of rank 0's host at which the job's hosts find it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,25 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from smdistributed.core.board import CountingStore
+from smdistributed.core.handshake import HandshakeError, accept, call
 from smdistributed.core.launch import Address, Launch, LaunchError, meeting_place
+from smdistributed.core.secret import derived, job_key
+from smdistributed.core.sockets import (
+    LOSS_SECONDS,
+    address_of,
+    is_loopback,
+    limit_acknowledgement,
+    listen,
+    own_address,
+    read_exactly,
+    watch_connection,
+)
 
 CONNECT_SECONDS = 300.0  # rank 0 may have something to do first, such as to fetch its data
 WAIT_SECONDS = 300.0
@@ -36,6 +51,10 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _GRACE_SECONDS = 15.0  # of a server that is busy; one that is stopped answers never
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20  # of a request: what is longer comes from no rank
+_MOST_STRANGERS = 64  # connections that have not proved themselves yet
+_NO_SECRET = derived(b"", "store")  # of jobs without a secret: anybody can compute it
+_LOOPBACK = "127.0.0.1"
+_VALUES: dict[str, Any] = {"set": str, "get": (int, float), "add": int}  # by the command
 
 
 class StoreError(RuntimeError):
@@ -123,19 +142,24 @@ class LocalStore(Store):
 
 
 class Server:
-    """A process that serves a store at a port of all of this host's addresses, until it is closed or this one ends.
+    """A process that serves a store at an address of this host, until it is closed or this process ends.
+
+    port: 0: a free one. address: at which it listens; empty: at all. key: what callers must have.
 
     Raises LaunchError when the port is taken.
     """
 
-    def __init__(self, port: int) -> None:
-        with _listen(port) as listener:
+    def __init__(self, port: int, address: str = _LOOPBACK, key: bytes = _NO_SECRET) -> None:
+        with _listen(address, port) as listener:
             self.port: int = listener.getsockname()[1]
             number = listener.fileno()
             # Not by `-m`: the script's directory, which comes first then, may hold a json.py.
             code = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve"
             command = [sys.executable, "-I", "-c", f"{code}({number}, {os.getpid()})"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(key)  # not as an argument, which any user of the host can read
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -146,43 +170,70 @@ class Server:
 class _Service:
     """What the process does: each connection in a thread."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._words, self._listener = LocalStore(), listener
-        threading.Thread(target=self._accept, daemon=True).start()
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._words, self._listener, self._key = LocalStore(), listener, key
+        self._strangers: deque[socket.socket] = deque()
+        threading.Thread(target=self._accept_forever, daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept_forever(self) -> None:
+        """Let connections in, as strangers; of too many, the oldest is ended."""
         while True:
-            with contextlib.suppress(OSError):  # a rank that has gone again
+            try:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError:  # a rank that has gone again, or there are too many files open
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            self._strangers.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError, IndexError):  # has ended, or proved itself, meanwhile
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until the rank ends; what sends something else than requests is left alone."""
-        with connection, contextlib.suppress(OSError, EOFError, ValueError, TypeError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Until the rank ends; what proves nothing, or sends something else than requests, is left alone."""
+        with connection, contextlib.suppress(OSError, EOFError, ValueError):
+            _prepare(connection)
+            try:
+                accept(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
+            finally:
+                with contextlib.suppress(ValueError):  # it is one of too many
+                    self._strangers.remove(connection)
+            connection.settimeout(None)
             while True:
-                _send(connection, self._answer(*_receive(connection)))
+                _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
         if command == "set":
             return self._words.set(key, value)
-        if command == "get":
-            return self._words.wait(key, value)
-        if command == "add":
-            return self._words.add(key, value)
-        raise ValueError(command)
+        return self._words.wait(key, value) if command == "get" else self._words.add(key, value)
+
+
+def parse_request(message: bytes) -> tuple[str, str, Any]:
+    """The command, its key and its value. Raises ValueError for what is no request."""
+    try:
+        command, key, value = json.loads(message)
+    except (RecursionError, TypeError):  # a number, or a list in a list in a list …
+        raise ValueError("no request") from None
+    kinds = _VALUES.get(command) if isinstance(command, str) else None
+    if kinds is None or not isinstance(key, str) or not isinstance(value, kinds) or isinstance(value, bool):
+        raise ValueError("no request")
+    if command == "get" and not 0 <= value <= threading.TIMEOUT_MAX:
+        raise ValueError("no number of seconds")
+    return command, key, value
 
 
 class TcpStore(Store):
     """The store that another rank, or this one, serves at an address; ranks may come before it does.
 
-    seconds: how long `get` waits. server: what this rank serves, which ends with this.
+    seconds: how long `get` waits. server: what this rank serves, which ends with this. key: what the server has.
 
-    Raises StoreError when nobody listens there within CONNECT_SECONDS.
+    Raises StoreError when nobody listens there within CONNECT_SECONDS, or whoever does has another key.
     """
 
-    def __init__(self, address: Address, seconds: float = WAIT_SECONDS, server: Server | None = None) -> None:
-        self._address, self._seconds, self._server = address, seconds, server
+    def __init__(
+        self, address: Address, seconds: float = WAIT_SECONDS, server: Server | None = None, key: bytes = _NO_SECRET
+    ) -> None:
+        self._address, self._seconds, self._server, self._key = address, seconds, server, key
         self._idle: list[socket.socket] = []  # list.append and list.pop need no lock
         with self._connection(CONNECT_SECONDS):  # whoever cannot reach it hears of it now
             pass
@@ -216,7 +267,7 @@ class TcpStore(Store):
         try:
             with self._connection() as connection:
                 _send(connection, request)
-                return _receive(connection)
+                return json.loads(_receive(connection))
         except (OSError, EOFError) as error:
             raise StoreError(f"The store at {self._where} is gone, with rank 0, which serves it ({error}).") from None
 
@@ -238,8 +289,13 @@ class TcpStore(Store):
         deadline = time.monotonic() + patience
         while True:
             try:
-                connection = _dial(self._address)
-            except OSError as error:
+                connection = _dial(self._address, self._key)
+            except HandshakeError as error:
+                raise StoreError(
+                    f"What serves at {self._where} is not this job's store, or has another secret ({error}). Fix: give "
+                    "all ranks the same SMDDP_JOB_SECRET, or none; if another job has the port, choose MASTER_PORT."
+                ) from None
+            except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
                     raise StoreError(
                         f"Nobody serves the store at {self._where} ({error}): rank 0 has not started or has ended, or "
@@ -247,7 +303,6 @@ class TcpStore(Store):
                     ) from None
                 time.sleep(_AGAIN_SECONDS)
                 continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(self._seconds + _GRACE_SECONDS)
             return connection
 
@@ -257,27 +312,64 @@ def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
 
     seconds: how long `get` waits for a word.
 
-    Raises LaunchError when nothing says where several ranks meet, or rank 0 finds the port taken; StoreError when
-    rank 0 does not come.
+    Raises LaunchError when nothing says where several ranks meet, rank 0 finds the port taken, or the job's secret is
+    too short; StoreError when rank 0 does not come, or has another secret.
     """
     if launch.world_size == 1:
         return LocalStore(seconds)
     place = meeting_place(launch)
+    key = job_key("store") or _NO_SECRET
+    if launch.is_on_one_host:
+        place = Address(_LOOPBACK, place.port)
     if launch.rank:
-        return TcpStore(place, seconds)
-    return TcpStore(Address("127.0.0.1", place.port), seconds, Server(place.port))
+        return TcpStore(place, seconds, key=key)
+    address = place.host if launch.is_on_one_host else _job_address(place.host)
+    server = Server(place.port, address, key)
+    return TcpStore(Address(address or _LOOPBACK, place.port), seconds, server, key)
 
 
-def _dial(address: Address) -> socket.socket:
+def _job_address(master: str) -> str:
+    """The address of this host, rank 0's, at which the other ranks find it as `master`; empty if it cannot be told.
+
+    A host may know its own name as an address of the loopback, while others know it by another: then the job's
+    interface counts, if it is named.
+    """
+    with contextlib.suppress(ValueError):  # a name
+        if is_loopback(master):
+            return master
+    with contextlib.suppress(OSError):
+        address = own_address(master)
+        if not is_loopback(address) or master == "localhost":
+            return address
+    with contextlib.suppress(OSError):
+        return address_of(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
+    return ""
+
+
+def _dial(address: Address, key: bytes) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
-    if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself there
+    try:
+        if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        _prepare(connection)
+        call(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
+    except BaseException:
         connection.close()
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        raise
     return connection
 
 
-def _listen(port: int) -> socket.socket:
+def _prepare(connection: socket.socket) -> None:
+    """Send at once, and notice when the other host is lost."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    watch_connection(connection)
+    limit_acknowledgement(connection, LOSS_SECONDS)
+
+
+def _listen(address: str, port: int) -> socket.socket:
     try:
+        if address:
+            return listen(address, port)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
         return socket.create_server(("", port), backlog=1024)
@@ -295,28 +387,25 @@ def _send(connection: socket.socket, words: object) -> None:
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
-def _receive(connection: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+def _receive(connection: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     if length > _MOST_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    return json.loads(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = connection.recv(min(size - len(found), 1 << 20))
-        if not part:
-            raise EOFError("the connection has ended")
-        found += part
-    return bytes(found)
+    return read_exactly(connection, length)
 
 
 def serve(number: int, rank_process: int) -> None:
     """The process: it serves at the socket of that number until the rank that has started it ends.
 
-    Then its standard input does; not where the rank has forked: that process holds the other end as well.
+    Its standard input begins with the store's key, and ends with that rank; not where the rank has forked: that process
+    holds the other end as well.
     """
-    _Service(socket.socket(fileno=number))
-    while os.getppid() == rank_process and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+    key = b""
+    while len(key) < len(_NO_SECRET):
+        part = os.read(0, len(_NO_SECRET) - len(key))  # not through sys.stdin, which would read on
+        if not part:
+            return
+        key += part
+    _Service(socket.socket(fileno=number), key)
+    while os.getppid() == rank_process and not select.select([0], [], [], _LOOK_SECONDS)[0]:
         pass

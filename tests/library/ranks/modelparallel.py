@@ -837,6 +837,22 @@ def stalls() -> None:
     print("stalls")
 
 
+def absent() -> None:
+    """A step that the first stage does not enter: the other one waits, no longer than the limit, and tells it."""
+    configure(microbatches=2, auto_partition=False, default_partition=0)
+    module = Net()
+    smp.set_partition(module.blocks[2], 1)
+    model = smp.DistributedModel(module)
+    if smp.pp_rank():
+        try:
+            train(model, make_optimizer("sgd", module), batches(1))
+        except smp.exceptions.SMPRuntimeError as error:
+            print(f"says: {error}", flush=True)
+    else:
+        assert smp.state.stage._failed.wait(120)
+        print(f"is told: {smp.state.stage._failure}", flush=True)
+
+
 if __name__ == "__main__":
     cases: dict[str, Callable[..., None]] = {
         case.__name__: case
@@ -867,6 +883,7 @@ if __name__ == "__main__":
                 uneven,
                 fails,
                 stalls,
+                absent,
                 evaluates,
             )
         }

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from smdistributed.core.launch import read_launch
-from smdistributed.core.mail import Mail
+from smdistributed.core.mail import Access, Mail
 from smdistributed.core.store import open_store
 from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
@@ -65,7 +65,7 @@ class State(Job):
         take_gpu(launch.local_rank)
         store = open_store(launch)
         master = launch.master.host if launch.master else "127.0.0.1"
-        meet(store.prefixed("smp"), self.rank, launch.world_size, master, self._open_mail)
+        meet(store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_mail)
         # Whoever is connected hears who ends.
         self.seed = self.post.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
         peers = self.grid.group("DP_GROUP", self.rank)
@@ -89,8 +89,8 @@ class State(Job):
         """An operation that runs after the former one that this has given, also where functions call each other."""
         return self._turn.assign_add(1, read_value=False)
 
-    def _open_mail(self, secret: bytes) -> Mail:
-        self.messages = Messages(self.rank, secret)
+    def _open_mail(self, access: Access) -> Mail:
+        self.messages = Messages(self.rank, access)
         self.post = self.messages.post
         return self.messages.mail
 

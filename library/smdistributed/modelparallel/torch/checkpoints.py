@@ -2,6 +2,9 @@
 
 A checkpoint is written beside its place and renamed when it is complete: killed at any moment, a job leaves the one
 before. What is partial is kept by names of parameters, so that another number of stages can read it.
+
+Files are loaded as data: tensors, numbers, words, and containers of them. Other objects are pickles, which run code of
+whoever wrote the file, and are refused unless the script, or SMP_TRUST_CHECKPOINTS, says that they are trusted.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +32,8 @@ _NEWEST, _SEEN = "newest", ".seen_by_"
 _USER, _STAGES = "user_content.pt", "stages.json"
 _TORCH_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 """What transformers' Trainer asks for as a full checkpoint, and what it has saved instead."""
+_TRUST = "SMP_TRUST_CHECKPOINTS"
+_TRUSTS = {"": False, "0": False, "1": True}
 
 
 @only_known
@@ -56,19 +62,23 @@ def load(
     pickle_load_args: Mapping[str, Any] | None = None,
     partial: bool = True,
     back_compat: bool = False,
+    weights_only: bool | None = None,
 ) -> Any:
     """Load what `save` saved.
 
-    pickle_module, pickle_load_args: as torch.load has them.
+    pickle_module, pickle_load_args: as torch.load has them. Another module than pickle loads any object.
+    weights_only: False: load any object, which runs code of whoever wrote the file. True: only tensors, numbers, words
+        and containers of them. None: True, unless SMP_TRUST_CHECKPOINTS is 1. Ours.
     back_compat: has no effect, and warns: files of AWS's library before 1.10 cannot be read.
     """
     if back_compat:
         warn_without_effect("back_compat of smp.load", "optimizer files of AWS's library before 1.10 cannot be read")
-    options = {"pickle_module": pickle_module, **(pickle_load_args or {})}
-    if not partial:
-        return _read(Path(f), map_location, **options)
+    options = {"weights_only": weights_only, **(pickle_load_args or {})}
+    if pickle_module is not pickle:
+        options = {"weights_only": False, "pickle_module": pickle_module, **(pickle_load_args or {})}
     own = _of_this_replica(f)
-    return _read(own if own.is_file() else _of_this_stage(f), map_location, **options)
+    path = Path(f) if not partial else own if own.is_file() else _of_this_stage(f)
+    return _read(path, map_location, **options)
 
 
 def _of_this_stage(f: str | os.PathLike[str]) -> Path:
@@ -94,7 +104,8 @@ def save_checkpoint(
 
     partial: a directory `tag_partial` with a file for each stage; else `tag` is an ordinary state dict of the model,
         with `optimizer_{tag}` beside it.
-    user_content: anything that can be pickled; `resume_from_checkpoint` returns it.
+    user_content: anything that can be pickled; `resume_from_checkpoint` returns it. It warns if that will have to be
+        told to load more than tensors, numbers, words and containers of them.
 
     Hosts need no common file system: each has the files of its stages, as SageMaker's /opt/ml/checkpoints has, which
     it gathers.
@@ -128,6 +139,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[Any], Any] | None = None,
     load_optimizer_states: bool | None = None,
+    weights_only: bool | None = None,
 ) -> Any:
     """Load a checkpoint into the script's model and optimizer, and return its `user_content` (AWS API).
 
@@ -144,9 +156,12 @@ def resume_from_checkpoint(
         load_sharded_optimizer_state: Has no effect, and warns if it is false: it is for sharded data parallelism.
         translate_function: Of a full checkpoint: gives the model's state dict for what is in the file.
         load_optimizer_states: The name of `load_optimizer` before AWS API 1.11.
+        weights_only: False: load any objects, which runs code of whoever wrote the checkpoint. True: only tensors,
+            numbers, words and containers of them. None: True, unless SMP_TRUST_CHECKPOINTS is 1. Ours.
 
     Raises:
-        SMPRuntimeError: If there is no such checkpoint, or a partial one is to be translated.
+        SMPRuntimeError: If there is no such checkpoint, a partial one is to be translated, or a file holds more than
+            `weights_only` allows.
     """
     if not load_sharded_optimizer_state:
         what = "load_sharded_optimizer_state of smp.resume_from_checkpoint"
@@ -157,18 +172,18 @@ def resume_from_checkpoint(
     if partial and translate_function is not None:
         raise SMPRuntimeError("translate_function is for full checkpoints. Fix: leave it out, or give partial=False.")
     if partial:
-        return _resume_partial(directory / f"{tag}_partial", strict, load_optimizer)
+        return _resume_partial(directory / f"{tag}_partial", strict, load_optimizer, weights_only)
     weights = directory / tag
     if not weights.is_file() and tag == _TORCH_WEIGHTS:
         weights = directory / _SAFE_WEIGHTS
     if not weights.is_file():
         raise SMPRuntimeError(f"There is no full checkpoint {tag!r} in {directory}: it holds {_listing(directory)}.")
-    found = _read_weights(weights)
+    found = _read_weights(weights, weights_only)
     state.the_model().load_state_dict(translate_function(found) if translate_function else found, strict)
     saved = directory / f"optimizer_{tag}"
     if load_optimizer and state.optimizer is not None and saved.is_file():
-        state.optimizer.load_state_dict(_read(saved))
-    return _read_user(directory, tag)
+        state.optimizer.load_state_dict(_read(saved, weights_only=weights_only))
+    return _read_user(directory, tag, weights_only)
 
 
 def _save_partial(
@@ -179,7 +194,7 @@ def _save_partial(
     leads = _make_anew(unfinished)
     _write_own(unfinished, model, optimizer)
     if leads:
-        _write(user, unfinished / _USER)
+        _write_user(user, unfinished / _USER)
         if model:
             placed = {"partitions": state.cfg.partitions, "stages": model.manager.stages}
             _write_text(unfinished / _STAGES, json.dumps(placed))
@@ -228,7 +243,7 @@ def _save_full(
         whole = model.state_dict(gather_to_rank0=True) if model else {}
         states = optimizer.with_other_stages(shares, gather_to_rank0=True) if optimizer and shares else {}
         if pp_rank() == 0:
-            _write(user, directory / _user_of(tag))
+            _write_user(user, directory / _user_of(tag))
             if optimizer:
                 _write(states, directory / f"optimizer_{tag}")
             if model:
@@ -236,7 +251,7 @@ def _save_full(
             _note_newest(directory, tag, partial=False)
 
 
-def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
+def _resume_partial(directory: Path, strict: bool, load_optimizer: bool, weights_only: bool | None) -> Any:
     _finish_rename(directory)
     if not any((*directory.glob("model_*.pt"), *directory.glob("optimizer_*.pt"))):
         raise SMPRuntimeError(f"There is no partial checkpoint {directory}: it holds {_listing(directory.parent)}.")
@@ -245,12 +260,13 @@ def _resume_partial(directory: Path, strict: bool, load_optimizer: bool) -> Any:
         kinds = {kind: [directory / f"{kind}_{pp_rank()}.pt"] if files else [] for kind, files in kinds.items()}
     model: dict[str, Any] = {}
     for file in kinds["model"]:
-        model.update(_read(file))
+        model.update(_read(file, weights_only=weights_only))
     if model:
         state.the_model().load_state_dict(model, strict)
     if load_optimizer and state.optimizer is not None and kinds["optimizer"]:
-        state.optimizer.load_state_dict(_joined([_read(file) for file in kinds["optimizer"]]))
-    return _read_user(directory)
+        parts = [_read(file, weights_only=weights_only) for file in kinds["optimizer"]]
+        state.optimizer.load_state_dict(_joined(parts))
+    return _read_user(directory, "", weights_only)
 
 
 def _is_placed_so(directory: Path) -> bool:
@@ -342,9 +358,26 @@ def _write_text(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _read_weights(path: Path) -> Any:
+def _write_user(user: Any, path: Path) -> None:
+    """Warns if the content will not be loaded unless the script says so: now, and not only when it resumes."""
+    _write(user, path)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        warnings.warn(
+            f"user_content holds more than tensors, numbers, words and containers of them ({_first_line(error)}): to "
+            f"resume, give smp.resume_from_checkpoint weights_only=False, or set {_TRUST}=1.",
+            stacklevel=2,
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _read_weights(path: Path, weights_only: bool | None) -> Any:
     if path.name != _SAFE_WEIGHTS:
-        return _read(path)
+        return _read(path, weights_only=weights_only)
     from safetensors.torch import load_file
 
     return load_file(path)
@@ -354,14 +387,34 @@ def _user_of(tag: str) -> str:
     return f"user_content_{tag}"
 
 
-def _read_user(directory: Path, tag: str = "") -> Any:
+def _read_user(directory: Path, tag: str, weights_only: bool | None) -> Any:
     """What the script saved with a checkpoint. Before, full ones had other names; Trainer leaves it empty."""
     own = [directory / _user_of(tag), directory / f"{_user_of(tag)}.pt"] if tag else []
     path = next((path for path in own if path.is_file()), directory / _USER)
-    return _read(path) if path.is_file() and path.stat().st_size else None
+    return _read(path, weights_only=weights_only) if path.is_file() and path.stat().st_size else None
 
 
-def _read(path: Path, map_location: Any = "cpu", **options: Any) -> Any:
+def _read(path: Path, map_location: Any = "cpu", weights_only: bool | None = None, **options: Any) -> Any:
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {_listing(path.parent)}.")
-    return torch.load(path, map_location=map_location, **{"weights_only": False, **options})
+    only = not _trusts_checkpoints() if weights_only is None else weights_only
+    try:
+        return torch.load(path, map_location=map_location, weights_only=only, **options)
+    except pickle.UnpicklingError as error:
+        if not only:
+            raise
+        raise SMPRuntimeError(
+            f"{path} holds more than tensors, numbers, words and containers of them, or is damaged: "
+            f"{_first_line(error)} Loading any object runs code of whoever wrote the file. Fix: if you trust them, "
+            "give smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment variable "
+            f"{_TRUST}=1."
+        ) from error
+
+
+def _trusts_checkpoints() -> bool:
+    text = os.environ.get(_TRUST, "")
+    if text not in _TRUSTS:
+        raise SMPRuntimeError(
+            f"{_TRUST} is {text!r}. Fix: set it to 1 to load any objects from checkpoints, or unset it."
+        )
+    return _TRUSTS[text]

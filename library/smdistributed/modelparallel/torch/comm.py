@@ -10,14 +10,14 @@ from smdistributed.modelparallel.torch.messages import Kind, Message, send
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 
-def open_post(mail: Mail, rank: int) -> Post:
-    """The post of this rank, which is to be given messages of Kind.OBJECT."""
+def open_post(mail: Mail, rank: int, seconds: float) -> Post:
+    """The post of this rank, which is to be given messages of Kind.OBJECT. seconds: how long it waits for one."""
 
     def send_object(to: int, box: str, obj: object) -> None:
         body, tensors = pack(obj)
         send(mail, to, Kind.OBJECT, 0, call=box, about=body, tensors=tensors)
 
-    return Post(rank, send_object, _read)
+    return Post(rank, send_object, _read, seconds)
 
 
 def _read(message: Message) -> Any:

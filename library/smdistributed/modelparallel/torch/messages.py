@@ -25,6 +25,7 @@ class Kind(enum.IntEnum):
     END = 5
     FAILED = 6
     OBJECT = 7
+    WORKING = 8
 
 
 class Came(NamedTuple):

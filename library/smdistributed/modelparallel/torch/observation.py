@@ -1,6 +1,8 @@
-"""What a stage does and waits for: recorded for the timeline, and said when it lasts too long.
+"""What a stage does and waits for: recorded for the timeline, said when it lasts long, ended when it lasts too long.
 
-`SMDDP_STALL_SECONDS` (60 where it is not set) is how long a stage waits before it says for what.
+`SMDDP_STALL_SECONDS` (60 if it is not set) is how long a stage waits before it says for what. A stage that computes
+nothing, and hears of no other for `SMP_TIMEOUT_SECONDS`, fails. One that computes for long lets the others hear of it
+now and then.
 """
 
 from __future__ import annotations
@@ -17,18 +19,27 @@ from smdistributed.modelparallel.torch.work import Work
 
 _STACK_CALLS = 8
 _LOOKS = 4
+_NOT_CALLED = "nobody has called anything here: the first stage may not be in this step"
 
 
 class Observer:
-    """Of one stage. `who`: how it calls itself."""
+    """Of one stage. Makes a thread at the first step.
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    who: how the stage calls itself. seconds: how long it waits for the others. on_overdue: called with what it has
+    waited for so long. on_long_turn: called now and then while this stage computes for long.
+    """
+
+    def __init__(
+        self, who: str, seconds: float, on_overdue: Callable[[str], None], on_long_turn: Callable[[], None]
+    ) -> None:
+        self._who, self._seconds = who, seconds
+        self._on_overdue, self._on_long_turn = on_overdue, on_long_turn
+        self._heard = 0.0  # when something has last happened here
         self._turn: tuple[Work, int, float] | None = None
         self._began = self._began_ns = 0
         self._waits: dict[int, tuple[Callable[[], str], float]] = {}
         self._told: set[int] = set()
-        self._limit = stall_seconds()
+        self._stall = stall_seconds()
         self._step = 0
         self._step_began = 0.0
         self._thread: threading.Thread | None = None
@@ -55,11 +66,15 @@ class Observer:
 
     def turn_ends(self, work: Work) -> None:
         """It does so no more."""
-        self._turn = None
+        self._turn, self._heard = None, time.monotonic()
         if timeline.recorder is not None and self._began:
             name = "backward" if work.is_backward else "forward"
             args = {"microbatch": work.microbatch}
             timeline.recorder.complete("compute", name, self._began, timeline.now(), args)
+
+    def hears(self) -> None:
+        """Another stage has sent something."""
+        self._heard = time.monotonic()
 
     def waits(self, call: int, what: Callable[[], str]) -> None:
         """A call is under way. what: how a person names it; asked only if it lasts."""
@@ -71,24 +86,32 @@ class Observer:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._limit / _LOOKS)
+            time.sleep(min(self._stall, self._seconds) / _LOOKS)
             if self._step:
                 self._look(time.monotonic())
+                self._keep_limit(time.monotonic())
+
+    def _keep_limit(self, now: float) -> None:
+        turn = self._turn
+        if turn and now - turn[2] > self._seconds / _LOOKS:
+            self._on_long_turn()
+        elif not turn and now - max(self._heard, self._step_began) > self._seconds:
+            self._on_overdue("; ".join(what() for what, _ in list(self._waits.values())) or _NOT_CALLED)
 
     def _look(self, now: float) -> None:
         """Say what has lasted longer than the limit, once."""
         turn, waits = self._turn, list(self._waits.items())
-        late = [what() for call, (what, since) in waits if now - since > self._limit and call not in self._told]
-        self._told.update(call for call, (_, since) in waits if now - since > self._limit)
-        if turn and now - turn[2] > self._limit and id(turn[0]) not in self._told:
+        late = [what() for call, (what, since) in waits if now - since > self._stall and call not in self._told]
+        self._told.update(call for call, (_, since) in waits if now - since > self._stall)
+        if turn and now - turn[2] > self._stall and id(turn[0]) not in self._told:
             self._told.add(id(turn[0]))
             late.append(f"it computes microbatch {turn[0].microbatch}, at:\n{_stack(turn[1])}")
-        idle = not turn and not waits and now - self._step_began > self._limit and -1 not in self._told
+        idle = not turn and not waits and now - self._step_began > self._stall and -1 not in self._told
         if idle:
             self._told.add(-1)
-            late.append("nobody has called anything here: the first stage may not be in this step")
+            late.append(_NOT_CALLED)
         for what in late:
-            print(f"smp: {self._who}, step {self._step}, for {self._limit:g} s: {what}", file=sys.stderr, flush=True)
+            print(f"smp: {self._who}, step {self._step}, for {self._stall:g} s: {what}", file=sys.stderr, flush=True)
 
 
 def _stack(thread: int) -> str:

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from smdistributed.core.handshake import HandshakeError
 from smdistributed.core.mail import Mail, Waiter
 from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.limits import LONGER
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn
 from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
 from smdistributed.modelparallel.torch import devices
@@ -79,11 +81,14 @@ class _Step:
 class Stage:
     """This rank's place in the pipeline.
 
-    ranks: the ranks of the job that hold the stages, in order. `module` gives a module by its name.
+    ranks: the ranks of the job that hold the stages, in order. `module` gives a module by its name. seconds: how long
+    this stage waits for others of which it hears nothing.
     """
 
-    def __init__(self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any]) -> None:
-        self._mail, self.ranks, self._module = mail, tuple(ranks), module
+    def __init__(
+        self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
+    ) -> None:
+        self._mail, self.ranks, self._module, self._seconds = mail, tuple(ranks), module, seconds
         self.index = self.ranks.index(rank)
         self._workers = Workers(devices.use)
         self._calls = itertools.count()
@@ -98,7 +103,9 @@ class Stage:
         self._failed = threading.Event()
         self._gone: set[int] = set()
         self._idle: _Idle | None = None
-        self._observer = Observer(f"stage {self.index} (rank {rank})")
+        self._tellers: list[threading.Thread] = []
+        self._beats: list[threading.Thread] = []
+        self._observer = Observer(f"stage {self.index} (rank {rank})", seconds, self._wait_no_longer, self._beat)
 
     # --- the step, on the thread of the script
 
@@ -159,9 +166,12 @@ class Stage:
         replies = [step.replies.setdefault(call, _Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
             self._send(rank, Kind.PARTITION, step.number, call=call, about=about)
+        work = _working()
+        self._observer.turn_ends(work)  # from now on it waits, no longer than the limit
         for reply in replies:
             self._mail.wait(reply)
         self._raise_failure()
+        self._observer.turn_begins(work)
 
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
         """Tell the other stages that the step has ended, with its results. On the first stage."""
@@ -170,12 +180,19 @@ class Stage:
             self._send(rank, Kind.END, self._in_step().number, about=about, tensors=packed[1])
 
     def leave(self) -> bool:
-        """Leave the step: what is served later waits for the next. Whether a backward ran in it."""
+        """Leave the step: what is served later waits for the next. Whether a backward ran in it.
+
+        After a failure, wait until the other stages have been told of it, as this process may end next; for a stage
+        that takes no messages, no longer than `_TELL_SECONDS`.
+        """
         with self._lock:
             step, self._step = self._step, None
         if step:
             step.generators.take_back()
         self._observer.step_ends()
+        deadline = time.monotonic() + _TELL_SECONDS
+        for teller in self._tellers:
+            teller.join(max(0, deadline - time.monotonic()))
         return step is not None and step.had_backward
 
     # --- calls, on the threads of works
@@ -247,6 +264,9 @@ class Stage:
     def deliver(self, message: Message) -> None:
         """Take a message of another stage."""
         try:
+            self._observer.hears()
+            if message.kind is Kind.WORKING:
+                return
             if message.kind is Kind.FAILED:
                 self._told = True  # the others as well
                 self._fail(SMPRuntimeError(f"{self._who(message.source)} failed:\n{message.about}"))
@@ -269,30 +289,40 @@ class Stage:
         return SMPRuntimeError(f"{self._who(rank)} is gone: its own error says why.")
 
     def fail(self, error: BaseException) -> None:
-        """End the step on all stages because of this, and every later one.
+        """End the step on all stages because of this, and every later one. Waits for nobody.
 
         That a stage is gone is told too, by those in a step: others may know nothing of it, and wait for one of these.
-        A stage that takes no messages is waited for no longer than `_TELL_SECONDS`.
         """
-        with self._telling:  # before this process learns of it, or another of its threads, and exits
-            if not self._told:
-                self._told = True
-                self._tell_all("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-        self._fail(error)
+        try:
+            with self._telling:  # before any thread of this process learns of it, and ends it; see `leave`
+                is_told, self._told = self._told, True
+                if not is_told:
+                    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+                    self._tellers = self._tell_all(Kind.FAILED, text)
+        finally:
+            self._fail(error)
 
-    def _tell_all(self, text: str) -> None:
-        """Tell each other stage in a thread of its own: one whose socket is full must not keep this from the others."""
+    def _tell_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
+        """Tell each other stage, on a thread of its own: one whose socket is full must not keep it from the others."""
         others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self._gone]
-        tellers = [threading.Thread(target=self._tell_failure, args=(rank, text), daemon=True) for rank in others]
+        tellers = [threading.Thread(target=self._tell_one, args=(rank, kind, about), daemon=True) for rank in others]
         for teller in tellers:
             teller.start()
-        deadline = time.monotonic() + _TELL_SECONDS
-        for teller in tellers:
-            teller.join(max(0, deadline - time.monotonic()))
+        return tellers
 
-    def _tell_failure(self, rank: int, text: str) -> None:
+    def _tell_one(self, rank: int, kind: Kind, about: object) -> None:
         with suppress(OSError):  # gone as well
-            send(self._mail, rank, Kind.FAILED, self.steps, about=text)
+            send(self._mail, rank, kind, self.steps, about=about)
+
+    def _beat(self) -> None:
+        """Let the other stages hear of this one, which computes for long."""
+        if not any(beat.is_alive() for beat in self._beats):
+            self._beats = self._tell_all(Kind.WORKING)
+
+    def _wait_no_longer(self, what: str) -> None:
+        """The other stages have been silent for too long."""
+        who = f"{self._who(self.ranks[self.index])} has heard of no other stage for {self._seconds:g} s"
+        self.fail(SMPRuntimeError(f"{who}, in step {self.steps}: {what}. {LONGER}"))
 
     def _handle(self, message: Message) -> None:
         step = self._in_step()
@@ -368,6 +398,8 @@ class Stage:
         """`messages.send`. Where that stage is gone, raises why: it may have said so, and that be on its way."""
         try:
             send(self._mail, to, *args, **kwargs)
+        except (HandshakeError, TimeoutError) as error:
+            raise SMPRuntimeError(f"{self._who(to)} cannot be reached: {error}") from error
         except OSError as error:
             self._gone.add(to)
             self._failed.wait(_REASON_SECONDS)

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in, read_launch
-from smdistributed.core.mail import Mail
+from smdistributed.core.mail import Access, Mail
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import take_device
 from smdistributed.modelparallel.backend.config import read_config, read_verify_steps
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
+from smdistributed.modelparallel.backend.limits import timeout_seconds
 from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.recording import start_timeline
@@ -77,7 +78,9 @@ class State(Job):
             take_device()
         devices.note()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
-        meet(store, self.rank, self.grid.size, os.environ.get("MASTER_ADDR", "127.0.0.1"), self._open_mail)
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
+        meet(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
         start_timeline(self.rank, self.grid.size)
         # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -110,10 +113,11 @@ class State(Job):
         group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
         self._process_groups[ranks] = group
 
-    def _open_mail(self, secret: bytes) -> Mail:
-        mail = Mail(self.rank, secret, self._deliver, self._lost)
-        self.post = open_post(mail, self.rank)
-        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module)
+    def _open_mail(self, access: Access) -> Mail:
+        seconds = timeout_seconds()
+        mail = Mail(self.rank, access, self._deliver, self._lost, seconds)
+        self.post = open_post(mail, self.rank, seconds)
+        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module, seconds)
         return mail
 
     def group_of(self, name: str) -> tuple[int, ...]:
@@ -123,7 +127,11 @@ class State(Job):
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
-        message = receive(source, head, bodies)
+        try:
+            message = receive(source, head, bodies)
+        except Exception as error:  # a receiving thread has no caller
+            self.stage.fail(error)
+            return
         if message.kind is Kind.OBJECT:
             self.post.deliver(source, message.call, message)
         else:

@@ -1,0 +1,44 @@
+"""A rank of test_transport.py: the first sends, and nobody answers; the second waits. Both until the other is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+
+from smdistributed.core.launch import read_launch
+from smdistributed.core.mail import Access, Mail
+from smdistributed.core.store import open_store
+from smdistributed.modelparallel.backend.meeting import meet
+
+LIMIT_S = 60
+
+launch = read_launch()
+lost = threading.Event()
+
+
+def deliver(source: int, head: bytes, bodies: list[bytearray]) -> None:
+    if head == b"0":
+        print(f"rank {launch.rank} has a message", flush=True)
+
+
+def lose(source: int) -> None:
+    print(f"rank {launch.rank} has lost rank {source}", flush=True)
+    lost.set()
+
+
+def open_mail(access: Access) -> Mail:
+    return Mail(launch.rank, access, deliver, lose)
+
+
+assert launch.master
+store = open_store(launch)
+mail = meet(store.prefixed("smp"), launch.rank, 2, launch.master.host, launch.is_on_one_host, open_mail)
+number, deadline = 0, time.monotonic() + LIMIT_S
+while launch.rank == 0 and not lost.is_set() and time.monotonic() < deadline:
+    with suppress(OSError):
+        mail.send(1, b"%d" % number)
+    number += 1
+    lost.wait(0.05)
+os._exit(0 if lost.wait(max(0, deadline - time.monotonic())) else 1)

@@ -34,7 +34,7 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
     host = bundled.read(write_bundle(tmp_path, "bookworm", "trixie"))
     own = context.own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
-        sources = context.gather(project, matrix, image, own, buildkit=True)
+        sources = context.gather(project, matrix, image, own)
         files = context.files(sources, matrix, image, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}

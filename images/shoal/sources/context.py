@@ -47,10 +47,10 @@ def own_packages(project: Project, python: str) -> dict[str, bytes]:
     return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
-def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes], *, buildkit: bool) -> Sources:
+def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
     """Read the locks and the engine's sources, and render the Dockerfile. `own` are for the image's Python."""
     return Sources(
-        dockerfile=render(project, image, buildkit=buildkit, bytecode=bytecode.is_of(image.python_version)).encode(),
+        dockerfile=render(project, image, bytecode=bytecode.is_of(image.python_version)).encode(),
         templates=templates(project, image),
         locks=read_image(project, spec, image),
         engine=_engine(project.root / "library" / "native"),

@@ -12,6 +12,7 @@ import docker
 import pytest
 
 from shoal import engine
+from shoal.build import bundled
 from shoal.engine.images import find
 from shoal.matrix.project import LAYERS, Project
 
@@ -106,14 +107,23 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
         assert said.decode().split() == ["lo", "six", version]
     labels = [container.labels.get("shoal.job", "") for container in client.containers.list(all=True)]
     assert not [label for label in labels if label.startswith("bundle")]
-    # What it lacks is told, and not asked for elsewhere.
+    digest = bundled.check(bundle, None)
+    assert f"--bundle-digest sha256:{digest}" in collected.stdout
+    # One that was changed on the way is refused; what it lacks is told, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
     for wheel in (bundle / "wheels").iterdir():
         wheel.unlink()
+    changed = run(offline, "build", TAG, "--bundle", bundle)
+    assert changed.returncode == 15, changed.stderr
+    assert "wheels/six-" in changed.stderr
+    bundled.write_sums(bundle)
+    another = run(offline, "build", TAG, "--bundle", bundle, "--bundle-digest", digest)
+    assert another.returncode == 15, another.stderr
     lacking = run(offline, "build", TAG, "--bundle", bundle)
     assert lacking.returncode == 6
     assert "No matching distribution found for six" in lacking.stderr
     shutil.rmtree(bundle / "trixie")
+    bundled.write_sums(bundle)
     other = run(offline, "build", "--bundle", bundle)
     assert other.returncode == 2
     assert "it is for Debian bookworm, not for trixie" in other.stderr

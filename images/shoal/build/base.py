@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tarfile
@@ -98,6 +99,12 @@ def recipe_digest(system: System) -> str:
 def find(client: docker.DockerClient, system: System) -> BaseImage | None:
     """Return the system's base image that the engine has: Debian's, else one bootstrapped before."""
     return _upstream(client, system) or _bootstrapped(client, system)
+
+
+def is_name_of(name: str, system: System) -> bool:
+    """Return whether an image of that name can only be the system's base: Debian's, or one made here."""
+    made_here = re.fullmatch(rf"{REPOSITORY}:{re.escape(system.suite)}-[0-9a-f]{{12}}", name)
+    return made_here is not None or name in (system.upstream, system.upstream.rpartition(":")[2])
 
 
 def beneath(client: docker.DockerClient, tag: str, system: System) -> str:

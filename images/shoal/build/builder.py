@@ -103,13 +103,15 @@ def build_all(
     console: Console,
     jobs: int,
     bundle: Path | None = None,
+    bundle_digest: str | None = None,
 ) -> list[Ending]:
     """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
 
-    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
+    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off, once its
+    files are those that it was made with. `bundle_digest`: what `shoal bundle` printed.
 
-    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, and `BuildError`
-    for a module of ours that is not Python. An interrupt stops the builds.
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, `BundleError`, and
+    `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()
@@ -121,8 +123,11 @@ def build_all(
 
     systems = dict.fromkeys(image.system for image in wanted.values())
     if bundle:
+        digest = bundled.check(bundle, bundle_digest)
+        hint = "" if bundle_digest else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
+        say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
         bundled.load_bases(client, bundle, systems)
-    host = functools.partial(bundled.read, bundle) if bundle else machine.read
+    host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else machine.read
     bases = {system: base.ensure(client, system, host, project.cache, say) for system in systems}
     seconds: dict[str, float] = {}
 

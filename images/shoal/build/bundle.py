@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ import docker
 from docker.models.containers import Container
 
 from shoal import engine
-from shoal.build import base, hostwheels
+from shoal.build import base, bundled, hostwheels
 from shoal.build.base import Say
-from shoal.build.bundled import BASE, DEBS, INDEX, WHEELS
+from shoal.build.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
 from shoal.engine import archive, containers
-from shoal.errors import BuildError, DiskError, UsageError, is_full
+from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -53,7 +52,7 @@ _WHEN_FULL = "What to do: free some, or name a directory on another disk; what i
 @dataclass(frozen=True)
 class Bundle:
     """What a directory has been filled with: the bases' references, Debian's packages less those that they need, and
-    the images whose wheels are there. `bytes`: of all files in it.
+    the images whose wheels are there. `bytes`: of all files in it. `digest`: that of `SHA256SUMS`, which lists them.
     """
 
     directory: Path
@@ -61,17 +60,19 @@ class Bundle:
     packages: tuple[str, ...]
     images: tuple[str, ...]
     bytes: int
+    digest: str
 
 
 def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
     """Fill the directory with what builds of these images, and of those that they extend, take from a network.
 
     What lies there already stays, and nothing that is cut off: each file comes to its place when it is whole. Raises
-    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, EngineError,
-    BaseImageError.
+    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, BundleError for a bundle whose
+    files have changed since it was made, EngineError, BaseImageError.
     """
     wanted = spec.with_parents(images)
     _make(directory)
+    _check_unchanged(directory)
     client = engine.connect()
     bases: list[str] = []
     packages: set[str] = set()
@@ -96,8 +97,9 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
         if words := hostwheels.collect(project, scratch):
             raise _failure(f"pip cannot fetch what shoal itself needs:\n{words[-2000:]}")
         _move(scratch / "wheels", directory / _HOST)
+    digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
+    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size, digest)
 
 
 def debian_packages(dockerfile: str) -> Iterator[str]:
@@ -111,6 +113,20 @@ def _make(directory: Path) -> None:
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
     for name in (WHEELS, _HOST):
         (directory / name).mkdir(parents=True, exist_ok=True)
+
+
+def _check_unchanged(directory: Path) -> None:
+    """Raise BundleError if a file of an earlier bundle has been changed: it would be listed as one that was made here.
+
+    Files may be missing, and new ones be there, as an interrupted `shoal bundle` leaves them.
+    """
+    if not (directory / SUMS).exists():
+        return
+    if changed := [name for name, what in bundled.differences(directory).items() if what == "changed"]:
+        raise BundleError(
+            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; what is missing"
+            " is fetched again"
+        )
 
 
 @contextmanager
@@ -177,8 +193,8 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
-        with tarfile.open(fileobj=file) as tree:
-            tree.extractall(directory, filter="data")
+        if left_out := list(archive.unpack(file, directory)):
+            raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:

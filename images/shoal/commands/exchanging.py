@@ -71,13 +71,17 @@ def bundle_images(
     skip: Skip = None,
     as_json: AsJson = False,
 ) -> None:
-    """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none."""
+    """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none.
+
+    Keep the digest that is printed apart from the directory: it tells builds elsewhere that nothing was changed on the way.
+    """
     here, matrix = open_project()
     tell = functools.partial(say, on=screen(as_json))
     made = bundle.collect(here, matrix, matrix.choose(images or (), skip or ()), directory, tell)
     if as_json:
         output.write(made)
-    tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB")
+    tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")
+    tell(f"there: shoal build --bundle {directory} --bundle-digest sha256:{made.digest}")
 
 
 @app.command("push")

@@ -23,7 +23,7 @@ import pytest
 
 from shoal.matrix.project import Project
 
-from .buildkit_stream import field, stamp, trace, vertex
+from .buildkit_stream import field, log, stamp, trace, vertex
 
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
@@ -58,6 +58,7 @@ class FakeEngine(ThreadingMixIn, UnixStreamServer):
         self.most = 0
         self.expected = 1  # so many builds wait for each other
         self.component = "Engine"
+        self.prints = b""
         self.met = threading.Event()
 
 
@@ -91,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         step = "[1/1] RUN make"
         self._write(trace(vertex(step, field(5, stamp(1)))))
+        self._write(trace(log(self.server.prints)))
         if tag.startswith(self.server.hanging or ("-",)):
             self.connection.recv(1)  # until it is closed
         elif tag.startswith(self.server.failing or ("-",)):
@@ -237,6 +239,15 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
     assert fake.images[CHILD]["org.opencontainers.image.revision"] == ""
     shoal(fake, checkout, "build", "two*")
     assert "org.opencontainers.image.revision" not in fake.images[TWO]
+
+
+def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout: Path) -> None:
+    fake.prints = b"".join(b"shoal: not locked: p%d_1_amd64.deb\n" % number for number in range(6))
+    code, out, _ = shoal(fake, checkout, "build", "one-*")
+    assert code == 0
+    assert f"! {ONE}: 6 of Debian's packages are not those of dockerfiles/debian/bookworm.txt: p0_1_amd64.deb, " in out
+    assert "p4_1_amd64.deb and 1 more. Fix: .venv/bin/shoal lock --bases, then build again" in out
+    assert "! Debian bookworm: no versions of packages in dockerfiles/debian/bookworm.txt" in out
 
 
 @pytest.mark.parametrize("command", ["build", "plan"])

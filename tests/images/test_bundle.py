@@ -185,7 +185,7 @@ def test_json_has_what_was_collected(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "connect", lambda: None)
-    monkeypatch.setattr(base, "ensure", lambda *_: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
+    monkeypatch.setattr(base, "ensure", lambda *_, **__: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)

@@ -123,20 +123,33 @@ def beneath(client: docker.DockerClient, tag: str, system: System) -> str:
 
 
 def ensure(
-    client: docker.DockerClient, system: System, machine: Callable[[], Machine], cache: Path, say: Say
+    client: docker.DockerClient,
+    system: System,
+    machine: Callable[[], Machine],
+    cache: Path,
+    say: Say,
+    *,
+    pin: str = "",
+    newest: bool = False,
 ) -> BaseImage:
     """Return the system's base image, making it when the engine has none. Raises `BaseImageError`.
 
     Order: Debian's image on the engine, one bootstrapped before, a pull, a bootstrap. `machine` is called only for the
-    last.
+    last. A `pin` is the digest of the image to be pulled; `newest` pulls before it looks at what is there.
     """
-    if base := find(client, system):
+    if not newest and (base := find(client, system)):
         return base
     upstream = system.upstream
+    wanted = f"{upstream.rpartition(':')[0]}@{pin}" if pin else upstream
     try:
-        say(f"base: pulling {upstream}")
-        client.images.pull(upstream)
+        say(f"base: pulling {wanted}")
+        image = client.images.pull(wanted)
+        if pin:
+            image.tag(*upstream.rsplit(":", 1))
     except docker.errors.APIError as error:
+        if newest and (base := find(client, system)):
+            say(f"base: {upstream} cannot be pulled ({_reason(error)}); {base.reference} is here")
+            return base
         say(
             f"base: {upstream} cannot be pulled ({_reason(error)});"
             f" bootstrapping Debian {system.suite} from this machine's mirror"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import engine
-from shoal.build import base, buildkit, bundled, graph, labels
+from shoal.build import base, buildkit, bundled, debianlock, graph, labels
 from shoal.build.progress import BuildProgress, screen
 from shoal.engine import archive
 from shoal.engine.images import find, remove_replaced
@@ -30,7 +30,7 @@ from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import changes, context, provenance
+from shoal.sources import changes, context, debian, provenance
 from shoal.sources.context import Sources
 from shoal.sources.steps import one_line
 
@@ -128,7 +128,14 @@ def build_all(
         say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
         bundled.load_bases(client, bundle, systems)
     host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else machine.read
-    bases = {system: base.ensure(client, system, host, project.cache, say) for system in systems}
+    locks = {system: debian.read(project, system.suite) for system in systems}
+    bases = {
+        system: base.ensure(client, system, host, project.cache, say, pin=lock.bases.get(system.upstream, ""))
+        for system, lock in locks.items()
+    }
+    for system in systems if not bundle else ():  # whose files have been checked
+        for words in debianlock.differences(client, bases[system], system, locks[system]):
+            say(f"! {words}")
     seconds: dict[str, float] = {}
 
     def timed(tag: str) -> Built:
@@ -186,6 +193,9 @@ def build(site: Site, image: ImageSpec) -> Built:
         archive.write(context.files(sources, site.spec, image, host), files)
         files.seek(0)
         _run(client, files, options, progress, site.streams)
+    if progress.not_locked:
+        words = debianlock.drift(image.tag, image.system, progress.not_locked)
+        site.live.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = find(client, image.tag)

@@ -7,7 +7,6 @@ a directory of its name, the base image and packages.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import subprocess
@@ -22,22 +21,20 @@ import docker
 from docker.models.containers import Container
 
 from shoal import engine
-from shoal.build import base, bundled, hostwheels
+from shoal.build import base, bundled, debianlock, hostwheels
 from shoal.build.base import Say
 from shoal.build.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
-from shoal.engine import archive, containers
+from shoal.engine import archive
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import lock, pins, render, wheels
+from shoal.sources import debian, lock, pins, wheels
 
 _HOST = "host"
-_INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
 # Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
 _FETCH = """
-export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive && mkdir -p /debs/partial &&
-apt-get update -qq &&
+mkdir -p /debs/partial &&
 apt-get install -y -qq --no-install-recommends --download-only -o Dir::Cache::archives=/debs {names} &&
 cd /debs && rm -rf partial lock && for file in *.deb; do
     dpkg-deb --field "$file" && echo "Filename: ./$file" && echo "Size: $(stat -c %s "$file")" &&
@@ -77,13 +74,14 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     bases: list[str] = []
     packages: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):
-        found = base.ensure(client, system, machine.read, project.cache, say)
+        pin = debian.read(project, system.suite).bases.get(system.upstream, "")
+        found = base.ensure(client, system, machine.read, project.cache, say, pin=pin)
         own = directory / system.suite
         (own / DEBS).mkdir(parents=True, exist_ok=True)
         say(f"base: {found.reference}")
         _save(client, found.reference, own / BASE)
-        files = [render.render(project, image) for image in wanted if image.system == system]
-        names = sorted({name for file in files for name in debian_packages(file)})
+        installs = debianlock.installed(project, (image for image in wanted if image.system == system))
+        names = sorted({name for install in installs for name in install})
         say(f"Debian packages: {' '.join(names)}, and what they need")
         _collect_debs(client, found.reference, system.suite, names, own)
         bases.append(found.reference)
@@ -100,12 +98,6 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size, digest)
-
-
-def debian_packages(dockerfile: str) -> Iterator[str]:
-    """Yield the packages that a Dockerfile's steps ask apt for."""
-    for names in _INSTALLS.findall(dockerfile):
-        yield from names.split()
 
 
 def _make(directory: Path) -> None:
@@ -157,23 +149,17 @@ def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
 def _collect_debs(
     client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path
 ) -> None:
-    host = machine.read()
-    files = io.BytesIO()
-    archive.write({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
     script = _FETCH.format(names=" ".join(names), index=INDEX)
-    label = containers.unique("bundle")
-    settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
-    with containers.removing(client, label):
-        container = containers.create(client, reference, ["sh", "-ec", script], settings)
-        container.put_archive("/run", files.getvalue())
-        container.start()
-        if container.wait()["StatusCode"]:
-            log = container.logs().decode(errors="replace")
-            raise _failure(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
-        with _scratch(directory) as scratch:
+    try:
+        with (
+            debianlock.in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
+            _scratch(directory) as scratch,
+        ):
             _fetch(container, f"/{DEBS}", scratch)
             _index_others(scratch / DEBS, directory / DEBS)
             _move(scratch / DEBS, directory / DEBS, last=INDEX)
+    except BuildError as error:
+        raise _failure(str(error)) from error
 
 
 def _index_others(new: Path, old: Path) -> None:

@@ -60,7 +60,9 @@ def test_a_bundle_that_lacks_a_system_is_told(
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "bookworm/debs/python3_bookworm.deb: changed": lambda of: (of / "bookworm/debs/python3_bookworm.deb").write_text("x"),
+    "bookworm/debs/python3_bookworm.deb: changed": lambda of: (of / "bookworm/debs/python3_bookworm.deb").write_text(
+        "x"
+    ),
     "bookworm/debs/Packages: changed": lambda of: (of / "bookworm/debs/Packages").write_text("Package: evil\n"),
     "bookworm/base.tar: changed": lambda of: (of / "bookworm/base.tar").write_text("another"),
     "bookworm/debs/python3_bookworm.deb: missing": lambda of: (of / "bookworm/debs/python3_bookworm.deb").unlink(),
@@ -75,7 +77,9 @@ def test_a_bundle_that_was_changed_on_the_way_is_refused(tmp_path: Path, words: 
     command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     subprocess.run(command, cwd=directory, check=True)
     CHANGES[words](directory)
-    with pytest.raises(BundleError, match=rf"1 files are not as SHA256SUMS says:\n  {words}\nFix: copy the bundle again"):
+    with pytest.raises(
+        BundleError, match=rf"1 files are not as SHA256SUMS says:\n  {words}\nFix: copy the bundle again"
+    ):
         bundled.check(directory, None)
     ended = subprocess.run(command, cwd=directory, capture_output=True, check=False)
     assert (ended.returncode != 0) == (not words.endswith("not listed"))
@@ -128,7 +132,9 @@ def test_a_base_takes_no_other_images_name(
     write_image(directory / "bookworm" / "base.tar", **NAMED[form])
     loaded: list[object] = []
     client: Any = SimpleNamespace(images=SimpleNamespace(load=loaded.append))
-    with pytest.raises(BundleError, match=r"it would name images prod:1, and may hold the base of Debian bookworm alone"):
+    with pytest.raises(
+        BundleError, match=r"it would name images prod:1, and may hold the base of Debian bookworm alone"
+    ):
         bundled.load_bases(client, directory, matrix.systems()[:1])
     assert loaded == []
 

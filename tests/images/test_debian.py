@@ -1,4 +1,4 @@
-"""The locks of Debian: what is read and written, what a build step compares, and what is said of a base without a pin."""
+"""The locks of Debian: what is read and written, what a build step compares, what is said of a base without a pin."""
 
 from __future__ import annotations
 
@@ -134,7 +134,11 @@ PULLED = BaseImage(UPSTREAM, "sha256:9", f"docker.io/library/{UPSTREAM}", f"sha2
     [
         (MINE, {MADE: f"sha256:{'1' * 64}"}, ""),
         (PULLED, {UPSTREAM: f"sha256:{'1' * 64}"}, ""),
-        (MINE, {UPSTREAM: f"sha256:{'1' * 64}"}, r"has no pin in dockerfiles/debian/bookworm.txt\. Fix: .*lock --bases"),
+        (
+            MINE,
+            {UPSTREAM: f"sha256:{'1' * 64}"},
+            r"has no pin in dockerfiles/debian/bookworm.txt\. Fix: .*lock --bases",
+        ),
         (PULLED, {MADE: f"sha256:{'1' * 64}"}, r"base: debian:bookworm-slim has no pin"),
         (MINE, {MADE: f"sha256:{'2' * 64}"}, r"is sha256:1{12}, and .* has sha256:2{12}\. Fix: remove the image"),
         (PULLED, {UPSTREAM: f"sha256:{'2' * 64}"}, r"is sha256:1{12}, and .* has sha256:2{12}\. Fix: remove the image"),
@@ -180,7 +184,11 @@ def test_a_base_is_pulled_by_its_pin(system: System, tmp_path: Path, pin: str) -
 
 
 def test_what_a_mirror_has_now_is_written_or_only_compared(
-    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Project,
+    matrix: BuildSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     listed = f"'http://deb.example/{PYTHON}' {PYTHON} 5 {ONE}\n'http://deb.example/{LIBC}' {LIBC} 7 {TWO}\n"
     scripts: list[str] = []
@@ -199,7 +207,9 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     monkeypatch.setattr(debianlock, "in_base", in_base)
     monkeypatch.setattr(exchanging, "open_project", lambda: (copy, matrix))
     where = debian.path(copy, "bookworm")
-    with pytest.raises(SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"):
+    with pytest.raises(
+        SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"
+    ):
         exchanging.lock_images(["pytorch"], bases=True, check=True)
     assert not where.exists()
     exchanging.lock_images(["pytorch"], bases=True)
@@ -209,12 +219,20 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     capsys.readouterr()
     exchanging.lock_images(["pytorch"], bases=True, check=True, as_json=True)
     (document,) = json.loads(capsys.readouterr().out)
-    assert (document["suite"], document["packages"], document["changes"], document["written"]) == ("bookworm", 2, [], False)
+    assert (document["suite"], document["packages"], document["changes"], document["written"]) == (
+        "bookworm",
+        2,
+        [],
+        False,
+    )
     listed = listed.replace(ONE, "MD5Sum:0123")
     with pytest.raises(BuildError, match="names no packages with their SHA-256"):
         exchanging.lock_images(["pytorch"], bases=True)
 
 
 def test_how_a_lock_changed_is_told() -> None:
-    before, after = DebianLock({MADE: "a"}, {PYTHON: ONE, "x.deb": ONE}), DebianLock({MADE: "b"}, {PYTHON: ONE, LIBC: TWO})
+    before, after = (
+        DebianLock({MADE: "a"}, {PYTHON: ONE, "x.deb": ONE}),
+        DebianLock({MADE: "b"}, {PYTHON: ONE, LIBC: TWO}),
+    )
     assert debian.changes(before, after) == [f"+ {LIBC}", "- x.deb", f"! {MADE}: a → b"]

@@ -59,7 +59,9 @@ def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS
         (None, "none", [(), ()], []),
     ],
 )
-def test_hosts_share_no_gpu(count: int | None, asked: str | None, each: list[tuple[str, ...]], words: list[str]) -> None:
+def test_hosts_share_no_gpu(
+    count: int | None, asked: str | None, each: list[tuple[str, ...]], words: list[str]
+) -> None:
     assert divide(FakeEngine(count), asked) == (each, words)
 
 

@@ -128,4 +128,6 @@ def ask_running_containers(monkeypatch: pytest.MonkeyPatch, image_containers: Im
 
     `test_a_container_of_its_own_says_the_same` shows that this makes no difference.
     """
-    monkeypatch.setattr(asking, "said", lambda _, tag, command: image_containers.of(tag).run(*command, user=asking.NOBODY))
+    monkeypatch.setattr(
+        asking, "said", lambda _, tag, command: image_containers.of(tag).run(*command, user=asking.NOBODY)
+    )

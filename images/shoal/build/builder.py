@@ -110,8 +110,8 @@ def build_all(
     `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off, once its
     files are those that it was made with. `bundle_digest`: what `shoal bundle` printed.
 
-    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, `BundleError`, and
-    `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, `BundleError`,
+    and `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()

@@ -116,8 +116,8 @@ def _check_unchanged(directory: Path) -> None:
         return
     if changed := [name for name, what in bundled.differences(directory).items() if what == "changed"]:
         raise BundleError(
-            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; what is missing"
-            " is fetched again"
+            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; what is"
+            " missing is fetched again"
         )
 
 

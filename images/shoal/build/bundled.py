@@ -1,7 +1,7 @@
 """A bundle as a build reads it: a directory with all that they take from a network. bundle.py fills it.
 
-A bundle travels, so it is checked before anything of it is used: every file against its SHA-256 in `SHA256SUMS`, and that
-file, whose own digest is the bundle's, against the digest that `shoal bundle` printed, if the user gives it.
+A bundle travels, so it is checked before anything of it is used: every file against its SHA-256 in `SHA256SUMS`, and
+that file, whose own digest is the bundle's, against the digest that `shoal bundle` printed, if the user gives it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def check(directory: Path, expected: str | None) -> str:
     digest = _sha256(directory / SUMS)
     if expected is not None and expected.removeprefix("sha256:") != digest:
         raise BundleError(
-            f"--bundle {directory}: its digest is sha256:{digest}, not {expected}. Fix: give the digest that `shoal bundle`"
-            " printed when it made this bundle, or copy the bundle again from where it was made"
+            f"--bundle {directory}: its digest is sha256:{digest}, not {expected}. Fix: give the digest that"
+            " `shoal bundle` printed when it made this bundle, or copy the bundle again from where it was made"
         )
     if found:
         told = [f"  {name}: {what}" for name, what in list(found.items())[:_TOLD]]
@@ -68,7 +68,7 @@ def check(directory: Path, expected: str | None) -> str:
 
 
 def differences(directory: Path) -> dict[str, Literal["changed", "missing", "not listed"]]:
-    """Return the files that are not as `SHA256SUMS` says, by path within the bundle. Raises UsageError for no bundle."""
+    """Return the files that are not as `SHA256SUMS` says, by path. Raises UsageError for no bundle."""
     listed = _read_sums(directory)
     there = dict(_files(directory))
     found: dict[str, Literal["changed", "missing", "not listed"]] = {}

@@ -1,4 +1,4 @@
-"""`shoal lock --bases`: asks registries and Debian's mirror what builds would get now, and compares builds with that."""
+"""`shoal lock --bases`: what builds would get now from a registry and Debian's mirror, and how it differs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOLD = 5
 
 @dataclass(frozen=True)
 class Locked:
-    """The lock of a suite: its file, how many packages it has, and what changed in it. `written`: the file was changed."""
+    """The lock of a suite: its file, how many packages it has, and what changed. `written`: into the file."""
 
     suite: str
     path: Path
@@ -92,8 +92,8 @@ def differences(client: docker.DockerClient, found: BaseImage, system: System, l
             yield f"base: {found.reference} has no pin in {file}. {FIX}"
         elif locked.bases[name] != digest:
             yield (
-                f"base: {found.reference} is {digest[:19]}, and {file} has {locked.bases[name][:19]}. Fix: remove the image"
-                " and what .cache/shoal has of it, or .venv/bin/shoal lock --bases"
+                f"base: {found.reference} is {digest[:19]}, and {file} has {locked.bases[name][:19]}. Fix: remove the"
+                " image and what .cache/shoal has of it, or .venv/bin/shoal lock --bases"
             )
 
 
@@ -136,5 +136,7 @@ def _packages(
         lines = container.logs(stderr=False).decode(errors="replace").splitlines()
     listed = [_LISTED.fullmatch(line.strip()) for line in lines if line.startswith("'")]
     if not listed or not all(listed):
-        raise BuildError(f"Debian {system.suite}: apt-get names no packages with their SHA-256:\n" + "\n".join(lines[-5:]))
+        raise BuildError(
+            f"Debian {system.suite}: apt-get names no packages with their SHA-256:\n" + "\n".join(lines[-5:])
+        )
     return {match[1]: match[2] for match in listed if match}

@@ -79,7 +79,9 @@ def build_images(
     ] = None,
     digest: Annotated[
         str | None,
-        typer.Option("--bundle-digest", metavar="SHA256", help="The digest that shoal bundle printed; else it is refused."),
+        typer.Option(
+            "--bundle-digest", metavar="SHA256", help="The digest that shoal bundle printed; else it is refused."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -28,7 +28,8 @@ def lock_images(
     images: Images = None,
     skip: Skip = None,
     bases: Annotated[
-        bool, typer.Option("--bases", help="Lock the base images and Debian's packages instead, in dockerfiles/debian/.")
+        bool,
+        typer.Option("--bases", help="Lock the base images and Debian's packages instead, in dockerfiles/debian/."),
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="With --bases: write nothing; fail if Debian has others now.")
@@ -104,7 +105,7 @@ def bundle_images(
 ) -> None:
     """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none.
 
-    Keep the digest that is printed apart from the directory: it tells builds elsewhere that nothing was changed on the way.
+    Keep the digest that is printed apart from the directory: with it, builds elsewhere see what was changed on the way.
     """
     here, matrix = open_project()
     tell = functools.partial(say, on=screen(as_json))

@@ -36,7 +36,7 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
 
 
 def check_buildkit(client: docker.DockerClient) -> None:
-    """Raise `EngineError` if images cannot be built with BuildKit: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
+    """Raise `EngineError` if BuildKit cannot build images: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
 
     Docker's own engine has it since API 1.39. The `Builder-Version` of its ping is no sign of it: Engine 20.10 has
     BuildKit, but names it only when it is the command line's default. Engines that only speak Docker's API (Podman's)

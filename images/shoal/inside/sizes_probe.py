@@ -41,8 +41,8 @@ def directory(path: str) -> str:
 
 
 def below(path: str, device: int) -> Iterator[tuple[str, int]]:
-    """Yield the image's files with their bytes, but for directories that are closed to this user. What the engine mounts
-    is on other devices."""
+    """Yield the image's files with their bytes, but for directories that are closed to this user. What the engine
+    mounts is on other devices."""
     try:
         entries = list(os.scandir(path))
     except PermissionError:

@@ -106,7 +106,7 @@ def _create_hosts(
 
 
 def _create_network(client: docker.DockerClient, name: str) -> Network:
-    """Create the job's network. Its packets are no larger than the engine's default network allows, where it has one."""
+    """Create the job's network. Its packets are no larger than the engine's default network, if any, allows."""
     key = "com.docker.network.driver.mtu"
     options: dict[str, str] = {}
     with contextlib.suppress(docker.errors.NotFound):

@@ -67,4 +67,6 @@ def changes(before: DebianLock, after: DebianLock) -> list[str]:
     old, new = ({**lock.bases, **lock.packages} for lock in (before, after))
     lines = [f"+ {name}" for name in sorted(new.keys() - old.keys())]
     lines += [f"- {name}" for name in sorted(old.keys() - new.keys())]
-    return lines + [f"! {name}: {old[name]} → {new[name]}" for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
+    return lines + [
+        f"! {name}: {old[name]} → {new[name]}" for name in sorted(old.keys() & new.keys()) if old[name] != new[name]
+    ]

@@ -38,12 +38,13 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
         **_visible_gpus(request.gpus),
         **request.script_variables,
         **request.environment,
-        job.SECRET: request.secret(),
         "SAGEMAKER_BASE_DIR": str(tree),
         "SAGEMAKER_SUBMIT_DIRECTORY": str(tree / "code"),
         "TRAINING_JOB_NAME": name,
         "PATH": f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
+    if job.SECRET_FILE not in environment and (secret := request.secret()):
+        environment.setdefault(job.SECRET, secret)
     code = _train(str(train), environment, console)
     shutil.rmtree(tree / "code")
     return job.outcome(name, {host: 128 - code if code < 0 else code}, directory, {host: tree})

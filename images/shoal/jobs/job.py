@@ -19,8 +19,8 @@ from shoal.engine import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus
 
-SECRET = "SHOAL_JOB_SECRET"
-"""The variable from which `train` takes what hosts of a job prove to each other."""
+SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
+"""The variables of which `train` takes one: what hosts of a job prove to each other, or a file with it."""
 RESOURCES = "input/config/resourceconfig.json"
 """The one file of the tree that differs between hosts."""
 
@@ -79,9 +79,12 @@ class JobRequest:
         """What names the script in every host; an image that extends ours may name another (ENV SAGEMAKER_PROGRAM)."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
 
-    def secret(self) -> str:
-        """Return the job's secret: the one that `--env` gives, else a new one of 256 random bits."""
-        return self.environment.get(SECRET) or secrets.token_hex(32)
+    def secret(self) -> str | None:
+        """Return the job's secret: the one that `--env` gives, else a new one of 256 random bits.
+
+        None if `--env` names a file with it, which is then there already.
+        """
+        return None if SECRET_FILE in self.environment else self.environment.get(SECRET) or secrets.token_hex(32)
 
     def encoded_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return hyperparameters.json's content: every value JSON-encoded once more, as the SDK sends it."""

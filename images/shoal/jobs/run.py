@@ -34,7 +34,7 @@ from shoal.jobs import gpus, job
 STOP_SECONDS = 30
 """How long the script may take to end when the job is interrupted, in seconds."""
 _STOP_MARGIN = 5
-SECRET_FILE = "run/shoal-job-secret"
+SECRET_PATH = "run/shoal-job-secret"
 """Where a host has the job's secret, from its root: not in its configuration, which `docker inspect` prints."""
 STRAGGLER_SECONDS = 60
 """How long the other hosts may take to end once one has ended, in seconds: all end with the job's one verdict."""
@@ -86,7 +86,7 @@ def _create_hosts(
     devices = gpus.divide(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, name)
     settings = _settings(request, name, str(network.name))
-    secret = archive.single(SECRET_FILE, request.secret().encode())
+    secret = request.secret()
     with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as common:
         tree = Path(scratch)
         job.write_tree(tree, request, name)
@@ -101,7 +101,8 @@ def _create_hosts(
             common.seek(0)
             hosts[host].put_archive("/", common)
             hosts[host].put_archive("/", archive.single("opt/ml/" + job.RESOURCES, job.resources(request, host)))
-            hosts[host].put_archive("/", secret)
+            if secret:
+                hosts[host].put_archive("/", archive.single(SECRET_PATH, secret.encode()))
     return hosts
 
 
@@ -129,8 +130,8 @@ def _settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any
             "SHOAL_STOP_GRACE": str(STOP_SECONDS),
             "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
             **request.script_variables,
+            job.SECRET_FILE: f"/{SECRET_PATH}",
             **given,
-            f"{job.SECRET}_FILE": f"/{SECRET_FILE}",
             "TRAINING_JOB_NAME": name,
         },
         "labels": {containers.JOB_LABEL: name},

@@ -92,6 +92,14 @@ def test_the_manifest(matrix: BuildSpec) -> None:
     assert "tag" not in manifest.markdown(manifest.of(contents(tag="other:1"), None)).split("##")[0]
 
 
+def test_what_an_image_says_commands_no_terminal() -> None:
+    evil = {"name": "x\x1b]0;title\x07\x1b[2J", "version": "1\r2\u202e", "licence": "", "homepage": ""}
+    found = contents(distributions=[evil], environment={"A\x9b": "\x1b[31mred"})
+    page = manifest.markdown(manifest.of(found, None))
+    assert all(char.isprintable() or char == "\n" for char in page)
+    assert "]0;title" in page
+
+
 def test_the_manifest_as_json(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

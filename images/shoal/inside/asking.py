@@ -34,6 +34,11 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+def shown(text: str) -> str:
+    """Return a text of an image without what a terminal obeys; ends of lines stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
     text = files("shoal.inside").joinpath(program).read_text()
@@ -61,5 +66,5 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
             name = "Python" if program.startswith("python") else program
             raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
+            raise ImageError(f"{tag}: cannot be asked what is inside:\n{shown(container.logs().decode(errors='replace'))}")
         return container.logs(stderr=False).decode(errors="replace")

@@ -25,7 +25,7 @@ from shoal.sources.debian import DebianLock
 
 FIX = "Fix: .venv/bin/shoal lock --bases, then build again"
 _INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
-_PRINT = "apt-get install -qq --no-install-recommends --print-uris {names}"
+_PRINT = "apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 {names}"
 _LISTED = re.compile(r"'\S+' (\S+\.deb) \d+ (SHA256:[0-9a-f]{64})")
 _TOLD = 5
 

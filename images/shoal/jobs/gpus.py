@@ -29,7 +29,7 @@ Devices = tuple[str, ...]
 
 def check(asked: str | None, hosts: int) -> None:
     """Raise `UsageError` if `--gpus` is no list of GPUs, or one that cannot be divided evenly over the hosts."""
-    if asked in (None, ALL, NONE):
+    if asked is None or asked in (ALL, NONE):
         return
     names = asked.split(",")
     if not all(map(_NAME.fullmatch, names)) or len(set(names)) < len(names):
@@ -64,7 +64,7 @@ def divide(
             f"--gpus {asked}: this engine cannot give GPUs to containers; it has no NVIDIA runtime. Fix: install"
             " NVIDIA's container toolkit on the engine's machine, or use --gpus none"
         )
-    if asked not in (None, ALL):
+    if asked is not None and asked != ALL:
         return _shares(asked.split(","), len(hosts))
     if len(hosts) == 1:
         return [(ALL,)]

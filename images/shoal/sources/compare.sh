@@ -8,7 +8,8 @@ lock=${0%/*}/lock.txt
 # An archive directory of its own, because apt does not list what it has already downloaded.
 archives=/var/cache/apt/compared
 mkdir -p "$archives/partial"
-apt-get install -qq --no-install-recommends --print-uris -o Dir::Cache::archives="$archives" "$@" | awk -v lock="$lock" '
+apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 \
+    -o Dir::Cache::archives="$archives" "$@" | awk -v lock="$lock" '
     BEGIN { while ((getline line < lock) > 0) { split(line, words, " "); locked[words[1]] = words[2] } }
     /^\047/ && !($2 in locked) { print "shoal: not locked: " $2 }
     /^\047/ && ($2 in locked) && locked[$2] != $4 {

@@ -210,10 +210,14 @@ def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
 def test_nothing_of_an_image_is_run_to_read_its_files(tmp_path: Path) -> None:
     """Its container is made and exported: the engine of this test can start none."""
     (tmp_path / "file").write_text("x")
-    container = SimpleNamespace(export=lambda: archived(tmp_path))
     made: list[dict[str, Any]] = []
+
+    def create(*_: object, **given: Any) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace(export=lambda: archived(tmp_path))
+
     client: Any = SimpleNamespace(
-        containers=SimpleNamespace(create=lambda *_, **given: made.append(given) or container, list=lambda **_: []),
+        containers=SimpleNamespace(create=create, list=lambda **_: []),
         networks=SimpleNamespace(list=lambda **_: []),
         images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {}})),
     )

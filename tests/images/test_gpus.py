@@ -27,7 +27,7 @@ class FakeEngine:
         self.containers = SimpleNamespace(create=self._create, list=lambda **_: [])
         self.networks = SimpleNamespace(list=lambda **_: [])
         self.asked: list[dict[str, Any]] = []
-        self._runtimes = {"runc": {}} if count is None else {"runc": {}, "nvidia": {}}
+        self._runtimes: dict[str, Any] = {"runc": {}} if count is None else {"runc": {}, "nvidia": {}}
 
     def info(self) -> dict[str, Any]:
         return {"Runtimes": self._runtimes}

@@ -92,7 +92,12 @@ def test_a_file_that_is_named_has_the_jobs_secret(request_: JobRequest) -> None:
 
 def test_without_an_engine_a_job_has_a_secret_too(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, str]] = []
-    monkeypatch.setattr(embedded, "_train", lambda _, environment, __: given.append(environment) or 0)
+
+    def train(_: str, environment: dict[str, str], __: Console) -> int:
+        given.append(environment)
+        return 0
+
+    monkeypatch.setattr(embedded, "_train", train)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):

@@ -66,5 +66,7 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
             name = "Python" if program.startswith("python") else program
             raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            raise ImageError(f"{tag}: cannot be asked what is inside:\n{shown(container.logs().decode(errors='replace'))}")
+            raise ImageError(
+                f"{tag}: cannot be asked what is inside:\n{shown(container.logs().decode(errors='replace'))}"
+            )
         return container.logs(stderr=False).decode(errors="replace")

@@ -67,7 +67,8 @@ def read(client: docker.DockerClient, tag: str) -> Image:
     settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):
         container = containers.create(client, tag, ["never-started"], settings)
-        return of_archive(container.export())
+        chunks: Iterator[bytes] = container.export()  # type: ignore[assignment]  # the SDK's stubs say str
+        return of_archive(chunks)
 
 
 def of_archive(chunks: Iterable[bytes]) -> Image:

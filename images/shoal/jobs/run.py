@@ -94,9 +94,12 @@ def _create_hosts(
         hosts = {}
         for host, given in zip(request.host_names, devices):
             alias = client.api.create_endpoint_config(aliases=[host])
-            own = {"name": f"{name}-{host}", "networking_config": {network.name: alias}}
-            own |= {"device_requests": gpus.settings(given)}
-            own |= {"environment": {**gpus.variables(given), **settings["environment"]}}
+            own = {
+                "name": f"{name}-{host}",
+                "networking_config": {network.name: alias},
+                "device_requests": gpus.settings(given),
+                "environment": {**gpus.variables(given), **settings["environment"]},
+            }
             hosts[host] = containers.create(client, image, ["train"], {**settings, **own})
             common.seek(0)
             hosts[host].put_archive("/", common)

@@ -160,7 +160,11 @@ def test_what_an_engine_makes_in_a_container_is_not_the_images(tmp_path: Path) -
     (tmp_path / "etc").mkdir()
     for name in (".dockerenv", "etc/hosts", "etc/resolv.conf", "etc/passwd"):
         (tmp_path / name).touch()
-    assert read(tmp_path).keys() == {"/etc", "/etc/passwd"}
+    os.utime(tmp_path / "etc", (1, 1))
+    found = read(tmp_path)
+    assert found.keys() == {"/etc", "/etc/passwd"}
+    os.utime(tmp_path / "etc", (2, 2))
+    assert read(tmp_path) == found, "the time of a container is not the image's"
 
 
 def test_a_hard_link_has_the_content_that_it_shares(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _ENGINES = frozenset(
     }
 )
 """What an engine makes in every container."""
+_TOUCHED = "etc"
+"""The directory whose time is that of the container, for what the engine makes in it."""
 _KEPT = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/.]+)?\.[^/.]+")
 """What dpkg keeps of a package; the first group is its name."""
 _DESCRIBES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)")
@@ -122,7 +124,7 @@ def _file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str,
         mode=member.mode | _TYPES.get(member.type, stat.S_IFREG),
         uid=member.uid,
         gid=member.gid,
-        time=int(member.mtime) * 10**9,
+        time=0 if plain(member.name) == _TOUCHED else int(member.mtime) * 10**9,
         content=content,
         source_time=source_time,
         attributes={name: value.encode("utf-8", "surrogateescape").hex() for name, value in attributes.items()},

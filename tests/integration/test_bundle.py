@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def run(directory: Path, *arguments: str | Path) -> subprocess.CompletedProcess[
 
 def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.DockerClient) -> None:
     bundle = offline / "bundle"
+    assert run(offline, "lock", "--bases").returncode == 0
     collected = run(offline, "bundle", bundle)
     assert collected.returncode == 0, collected.stderr
     assert "Debian packages: python3-venv, and what they need" in collected.stdout
@@ -101,6 +103,7 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
         assert (bundle / suite / "base.tar").stat().st_size > 1024**2
     built = run(offline, "build", "--bundle", bundle)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert "are not those of" not in built.stdout, "what is in the bundle is what is locked"
     for tag, version in zip(TAGS, ("3.11", "3.13")):
         program = "import six, sys; print(six.__name__, sys.version[:4])"
         said = client.containers.run(tag, ["sh", "-c", f"cat /networks; python -c '{program}'"], remove=True)
@@ -111,6 +114,13 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert f"--bundle-digest sha256:{digest}" in collected.stdout
     # One that was changed on the way is refused; what it lacks is told, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
+    lock = offline / "dockerfiles" / "debian" / "bookworm.txt"
+    locked = lock.read_text()
+    lock.write_text(re.sub(r"^(python3-venv_\S+ SHA256:)\w+", rf"\g<1>{'0' * 64}", locked, flags=re.MULTILINE))
+    other_file = run(offline, "build", TAG, "--bundle", bundle)
+    assert other_file.returncode == 6, other_file.stderr
+    assert f"but the lock says SHA256:{'0' * 64}" in other_file.stderr
+    lock.write_text(locked)
     for wheel in (bundle / "wheels").iterdir():
         wheel.unlink()
     changed = run(offline, "build", TAG, "--bundle", bundle)
@@ -132,4 +142,4 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
 def test_another_directory_is_refused(offline: Path) -> None:
     refused = run(offline, "build", "--bundle", offline)
     assert refused.returncode == 2
-    assert "not a bundle. Make it where there is a network: shoal bundle" in refused.stderr
+    assert "not a bundle, or one without SHA256SUMS. Make it where there is a network: shoal bundle" in refused.stderr

@@ -117,11 +117,14 @@ def engine_answers(site: Site) -> Result:
 
 
 def builder_kind(site: Site) -> Result:
-    """Which builder the engine has. Both make the same images."""
-    if engine.has_buildkit(site.connect()):
-        return Result("ok", "BuildKit")
-    found = "the classic builder (no BuildKit, or DOCKER_BUILDKIT=0): builds keep no pip cache and take longer"
-    return Result("remark", found)
+    """Whether images can be built with BuildKit."""
+    client = site.connect()
+    try:
+        engine.check_buildkit(client)
+    except EngineError as error:
+        found, _, advice = str(error).partition(" Fix: ")
+        return Result("failed", found, advice)
+    return Result("ok", "BuildKit")
 
 
 def disk(site: Site) -> Result:

@@ -91,6 +91,12 @@ class DifferenceError(ShoalError):
     exit_code = 14
 
 
+class BundleError(ShoalError):
+    """A bundle's files are not those that it was made with."""
+
+    exit_code = 15
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = {
     errno.EACCES: "give this user access to it, or name another place",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from shoal.matrix.project import Project
+
+from .buildkit_stream import field, log, stamp, trace, vertex
 
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
@@ -54,6 +57,8 @@ class FakeEngine(ThreadingMixIn, UnixStreamServer):
         self.asked: list[str] = []
         self.most = 0
         self.expected = 1  # so many builds wait for each other
+        self.component = "Engine"
+        self.prints = b""
         self.met = threading.Event()
 
 
@@ -64,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append(path)
         if path.endswith("/version"):
-            self._answer({"ApiVersion": "1.41", "Components": [{"Name": "Engine"}]})
+            self._answer({"ApiVersion": "1.41", "Components": [{"Name": self.server.component}]})
         elif path.endswith("/info"):
             self._answer({"DockerRootDir": "/nonexistent"})
         elif path.endswith("/images/json"):
@@ -85,10 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.met.set()
         self.send_response(200)
         self.end_headers()
-        self._write({"stream": "Step 1/1 : RUN make"})
+        step = "[1/1] RUN make"
+        self._write(trace(vertex(step, field(5, stamp(1)))))
+        self._write(trace(log(self.server.prints)))
         if tag.startswith(self.server.hanging or ("-",)):
             self.connection.recv(1)  # until it is closed
         elif tag.startswith(self.server.failing or ("-",)):
+            self._write(trace(vertex(step, field(5, stamp(1)), field(6, stamp(2)), field(7, b"exit code: 1"))))
             self._write({"error": "it broke"})
         else:
             self.server.met.wait(30)
@@ -140,7 +148,7 @@ def checkout(tmp_path: Path, project: Project) -> Path:
 
 
 def start(fake: FakeEngine, checkout: Path, *arguments: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "DOCKER_HOST": fake.address, "COLUMNS": "200", "DOCKER_BUILDKIT": "0"}
+    env = {**os.environ, "DOCKER_HOST": fake.address, "COLUMNS": "200"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([SHOAL, *arguments], cwd=checkout, env=env, text=True, **pipes)
 
@@ -231,6 +239,40 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
     assert fake.images[CHILD]["org.opencontainers.image.revision"] == ""
     shoal(fake, checkout, "build", "two*")
     assert "org.opencontainers.image.revision" not in fake.images[TWO]
+
+
+def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout: Path) -> None:
+    fake.prints = b"".join(b"shoal: not locked: p%d_1_amd64.deb\n" % number for number in range(6))
+    code, out, _ = shoal(fake, checkout, "build", "one-*")
+    assert code == 0
+    assert f"! {ONE}: 6 of Debian's packages are not those of dockerfiles/debian/bookworm.txt: p0_1_amd64.deb, " in out
+    assert "p4_1_amd64.deb and 1 more. Fix: .venv/bin/shoal lock --bases, then build again" in out
+    assert "! Debian bookworm: no versions of packages in dockerfiles/debian/bookworm.txt" in out
+
+
+@pytest.mark.parametrize("command", ["build", "plan"])
+@pytest.mark.parametrize(
+    ("setting", "component", "words"),
+    [
+        ("0", "Engine", "DOCKER_BUILDKIT=0 asks for Docker's classic builder, .* Fix: unset DOCKER_BUILDKIT"),
+        ("1", "Podman Engine", "this engine has no BuildKit: Podman Engine, API 1.41; .* Fix: point DOCKER_HOST"),
+    ],
+)
+def test_only_buildkit_builds(
+    fake: FakeEngine,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    setting: str,
+    component: str,
+    words: str,
+) -> None:
+    """Docker's classic builder keeps a step's files, passwords among them, in untagged images."""
+    fake.component = component
+    monkeypatch.setenv("DOCKER_BUILDKIT", setting)
+    code, _, err = shoal(fake, checkout, command)
+    assert (code, bool(re.match(f"shoal: {words}", err))) == (4, True), err
+    assert fake.bases == {}
 
 
 @pytest.mark.parametrize(("jobs", "most"), [("1", 1), ("2", 2)])

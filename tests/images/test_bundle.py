@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ import pytest
 from shoal import engine
 from shoal.build import base, bundle, bundled, hostwheels
 from shoal.commands import exchanging
-from shoal.errors import BuildError, DiskError, UsageError
+from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import context, pins, wheels
@@ -27,6 +31,7 @@ def write_bundle(directory: Path, *suites: str) -> Path:
         (directory / suite / "debs" / f"python3_{suite}.deb").touch()
         (directory / suite / "base.tar").touch()
     (directory / "wheels").mkdir()
+    bundled.write_sums(directory)
     return directory
 
 
@@ -34,7 +39,7 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
     host = bundled.read(write_bundle(tmp_path, "bookworm", "trixie"))
     own = context.own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
-        sources = context.gather(project, matrix, image, own, buildkit=True)
+        sources = context.gather(project, matrix, image, own)
         files = context.files(sources, matrix, image, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}
@@ -54,11 +59,139 @@ def test_a_bundle_that_lacks_a_system_is_told(
         bundled.read(directory / "wheels")
 
 
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "bookworm/debs/python3_bookworm.deb: changed": lambda of: (of / "bookworm/debs/python3_bookworm.deb").write_text(
+        "x"
+    ),
+    "bookworm/debs/Packages: changed": lambda of: (of / "bookworm/debs/Packages").write_text("Package: evil\n"),
+    "bookworm/base.tar: changed": lambda of: (of / "bookworm/base.tar").write_text("another"),
+    "bookworm/debs/python3_bookworm.deb: missing": lambda of: (of / "bookworm/debs/python3_bookworm.deb").unlink(),
+    "wheels/new.whl: not listed": lambda of: (of / "wheels/new.whl").touch(),
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_bundle_that_was_changed_on_the_way_is_refused(tmp_path: Path, words: str) -> None:
+    """`sha256sum` refuses it too, where there is no `shoal` yet."""
+    directory = write_bundle(tmp_path, "bookworm")
+    command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    subprocess.run(command, cwd=directory, check=True)
+    CHANGES[words](directory)
+    with pytest.raises(
+        BundleError, match=rf"1 files are not as SHA256SUMS says:\n  {words}\nFix: copy the bundle again"
+    ):
+        bundled.check(directory, None)
+    ended = subprocess.run(command, cwd=directory, capture_output=True, check=False)
+    assert (ended.returncode != 0) == (not words.endswith("not listed"))
+
+
+def test_a_bundle_whose_list_was_changed_too_has_another_digest(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path, "bookworm")
+    digest = bundled.check(directory, None)
+    assert bundled.check(directory, digest) == bundled.check(directory, f"sha256:{digest}") == digest
+    (directory / "bookworm" / "base.tar").write_text("another")
+    bundled.write_sums(directory)
+    with pytest.raises(BundleError, match=rf"its digest is sha256:\w+, not {digest}"):
+        bundled.check(directory, digest)
+
+
+def test_a_changed_file_is_not_listed_as_one_that_was_made_here(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path, "bookworm")
+    (directory / "wheels" / "of-an-interrupted-run.whl").touch()
+    (directory / "bookworm" / "base.tar").unlink()
+    bundle._check_unchanged(directory)
+    (directory / "bookworm" / "debs" / "Packages").write_text("Package: evil\n")
+    with pytest.raises(BundleError, match=r"changed since it was made: bookworm/debs/Packages\. Fix: remove"):
+        bundle._check_unchanged(directory)
+
+
+def write_image(path: Path, **documents: object) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, document in documents.items():
+            content = json.dumps(document).encode()
+            entry = tarfile.TarInfo(f"./{name}.json" if name != "repositories" else name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+NAMED: dict[str, dict[str, object]] = {
+    "manifest": {"manifest": [{"RepoTags": ["debian:bookworm-slim", "prod:1"]}]},
+    "several": {"manifest": [{"RepoTags": ["debian:bookworm-slim"]}, {"RepoTags": ["prod:1"]}]},
+    "legacy": {"manifest": [{"RepoTags": None}], "repositories": {"prod": {"1": "sha256:0"}}},
+    "index": {"index": {"manifests": [{"annotations": {"io.containerd.image.name": "docker.io/library/prod:1"}}]}},
+}
+
+
+@pytest.mark.parametrize("form", NAMED)
+def test_a_base_takes_no_other_images_name(
+    matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(base, "find", lambda *_: None)
+    directory = write_bundle(tmp_path, "bookworm")
+    write_image(directory / "bookworm" / "base.tar", **NAMED[form])
+    loaded: list[object] = []
+    client: Any = SimpleNamespace(images=SimpleNamespace(load=loaded.append))
+    with pytest.raises(
+        BundleError, match=r"it would name images prod:1, and may hold the base of Debian bookworm alone"
+    ):
+        bundled.load_bases(client, directory, matrix.systems()[:1])
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("debian:bookworm-slim", True),
+        ("docker.io/library/debian:bookworm-slim", True),
+        ("shoal-base:bookworm-0123456789ab", True),
+        ("shoal-base:trixie-0123456789ab", False),
+        ("shoal-base:latest", False),
+    ],
+)
+def test_a_base_has_its_own_name(
+    matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
+) -> None:
+    monkeypatch.setattr(base, "find", lambda *_: None)
+    directory = write_bundle(tmp_path, "bookworm")
+    write_image(directory / "bookworm" / "base.tar", manifest=[{"RepoTags": [name]}])
+    loaded: list[object] = []
+    client: Any = SimpleNamespace(images=SimpleNamespace(load=loaded.append))
+    with contextlib.nullcontext() if fits else pytest.raises(BundleError):
+        bundled.load_bases(client, directory, matrix.systems()[:1])
+    assert len(loaded) == fits
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"no archive"])
+def test_what_is_no_archive_of_images_names_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "base.tar").write_bytes(content)
+    with contextlib.suppress(BundleError):
+        assert bundled.image_names(tmp_path / "base.tar") == set()
+    write_image(tmp_path / "deep.tar", manifest=[1])
+    with pytest.raises(BundleError, match="not an archive of images"):
+        bundled.image_names(tmp_path / "deep.tar")
+
+
+def test_debian_packages_come_whole_out_of_a_container(tmp_path: Path) -> None:
+    """Debian 12's own Python 3.11.2 has no `extractall(filter=…)`."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, kind in (("debs", tarfile.DIRTYPE), ("debs/a.deb", tarfile.REGTYPE), ("debs/odd", tarfile.FIFOTYPE)):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = kind, 0o755
+            archive.addfile(entry)
+    container: Any = SimpleNamespace(get_archive=lambda _: ([out.getvalue()], {}))
+    with pytest.raises(BuildError, match="/debs of a container: debs/odd: neither a file nor a directory"):
+        bundle._fetch(container, "/debs", tmp_path)
+    assert (tmp_path / "debs" / "a.deb").is_file()
+    assert "filter=" not in Path(bundle.__file__).read_text()
+
+
 def test_json_has_what_was_collected(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "connect", lambda: None)
-    monkeypatch.setattr(base, "ensure", lambda *_: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
+    monkeypatch.setattr(base, "ensure", lambda *_, **__: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
@@ -70,7 +203,9 @@ def test_json_has_what_was_collected(
     assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
     assert [tag.partition(":")[0] for tag in document["images"]] == ["pytorch-training", "huggingface-training"]
     assert "python3-venv" in document["packages"]
-    assert document["bytes"] == len("debian:bookworm-slim")
+    assert document["bytes"] == len("debian:bookworm-slim") + (tmp_path / "SHA256SUMS").stat().st_size
+    assert document["digest"] == bundled.check(tmp_path, f"sha256:{document['digest']}")
+    assert f"shoal build --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in told.err
     assert "wheels: huggingface-training" in told.err
     assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
 

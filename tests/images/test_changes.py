@@ -30,9 +30,9 @@ def own(project: Project) -> dict[str, bytes]:
     return context.own_packages(project, "3.11")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["buildkit", "classic"])
-def sources(request: pytest.FixtureRequest, project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
-    return context.gather(project, matrix, matrix.select("pytorch"), own, buildkit=request.param)
+@pytest.fixture(scope="module")
+def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
+    return context.gather(project, matrix, matrix.select("pytorch"), own)
 
 
 def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
@@ -82,9 +82,7 @@ def test_a_lock_rebuilds_its_layer_and_those_above(sources: Sources) -> None:
 
 def test_the_engine_rebuilds_its_stage_and_what_takes_from_it(sources: Sources) -> None:
     plan = planned(sources, replace(sources, engine={**sources.engine, "engine.c": b"other"}))
-    compiled, *others = plan.rebuilt  # the classic builder's COPY parts the compiling from the stage's heading
-    assert compiled in ("engine", "RUN")
-    assert others[:2] == ["library", "toolkit"]
+    assert plan.rebuilt[:3] == ("engine", "library", "toolkit")
     assert plan.reasons == ("engine/engine.c changed",)
 
 
@@ -100,7 +98,7 @@ def test_other_instructions_are_told_with_their_template(sources: Sources) -> No
     entry = planned(sources, replace(sources, dockerfile=text))
     assert entry.rebuilt == ("ENV",)
     assert entry.reasons == (
-        "ENV: other instructions (by versions.yml, buildspec.yml, another builder or Python here, or shoal itself)",
+        "ENV: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
     )
     template = planned(sources, replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""}))
     assert template.reasons == ("ENV: other instructions (base.j2)",)
@@ -146,7 +144,7 @@ def test_the_engine_is_asked_and_left_alone(
 ) -> None:
     chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64
-    made = context.gather(project, matrix, chosen[0], own, buildkit=True).record(identity)
+    made = context.gather(project, matrix, chosen[0], own).record(identity)
     monkeypatch.setattr(engine, "connect", lambda: fake_engine({chosen[0].tag: made}))
     plans = list(builder.plan(project, matrix, chosen))
     assert [plan.state for plan in plans] == ["up to date", "new"]

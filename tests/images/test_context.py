@@ -26,7 +26,7 @@ PLAIN = Machine((), (), (), (), None, (), ())
 def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
     image = matrix.select(name)
     own = context.own_packages(project, image.python_version)
-    return context.gather(project, matrix, image, own, buildkit=True)
+    return context.gather(project, matrix, image, own)
 
 
 def tar_of(files: dict[str, archive.Content]) -> bytes:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import py_compile
 import stat
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +20,26 @@ from shoal import engine
 from shoal.commands import looking
 from shoal.engine import images as find_images
 from shoal.errors import DifferenceError
-from shoal.inside import differences, files_probe
-from shoal.inside.differences import Differences, File, Image
+from shoal.inside import differences, exported
+from shoal.inside.differences import Differences
+from shoal.inside.exported import File, Image
 from shoal.matrix.project import Project
 
 FILE: dict[str, Any] = {"mode": 0o100644, "uid": 0, "gid": 0, "time": 5, "content": "ab", "source_time": 0}
 
 
+def archived(directory: Path) -> Iterator[bytes]:
+    """The archive that an engine makes of a container whose root the directory is, in pieces."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted(directory.rglob("*")):
+            archive.add(path, str(path.relative_to(directory)), recursive=False)
+    content = out.getvalue()
+    return (content[begin : begin + 999] for begin in range(0, len(content), 999))
+
+
 def read(directory: Path) -> dict[str, File]:
-    """As in a container whose root the directory is."""
-    found = files_probe.below(str(directory), ())
-    return {path.removeprefix(str(directory)): File(**files_probe.about(path, about)) for path, about in found}
+    return exported.of_archive(archived(directory)).files
 
 
 def compare(old: dict[str, File], new: dict[str, File], *packages: dict[str, str]) -> Differences:
@@ -143,63 +156,74 @@ def test_files_of_packages_that_have_changed_are_told_by_package() -> None:
     assert len(found.unexpected) == 4
 
 
-def test_mounts_are_told_by_the_kernels_table() -> None:
-    table = (
-        "22 1 0:30 / / rw - overlay overlay rw\n"
-        "23 22 0:31 / /proc rw,nosuid shared:1 - proc proc rw\n"
-        "24 22 254:1 /var/lib/x/hosts /etc/hosts rw - ext4 /dev/vda1 rw\n"
-        "25 22 0:32 / /a\\040b\\134c rw - tmpfs tmpfs rw\n"
-    )
-    assert files_probe.mounts(table) == {"/", "/proc", "/etc/hosts", "/a b\\c"}
-
-
-def test_what_is_mounted_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "mounted" / "below").mkdir(parents=True)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "hosts").write_text("")
-    mounted = {str(tmp_path), str(tmp_path / "mounted"), str(tmp_path / "hosts")}
-    assert [path for path, _ in files_probe.below(str(tmp_path), mounted)] == [str(tmp_path / "file")]
-
-
-def test_extended_attributes_are_read_and_links_not_followed(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("")
-    (tmp_path / "l").symlink_to("f")
-    try:
-        os.setxattr(path, "trusted.shoal", b"\x01\xff")
-    except OSError:
-        pytest.skip("this file system has no extended attributes, or this is not root")
+def test_what_an_engine_makes_in_a_container_is_not_the_images(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    for name in (".dockerenv", "etc/hosts", "etc/resolv.conf", "etc/passwd"):
+        (tmp_path / name).touch()
+    os.utime(tmp_path / "etc", (1, 1))
     found = read(tmp_path)
-    assert found["/f"].attributes == {"trusted.shoal": "01ff"}
-    assert found["/l"].attributes == {}
+    assert found.keys() == {"/etc", "/etc/passwd"}
+    os.utime(tmp_path / "etc", (2, 2))
+    assert read(tmp_path) == found, "the time of a container is not the image's"
 
 
-def test_the_label_that_an_engine_gives_is_not_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "listxattr", lambda *_, **__: ["security.selinux", "security.capability"])
-    monkeypatch.setattr(os, "getxattr", lambda _, name, **__: name.encode())
-    assert files_probe.attributes("/x") == {"security.capability": b"security.capability".hex()}
+def test_a_hard_link_has_the_content_that_it_shares(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    found = read(tmp_path)
+    assert found["/a"] == found["/b"]
+    assert found["/a"].content
+
+
+def test_extended_attributes_are_read(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("f")
+        value = b"\x01\xff".decode("utf-8", "surrogateescape")
+        entry.pax_headers = {"SCHILY.xattr.security.capability": value, "SCHILY.xattr.security.selinux": "the engine's"}
+        archive.addfile(entry)
+    assert exported.of_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
 
 
 def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
     """By the real path, where a list names one through a link of the system's; also what dpkg keeps of a package."""
-    dpkg, root = tmp_path / "dpkg", tmp_path / "root"
-    (dpkg / "info").mkdir(parents=True)
-    (root / "usr" / "lib").mkdir(parents=True)
-    (root / "lib").symlink_to("usr/lib")
-    (dpkg / "status").write_text(
+    info = tmp_path / "var" / "lib" / "dpkg" / "info"
+    info.mkdir(parents=True)
+    (tmp_path / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "usr" / "lib" / "libc.so").touch()
+    (tmp_path / "lib").symlink_to("usr/lib")
+    (info.parent / "status").write_text(
         "Package: libc6\nStatus: install ok installed\nVersion: 2:2.36\nDescription: x\n y\n\n"
         "Package: gone\nStatus: deinstall ok config-files\nVersion: 1\n"
     )
-    (dpkg / "info" / "libc6:amd64.list").write_text(f"{root}/lib/libc.so\n")
-    (dpkg / "info" / "libc6:amd64.md5sums").write_text("")
+    (info / "libc6:amd64.list").write_text("/lib/libc.so\n")
+    (info / "libc6:amd64.md5sums").write_text("")
     for name in ("python3", "python3.11"):
-        (dpkg / "info" / f"{name}.list").write_text("")
-    assert files_probe.packages(str(dpkg)) == {"libc6": "2:2.36"}
-    assert files_probe.owners(str(dpkg)) == {
-        f"{root}/usr/lib/libc.so": "libc6",
-        f"{dpkg}/info/libc6:amd64.list": "libc6",
-        f"{dpkg}/info/libc6:amd64.md5sums": "libc6",
-        f"{dpkg}/info/python3.list": "python3",
-        f"{dpkg}/info/python3.11.list": "python3.11",
+        (info / f"{name}.list").write_text("")
+    found = exported.of_archive(archived(tmp_path))
+    assert found.packages == {"libc6": "2:2.36"}
+    assert {path: file.package for path, file in found.files.items() if file.package} == {
+        "/usr/lib/libc.so": "libc6",
+        "/var/lib/dpkg/info/libc6:amd64.list": "libc6",
+        "/var/lib/dpkg/info/libc6:amd64.md5sums": "libc6",
+        "/var/lib/dpkg/info/python3.list": "python3",
+        "/var/lib/dpkg/info/python3.11.list": "python3.11",
     }
-    assert (files_probe.packages(str(root)), files_probe.owners(str(root))) == ({}, {})
+
+
+def test_nothing_of_an_image_is_run_to_read_its_files(tmp_path: Path) -> None:
+    """Its container is made and exported: the engine of this test can start none."""
+    (tmp_path / "file").write_text("x")
+    made: list[dict[str, Any]] = []
+
+    def create(*_: object, **given: Any) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace(export=lambda: archived(tmp_path))
+
+    client: Any = SimpleNamespace(
+        containers=SimpleNamespace(create=create, list=lambda **_: []),
+        networks=SimpleNamespace(list=lambda **_: []),
+        images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {}})),
+    )
+    assert "/file" in differences.read(client, "foreign:1").files
+    assert [given["network_mode"] for given in made] == ["none"]

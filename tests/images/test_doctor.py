@@ -142,8 +142,10 @@ OF_THE_ENGINE = {name: doctor.CHECKS[name] for name in ("engine", "builder", "di
 
 def test_the_builder(site: Site, fake: FakeEngine) -> None:
     assert doctor.builder_kind(site) == Result("ok", "BuildKit")
-    fake.answers["GET version"] = (200, VERSION | {"Components": []})
-    assert doctor.builder_kind(site).state == "remark"
+    fake.answers["GET version"] = (200, VERSION | {"Components": [{"Name": "Podman Engine"}]})
+    state, found, advice = doctor.builder_kind(site)
+    assert (state, advice) == ("failed", "point DOCKER_HOST at one")
+    assert found.startswith("this engine has no BuildKit: Podman Engine")
 
 
 def test_memory_and_gpus(site: Site, fake: FakeEngine) -> None:

@@ -167,6 +167,11 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
             "distribution.mpi.enabled: expected true or false, found 'yes'",
         ),
         ({"shm_size": "lots"}, "--shm-size lots"),
+        ({"gpus": "0,0"}, "--gpus 0,0: expected all, none, or different GPUs"),
+        ({"gpus": "0;1"}, "Example: --gpus 0,1"),
+        ({"gpus": ""}, "--gpus : expected"),
+        ({"gpus": "0"}, "--gpus 0: 1 GPUs cannot be divided over 2 hosts"),
+        ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of it, or --gpus none"),
         ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
     ],
 )
@@ -220,6 +225,24 @@ def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
     found = {path.name: path.read_text() for path in (tmp_path / "out" / "model").iterdir()}
     assert found == {"weights": "w", "latest": "w"}
     assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
+
+
+def test_files_keep_their_permissions_and_nobody_elses_rights(tmp_path: Path) -> None:
+    """An exported program stays one; a file that acts as its owner does not."""
+    modes = {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o4755, "closed": 0o000}
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as packed:
+        for name, mode in modes.items():
+            entry = tarfile.TarInfo(name)
+            entry.mode = mode
+            packed.addfile(entry)
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname, link.mode = tarfile.LNKTYPE, "program", 0o750
+        packed.addfile(link)
+    out.seek(0)
+    assert list(archive.unpack(out, tmp_path)) == []
+    found = {path.name: path.stat().st_mode & 0o7777 for path in tmp_path.iterdir()}
+    assert found == {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o755, "closed": 0o600, "link": 0o750}
 
 
 @pytest.mark.parametrize("name", ["../escaped", "inside/../../escaped", "/{}/escaped"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 from collections.abc import Iterator
@@ -11,40 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.build import buildkit, classic, progress
+from shoal.build import buildkit, progress
 from shoal.build.events import Failed, Output, Step
 from shoal.build.progress import BuildProgress
 from shoal.sources.steps import one_line
 
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value > 0x7F:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def field(number: int, value: bytes | int) -> bytes:
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def stamp(seconds: int, nanos: int = 0) -> bytes:
-    return field(1, seconds) + field(2, nanos)
-
-
-def vertex(name: str, *parts: bytes) -> bytes:
-    return field(1, field(1, b"sha256:1") + field(3, name.encode()) + b"".join(parts))
-
-
-def trace(*parts: bytes) -> dict[str, str]:
-    return {"id": "moby.buildkit.trace", "aux": base64.b64encode(b"".join(parts)).decode()}
-
-
-def log(text: bytes) -> bytes:
-    return field(3, field(1, b"sha256:1") + field(4, text))
+from .buildkit_stream import field, log, stamp, trace, varint, vertex
 
 
 def test_wire_format_of_all_types() -> None:
@@ -84,24 +55,6 @@ def test_buildkit_cached_step_and_chore() -> None:
     first, second = buildkit.events(stream)
     assert first == Step("sha256:1", 1, 2, "FROM base", "cached")
     assert second == Step("sha256:1", 0, 0, "exporting to image", "done")
-
-
-def test_classic_steps() -> None:
-    stream = [
-        {"stream": "Step 1/2 : FROM base\n"},
-        {"stream": " ---> 4cc7d21b3cfa\n"},
-        {"stream": "Step 2/2 : RUN false\n"},
-        {"stream": "---> Using cache\n"},
-        {"error": "returned a non-zero code: 1"},
-    ]
-    found = list(classic.events(stream))
-    assert [(event.number, event.state) for event in found if isinstance(event, Step)] == [
-        (1, "started"),
-        (1, "done"),
-        (2, "started"),
-        (2, "failed"),
-    ]
-    assert found[-1] == Failed("returned a non-zero code: 1")
 
 
 @contextlib.contextmanager

@@ -55,10 +55,9 @@ def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix:
     assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize("buildkit", [True, False])
-def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: BuildSpec, buildkit: bool) -> None:
+def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: BuildSpec) -> None:
     """That stage knows nothing of the library's Python: a change there compiles nothing."""
-    _, engine, *others = render(project, matrix.select("pytorch"), buildkit=buildkit).split("\nFROM ")
+    _, engine, *others = render(project, matrix.select("pytorch")).split("\nFROM ")
     assert "gcc" in engine
     assert "library" not in engine
     assert not [text for text in others if "gcc" in text]
@@ -70,7 +69,6 @@ def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: 
         assert "<<" not in text
         assert "# syntax" not in text
         assert "--link" not in text
-        assert "--mount" not in render(project, image, buildkit=False)
 
 
 def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
@@ -129,13 +127,6 @@ def test_a_child_installs_nothing_that_its_parent_has(project: Project, matrix: 
             assert {"numpy", "torch"} <= given
             assert not given & own
             assert render(project, image).count("\nFROM ${BASE}\n") == 1
-
-
-def test_a_child_without_mounts_leaves_the_machines_configuration_behind(project: Project, matrix: BuildSpec) -> None:
-    """Only what pip has installed goes on; the image below is not copied."""
-    build, final = render(project, matrix.select("huggingface"), buildkit=False).split("\nFROM ${BASE}")[1:]
-    assert "COPY machine" in build
-    assert [line for line in final.splitlines() if "COPY" in line] == ["COPY --from=build /run/root /"]
 
 
 def test_a_childs_lock_is_for_its_parents(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:

@@ -41,10 +41,9 @@ releases:
 """
 
 
-@pytest.fixture(params=["1", "0"], ids=["buildkit", "classic"])
-def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> Iterator[Path]:
-    """A project whose only image is built from the template that the test writes; for both builders."""
-    os.environ["DOCKER_BUILDKIT"] = request.param
+@pytest.fixture
+def probe(project: Project, tmp_path: Path) -> Iterator[Path]:
+    """A project whose only image is built from the template that the test writes."""
     (tmp_path / "buildspec.yml").write_text(SPEC)
     for room in ("library", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,7 +54,6 @@ def probe(request: pytest.FixtureRequest, project: Project, tmp_path: Path) -> I
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     link_cache(tmp_path, project)
     yield tmp_path
-    del os.environ["DOCKER_BUILDKIT"]
     client = engine.connect()
     if find(client, TAG):
         client.images.remove(TAG, force=True)
@@ -88,12 +86,9 @@ def untagged(client: docker.DockerClient, probe: Path) -> set[str]:
 
 
 def leftovers(client: docker.DockerClient, probe: Path) -> set[str]:
-    """Containers, and with BuildKit untagged images too; the classic builder keeps its steps as such, for its cache.
-
-    Those of this project alone: other tests, clones and benchmarks may use the same engine.
-    """
-    images = untagged(client, probe) if os.environ["DOCKER_BUILDKIT"] == "1" else set()
-    return images | {found["Id"] for found in client.api.containers(all=True, filters={"label": f"test={probe}"})}
+    """Containers and untagged images of this project alone: other tests and clones may use the same engine."""
+    found = client.api.containers(all=True, filters={"label": f"test={probe}"})
+    return untagged(client, probe) | {container["Id"] for container in found}
 
 
 def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.DockerClient) -> None:
@@ -122,10 +117,16 @@ def test_a_failing_step_is_shown_with_its_last_lines(probe: Path, client: docker
     assert leftovers(client, probe) == set()
 
 
+@pytest.mark.parametrize("end", ["", " && false"], ids=["succeeds", "fails"])
 def test_the_machines_configuration_serves_the_build_and_does_not_stay(
-    probe: Path, project: Project, client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    probe: Path,
+    project: Project,
+    client: docker.DockerClient,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    end: str,
 ) -> None:
-    """Marks planted in pip's configuration, the CA bundle and a proxy are seen by a step, and in no layer later."""
+    """A step sees what is planted in pip's configuration, netrc, the CA bundle and a proxy. No image has it later."""
     shutil.copy(project.templates / "macros.j2", probe / "dockerfiles")
     (tmp_path / "ca.crt").write_text("planted-certificate\n")
     (tmp_path / "pip.conf").write_text(
@@ -141,18 +142,24 @@ def test_the_machines_configuration_serves_the_build_and_does_not_stay(
     monkeypatch.setenv("HTTPS_PROXY", "http://planted-proxy.invalid:3128")
     check = "cd /run/machine && grep -q 'plant[e]d-password' pip.conf && grep -q 'plant[e]d-netrc' pip.conf"
     check += " && grep -q 'plant[e]d-cert' ca.crt"
-    check += " && echo $HTTPS_PROXY | grep -q 'plant[e]d-proxy' && echo ok > /made"
-    (probe / "dockerfiles" / "probe.j2").write_text(
-        '{% import "macros.j2" as install with context %}\nARG BASE\nFROM ${BASE}{% if not buildkit %} AS build\n'
-        "COPY machine /run/machine\n{% endif %}\n\n"
-        f"{{{{ install.run([install.machine]) }}}}{check}\n"
-        "{% if not buildkit %}RUN rm -rf /run/machine\nFROM scratch\nCOPY --from=build / /\n{% endif %}\n"
+    check += " && echo $HTTPS_PROXY | grep -q 'plant[e]d-proxy' && echo seen > /made"
+    template(
+        probe,
+        f'{{% import "macros.j2" as install with context %}}\n{{{{ install.run([install.machine]) }}}}{check}\n'
+        f"RUN cat /made{end}",
     )
     result = build(probe)
-    assert result.returncode == 0, result.stdout + result.stderr
-    saved = b"".join(client.images.get(TAG).save())
-    assert b"ok\n" in saved
-    assert b"planted-" not in saved
+    assert result.returncode == (6 if end else 0), result.stdout + result.stderr
+    (log,) = (probe / ".cache" / "shoal" / "logs").glob(f"{TAG.replace(':', '-')}.log")
+    assert "    seen\n" in log.read_text(), "the step has seen all of it"
+    assert "planted-" not in log.read_text() + result.stdout + result.stderr
+    left = client.images.list(all=True, filters={"label": f"test={probe}"})
+    assert [image.tags for image in left] == ([] if end else [[TAG]])
+    for image in left:
+        assert "planted-" not in json.dumps([image.history(), image.attrs])
+        saved = b"".join(image.save())
+        assert b"seen\n" in saved
+        assert b"planted-" not in saved
 
 
 def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: docker.DockerClient) -> None:

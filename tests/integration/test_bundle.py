@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import docker
 import pytest
 
 from shoal import engine
+from shoal.build import bundled
 from shoal.engine.images import find
 from shoal.matrix.project import LAYERS, Project
 
@@ -33,7 +35,7 @@ TEMPLATE = """\
 {% import "macros.j2" as install with context %}
 ARG BASE={{ image.system.upstream }}
 
-{{ install.stage("") }}
+FROM ${BASE}
 
 # system
 {{ install.system_packages(["python3-venv"]) }} && python3 -m venv /opt/venv
@@ -47,12 +49,9 @@ RUN ls /sys/class/net > /networks
 """
 
 
-@pytest.fixture(params=["1", "0"], ids=["buildkit", "classic"])
-def offline(
-    request: pytest.FixtureRequest, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+@pytest.fixture
+def offline(project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
-    monkeypatch.setenv("DOCKER_BUILDKIT", request.param)
     write_project(project, tmp_path)
     yield tmp_path
     client = engine.connect()
@@ -93,6 +92,7 @@ def run(directory: Path, *arguments: str | Path) -> subprocess.CompletedProcess[
 
 def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.DockerClient) -> None:
     bundle = offline / "bundle"
+    assert run(offline, "lock", "--bases").returncode == 0
     collected = run(offline, "bundle", bundle)
     assert collected.returncode == 0, collected.stderr
     assert "Debian packages: python3-venv, and what they need" in collected.stdout
@@ -103,20 +103,37 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
         assert (bundle / suite / "base.tar").stat().st_size > 1024**2
     built = run(offline, "build", "--bundle", bundle)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert "are not those of" not in built.stdout, "what is in the bundle is what is locked"
     for tag, version in zip(TAGS, ("3.11", "3.13")):
         program = "import six, sys; print(six.__name__, sys.version[:4])"
         said = client.containers.run(tag, ["sh", "-c", f"cat /networks; python -c '{program}'"], remove=True)
         assert said.decode().split() == ["lo", "six", version]
     labels = [container.labels.get("shoal.job", "") for container in client.containers.list(all=True)]
-    assert not [label for label in labels if label.startswith("bundle")]
-    # What it lacks is told, and not asked for elsewhere.
+    assert not [label for label in labels if label.startswith("debian-")]
+    digest = bundled.check(bundle, None)
+    assert f"--bundle-digest sha256:{digest}" in collected.stdout
+    # One that was changed on the way is refused; what it lacks is told, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
+    lock = offline / "dockerfiles" / "debian" / "bookworm.txt"
+    locked = lock.read_text()
+    lock.write_text(re.sub(r"^(python3-venv_\S+ SHA256:)\w+", rf"\g<1>{'0' * 64}", locked, flags=re.MULTILINE))
+    other_file = run(offline, "build", TAG, "--bundle", bundle)
+    assert other_file.returncode == 6, other_file.stderr
+    assert f"but the lock says SHA256:{'0' * 64}" in other_file.stderr
+    lock.write_text(locked)
     for wheel in (bundle / "wheels").iterdir():
         wheel.unlink()
+    changed = run(offline, "build", TAG, "--bundle", bundle)
+    assert changed.returncode == 15, changed.stderr
+    assert "wheels/six-" in changed.stderr
+    bundled.write_sums(bundle)
+    another = run(offline, "build", TAG, "--bundle", bundle, "--bundle-digest", digest)
+    assert another.returncode == 15, another.stderr
     lacking = run(offline, "build", TAG, "--bundle", bundle)
     assert lacking.returncode == 6
     assert "No matching distribution found for six" in lacking.stderr
     shutil.rmtree(bundle / "trixie")
+    bundled.write_sums(bundle)
     other = run(offline, "build", "--bundle", bundle)
     assert other.returncode == 2
     assert "it is for Debian bookworm, not for trixie" in other.stderr
@@ -125,4 +142,4 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
 def test_another_directory_is_refused(offline: Path) -> None:
     refused = run(offline, "build", "--bundle", offline)
     assert refused.returncode == 2
-    assert "not a bundle. Make it where there is a network: shoal bundle" in refused.stderr
+    assert "not a bundle, or one without SHA256SUMS. Make it where there is a network: shoal bundle" in refused.stderr

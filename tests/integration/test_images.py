@@ -9,7 +9,7 @@ import docker
 import pytest
 import tomllib
 
-from shoal.inside import contents, sbom, truth
+from shoal.inside import asking, contents, sbom, truth
 from shoal.inside.contents import Contents
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
@@ -185,3 +185,22 @@ def test_a_container_of_its_own_says_the_same(
     alone = read()
     request.getfixturevalue("ask_running_containers")
     assert read() == alone
+
+
+@pytest.mark.parametrize("image", each("pytorch-*-cpu-*-debian12"))
+def test_a_probe_has_no_rights(client: docker.DockerClient, image: ImageSpec) -> None:
+    """What an image answers with is its own program: it may not even try."""
+    script = (
+        "grep -E 'Uid|Cap|NoNewPrivs' /proc/self/status; ls /sys/class/net;"
+        " touch /tmp/x 2>&1; cat /etc/shadow 2>&1; mount -t tmpfs none /mnt 2>&1; su -c id 2>&1; true"
+    )
+    said = asking.said(client, image.tag, ["sh", "-c", script])
+    words = [line.split() for line in said.splitlines()]
+    facts = {line[0].rstrip(":"): line[1:] for line in words if line[0].endswith(":")}
+    assert set(facts["Uid"]) == {"65534"}
+    assert {int(mask, 16) for name, (mask, *_) in facts.items() if name.startswith("Cap")} == {0}
+    assert facts["NoNewPrivs"] == ["1"]
+    assert ["lo"] in words
+    assert "Read-only file system" in said
+    assert "/etc/shadow: Permission denied" in said
+    assert "uid=0" not in said

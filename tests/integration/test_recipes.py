@@ -18,7 +18,7 @@ import pytest
 from docker.utils import exclude_paths
 
 from shoal import engine
-from shoal.build import base, buildkit, classic
+from shoal.build import base, buildkit
 from shoal.build.events import Failed, Output
 from shoal.host import machine
 from shoal.matrix.spec import BuildSpec
@@ -69,8 +69,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
     With BuildKit: its cache outlives the image, and no stage stays behind as one.
     """
     client = engine.connect()
-    has_buildkit = engine.has_buildkit(client)
-    client.api.params = {"version": "2" if has_buildkit else "1"}  # the SDK's own `build` has no word for it
+    client.api.params = {"version": "2"}  # BuildKit: the SDK's own `build` has no word for it
     ignore = directory / ".dockerignore"
     patterns = ignore.read_text().splitlines() if ignore.exists() else []
     with TemporaryFile() as archive:  # the SDK's own is no USTAR, which old BuildKits want
@@ -88,7 +87,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
             buildargs={**arguments, **dict(machine.read().proxies)},
             decode=True,
         )
-        events = list((buildkit if has_buildkit else classic).events(answer))
+        events = list(buildkit.events(answer))
     failures = [event.message for event in events if isinstance(event, Failed)]
     assert not failures, "\n".join([*(event.line for event in events if isinstance(event, Output)), *failures])
     try:

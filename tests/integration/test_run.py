@@ -181,6 +181,27 @@ def test_files_come_back_even_beside_odd_ones(pytorch: str, source: Path, tmp_pa
         assert archive.getnames() == ["latest", "weights"]
 
 
+def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path) -> None:
+    """A script that prints all that it was given does not print it, nor does what is collected have it."""
+    (source / "train.py").write_text(
+        "import os, pathlib, sys\nprint(sys.argv, dict(os.environ), flush=True)\n"
+        "print('hosts', os.environ['SM_HOSTS'], len(pathlib.Path('/run/shoal-job-secret').read_text()))\n"
+    )
+    options = ["--hosts", "2", "--procs-per-host", "1", "--env", "SHOAL_JOB_SECRET=planted-secret"]
+    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    result = subprocess.run(
+        command(image, source, tmp_path / "jobs", *options), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (
+        result.stdout.count('hosts ["algo-1","algo-2"] 14') + result.stdout.count('hosts ["algo-1", "algo-2"] 14') == 2
+    )
+    assert "no secret" not in result.stdout
+    assert "planted" not in result.stdout + result.stderr
+    for path in (path for path in (tmp_path / "jobs").rglob("*") if path.is_file()):
+        assert b"planted" not in path.read_bytes(), path
+
+
 def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -> None:
     (source / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     result = subprocess.run(

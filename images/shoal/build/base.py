@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tarfile
@@ -100,6 +101,12 @@ def find(client: docker.DockerClient, system: System) -> BaseImage | None:
     return _upstream(client, system) or _bootstrapped(client, system)
 
 
+def is_name_of(name: str, system: System) -> bool:
+    """Return whether an image of that name can only be the system's base: Debian's, or one made here."""
+    made_here = re.fullmatch(rf"{REPOSITORY}:{re.escape(system.suite)}-[0-9a-f]{{12}}", name)
+    return made_here is not None or name in (system.upstream, system.upstream.rpartition(":")[2])
+
+
 def beneath(client: docker.DockerClient, tag: str, system: System) -> str:
     """Return the reference of the base that an image stands on: its layers begin with those of that one.
 
@@ -116,20 +123,33 @@ def beneath(client: docker.DockerClient, tag: str, system: System) -> str:
 
 
 def ensure(
-    client: docker.DockerClient, system: System, machine: Callable[[], Machine], cache: Path, say: Say
+    client: docker.DockerClient,
+    system: System,
+    machine: Callable[[], Machine],
+    cache: Path,
+    say: Say,
+    *,
+    pin: str = "",
+    newest: bool = False,
 ) -> BaseImage:
     """Return the system's base image, making it when the engine has none. Raises `BaseImageError`.
 
     Order: Debian's image on the engine, one bootstrapped before, a pull, a bootstrap. `machine` is called only for the
-    last.
+    last. A `pin` is the digest of the image to be pulled; `newest` pulls before it looks at what is there.
     """
-    if base := find(client, system):
+    if not newest and (base := find(client, system)):
         return base
     upstream = system.upstream
+    wanted = f"{upstream.rpartition(':')[0]}@{pin}" if pin else upstream
     try:
-        say(f"base: pulling {upstream}")
-        client.images.pull(upstream)
+        say(f"base: pulling {wanted}")
+        image = client.images.pull(wanted)
+        if pin:
+            image.tag(*upstream.rsplit(":", 1))
     except docker.errors.APIError as error:
+        if newest and (base := find(client, system)):
+            say(f"base: {upstream} cannot be pulled ({_reason(error)}); {base.reference} is here")
+            return base
         say(
             f"base: {upstream} cannot be pulled ({_reason(error)});"
             f" bootstrapping Debian {system.suite} from this machine's mirror"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import engine
-from shoal.build import base, buildkit, bundled, classic, graph, labels
+from shoal.build import base, buildkit, bundled, debianlock, graph, labels
 from shoal.build.progress import BuildProgress, screen
 from shoal.engine import archive
 from shoal.engine.images import find, remove_replaced
@@ -30,7 +30,7 @@ from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.sources import changes, context, provenance
+from shoal.sources import changes, context, debian, provenance
 from shoal.sources.context import Sources
 from shoal.sources.steps import one_line
 
@@ -61,7 +61,6 @@ class Site:
     project: Project
     spec: BuildSpec
     bases: Mapping[System, base.BaseImage]
-    has_buildkit: bool
     sources: Mapping[str, Sources]
     live: Progress
     streams: Streams
@@ -104,27 +103,39 @@ def build_all(
     console: Console,
     jobs: int,
     bundle: Path | None = None,
+    bundle_digest: str | None = None,
 ) -> list[Ending]:
     """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
 
-    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off.
+    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off, once its
+    files are those that it was made with. `bundle_digest`: what `shoal bundle` printed.
 
-    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, and `BuildError`
-    for a module of ours that is not Python. An interrupt stops the builds.
+    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, `BundleError`,
+    and `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = engine.connect()
-    has_buildkit = engine.has_buildkit(client)
-    sources = _gather(project, spec, wanted.values(), has_buildkit)
+    engine.check_buildkit(client)
+    sources = _gather(project, spec, wanted.values())
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     systems = dict.fromkeys(image.system for image in wanted.values())
     if bundle:
+        digest = bundled.check(bundle, bundle_digest)
+        hint = "" if bundle_digest else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
+        say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
         bundled.load_bases(client, bundle, systems)
-    host = functools.partial(bundled.read, bundle) if bundle else machine.read
-    bases = {system: base.ensure(client, system, host, project.cache, say) for system in systems}
+    host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else machine.read
+    locks = {system: debian.read(project, system.suite) for system in systems}
+    bases = {
+        system: base.ensure(client, system, host, project.cache, say, pin=lock.bases.get(system.upstream, ""))
+        for system, lock in locks.items()
+    }
+    for system in systems if not bundle else ():  # whose files have been checked
+        for words in debianlock.differences(client, bases[system], system, locks[system]):
+            say(f"! {words}")
     seconds: dict[str, float] = {}
 
     def timed(tag: str) -> Built:
@@ -137,7 +148,7 @@ def build_all(
     with screen(console, wanted) as live:
         network = "none" if bundle else "default"
         origin = functools.cache(functools.partial(provenance.read, project))
-        site = Site(project, spec, bases, has_buildkit, sources, live, Streams(), host, network, origin)
+        site = Site(project, spec, bases, sources, live, Streams(), host, network, origin)
         below = {image.tag: image.extends for image in _in_turn(wanted.values())}
         results = graph.run(below, timed, site.streams.stop, jobs)
     return [_ending(tag, results[tag], seconds.get(tag)) for tag in wanted]
@@ -168,7 +179,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     inherited = client.images.get(beneath.reference).labels
     options = {
         "t": image.tag,
-        "version": "2" if site.has_buildkit else "1",
+        "version": "2",  # BuildKit
         "rm": "1",
         "forcerm": "1",
         "buildargs": json.dumps({"BASE": beneath.reference, **dict(host.proxies)}),
@@ -182,6 +193,9 @@ def build(site: Site, image: ImageSpec) -> Built:
         archive.write(context.files(sources, site.spec, image, host), files)
         files.seek(0)
         _run(client, files, options, progress, site.streams)
+    if progress.not_locked:
+        words = debianlock.drift(image.tag, image.system, progress.not_locked)
+        site.live.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = find(client, image.tag)
@@ -220,14 +234,9 @@ def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Endin
     return Ending(tag, state, seconds, error=result)
 
 
-def _gather(
-    project: Project, spec: BuildSpec, images: Iterable[ImageSpec], has_buildkit: bool
-) -> dict[str, context.Sources]:
+def _gather(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, context.Sources]:
     own = functools.cache(functools.partial(context.own_packages, project))
-    return {
-        image.tag: context.gather(project, spec, image, own(image.python_version), buildkit=has_buildkit)
-        for image in images
-    }
+    return {image.tag: context.gather(project, spec, image, own(image.python_version)) for image in images}
 
 
 def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
@@ -243,7 +252,8 @@ def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list
     client = engine.connect()
     bases = {image.system: base.find(client, image.system) for image in wanted}
     plans: dict[str, changes.Plan] = {}
-    sources = _gather(project, spec, wanted, engine.has_buildkit(client))
+    engine.check_buildkit(client)
+    sources = _gather(project, spec, wanted)
     for image in wanted:
         if image.extends is None:
             found = bases[image.system]
@@ -269,12 +279,11 @@ def _run(
     api = client.api
     url = f"{api.base_url}/v{api.api_version}/build"
     headers = {"Content-Type": "application/x-tar"}
-    translate = buildkit.events if options["version"] == "2" else classic.events
     with api.post(url, params=options, data=files, headers=headers, stream=True) as response:
         if response.status_code != requests.codes.ok:
             raise BuildError(f"{options['t']}: the engine refused the build: {response.text.strip()}")
         with streams.reading(response):
-            for event in translate(_json_lines(response)):
+            for event in buildkit.events(_json_lines(response)):
                 progress.show(event)
 
 

@@ -7,12 +7,10 @@ a directory of its name, the base image and packages.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,22 +21,20 @@ import docker
 from docker.models.containers import Container
 
 from shoal import engine
-from shoal.build import base, hostwheels
+from shoal.build import base, bundled, debianlock, hostwheels
 from shoal.build.base import Say
-from shoal.build.bundled import BASE, DEBS, INDEX, WHEELS
-from shoal.engine import archive, containers
-from shoal.errors import BuildError, DiskError, UsageError, is_full
+from shoal.build.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
+from shoal.engine import archive
+from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import lock, pins, render, wheels
+from shoal.sources import debian, lock, pins, wheels
 
 _HOST = "host"
-_INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
 # Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
 _FETCH = """
-export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive && mkdir -p /debs/partial &&
-apt-get update -qq &&
+mkdir -p /debs/partial &&
 apt-get install -y -qq --no-install-recommends --download-only -o Dir::Cache::archives=/debs {names} &&
 cd /debs && rm -rf partial lock && for file in *.deb; do
     dpkg-deb --field "$file" && echo "Filename: ./$file" && echo "Size: $(stat -c %s "$file")" &&
@@ -53,7 +49,7 @@ _WHEN_FULL = "What to do: free some, or name a directory on another disk; what i
 @dataclass(frozen=True)
 class Bundle:
     """What a directory has been filled with: the bases' references, Debian's packages less those that they need, and
-    the images whose wheels are there. `bytes`: of all files in it.
+    the images whose wheels are there. `bytes`: of all files in it. `digest`: that of `SHA256SUMS`, which lists them.
     """
 
     directory: Path
@@ -61,28 +57,31 @@ class Bundle:
     packages: tuple[str, ...]
     images: tuple[str, ...]
     bytes: int
+    digest: str
 
 
 def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
     """Fill the directory with what builds of these images, and of those that they extend, take from a network.
 
     What lies there already stays, and nothing that is cut off: each file comes to its place when it is whole. Raises
-    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, EngineError,
-    BaseImageError.
+    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, BundleError for a bundle whose
+    files have changed since it was made, EngineError, BaseImageError.
     """
     wanted = spec.with_parents(images)
     _make(directory)
+    _check_unchanged(directory)
     client = engine.connect()
     bases: list[str] = []
     packages: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):
-        found = base.ensure(client, system, machine.read, project.cache, say)
+        pin = debian.read(project, system.suite).bases.get(system.upstream, "")
+        found = base.ensure(client, system, machine.read, project.cache, say, pin=pin)
         own = directory / system.suite
         (own / DEBS).mkdir(parents=True, exist_ok=True)
         say(f"base: {found.reference}")
         _save(client, found.reference, own / BASE)
-        files = [render.render(project, image) for image in wanted if image.system == system]
-        names = sorted({name for file in files for name in debian_packages(file)})
+        installs = debianlock.installed(project, (image for image in wanted if image.system == system))
+        names = sorted({name for install in installs for name in install})
         say(f"Debian packages: {' '.join(names)}, and what they need")
         _collect_debs(client, found.reference, system.suite, names, own)
         bases.append(found.reference)
@@ -96,14 +95,9 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
         if words := hostwheels.collect(project, scratch):
             raise _failure(f"pip cannot fetch what shoal itself needs:\n{words[-2000:]}")
         _move(scratch / "wheels", directory / _HOST)
+    digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size)
-
-
-def debian_packages(dockerfile: str) -> Iterator[str]:
-    """Yield the packages that a Dockerfile's steps ask apt for."""
-    for names in _INSTALLS.findall(dockerfile):
-        yield from names.split()
+    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size, digest)
 
 
 def _make(directory: Path) -> None:
@@ -111,6 +105,20 @@ def _make(directory: Path) -> None:
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
     for name in (WHEELS, _HOST):
         (directory / name).mkdir(parents=True, exist_ok=True)
+
+
+def _check_unchanged(directory: Path) -> None:
+    """Raise BundleError if a file of an earlier bundle has been changed: it would be listed as one that was made here.
+
+    Files may be missing, and new ones be there, as an interrupted `shoal bundle` leaves them.
+    """
+    if not (directory / SUMS).exists():
+        return
+    if changed := [name for name, what in bundled.differences(directory).items() if what == "changed"]:
+        raise BundleError(
+            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; what is"
+            " missing is fetched again"
+        )
 
 
 @contextmanager
@@ -141,23 +149,17 @@ def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
 def _collect_debs(
     client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path
 ) -> None:
-    host = machine.read()
-    files = io.BytesIO()
-    archive.write({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
     script = _FETCH.format(names=" ".join(names), index=INDEX)
-    label = containers.unique("bundle")
-    settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
-    with containers.removing(client, label):
-        container = containers.create(client, reference, ["sh", "-ec", script], settings)
-        container.put_archive("/run", files.getvalue())
-        container.start()
-        if container.wait()["StatusCode"]:
-            log = container.logs().decode(errors="replace")
-            raise _failure(f"apt-get cannot fetch {' '.join(names)}:\n{log[-2000:]}")
-        with _scratch(directory) as scratch:
+    try:
+        with (
+            debianlock.in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
+            _scratch(directory) as scratch,
+        ):
             _fetch(container, f"/{DEBS}", scratch)
             _index_others(scratch / DEBS, directory / DEBS)
             _move(scratch / DEBS, directory / DEBS, last=INDEX)
+    except BuildError as error:
+        raise _failure(str(error)) from error
 
 
 def _index_others(new: Path, old: Path) -> None:
@@ -177,8 +179,8 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
-        with tarfile.open(fileobj=file) as tree:
-            tree.extractall(directory, filter="data")
+        if left_out := list(archive.unpack(file, directory)):
+            raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a build tells while it runs, the same for both builders."""
+"""What a build tells while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 class Step:
     """A step changed its state. `number` and `total` count the image's steps; both are 0 for the builder's own chores.
 
-    `seconds` is the step's duration so far (0 where the builder does not tell).
+    `seconds` is the step's duration so far.
     """
 
     key: str

@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from shoal.build.events import Event, Failed, Output, Step
+from shoal.sources.debian import NOT_LOCKED
 from shoal.sources.steps import one_line
 
 TAIL_LINES = 20
@@ -37,13 +38,15 @@ def screen(console: Console, tags: Iterable[str]) -> Progress:
 class BuildProgress:
     """Shows the events of one image's build on `live`, and keeps its log and what a failure must tell.
 
-    Use as a context manager. `failed_step` and `tail` (the last lines it printed) describe the failing step.
+    Use as a context manager. `failed_step` and `tail` (the last lines it printed) describe the failing step;
+    `not_locked` are the Debian packages that steps have installed and that the lock does not have.
     """
 
     def __init__(self, tag: str, log: Path, live: Progress) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.failed_step: Step | None = None
         self.failure: str = ""
+        self.not_locked: list[str] = []
         self._tag, self._live = tag, live
         self._log = log.open("w", encoding="utf-8")
         self._tails: dict[str, deque[str]] = {}
@@ -72,6 +75,8 @@ class BuildProgress:
         elif isinstance(event, Output):
             self._write(f"    {event.line}")
             self._tails.setdefault(event.key, deque(maxlen=TAIL_LINES)).append(event.line)
+            if event.line.startswith(NOT_LOCKED):
+                self.not_locked.append(event.line.removeprefix(NOT_LOCKED))
             if event.line.strip():
                 self._live.update(self._task, command=f"{self._command} · {event.line.strip()}")
         elif isinstance(event, Failed):

@@ -13,7 +13,7 @@ from shoal.build import builder, listing, unchanged
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
 from shoal.commands.endings import judge
-from shoal.errors import ShoalError, SpecError
+from shoal.errors import ShoalError, SpecError, UsageError
 from shoal.sources import render
 
 
@@ -77,14 +77,22 @@ def build_images(
     bundled: Annotated[
         Path | None, typer.Option("--bundle", metavar="DIR", help="Take all from what shoal bundle wrote; no network.")
     ] = None,
+    digest: Annotated[
+        str | None,
+        typer.Option(
+            "--bundle-digest", metavar="SHA256", help="The digest that shoal bundle printed; else it is refused."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Build images, and first those that they extend, skipped or not; one that is up to date is left as it is."""
     here, matrix = open_project()
     chosen = matrix.choose(images or (), skip or ())
     progress = screen(as_json)
+    if digest and not bundled:
+        raise UsageError("--bundle-digest is that of a bundle. Fix: give --bundle DIR too, or leave it out")
     try:
-        endings = builder.build_all(here, matrix, chosen, progress, jobs, bundled)
+        endings = builder.build_all(here, matrix, chosen, progress, jobs, bundled, digest)
     except EXPECTED as reason:  # before any was tried
         if as_json:
             output.write(

@@ -13,22 +13,39 @@ import typer
 from rich.console import Console
 
 from shoal import engine
-from shoal.build import bundle, push
+from shoal.build import bundle, debianlock, push
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, open_project, say, screen
 from shoal.commands.endings import raise_first
+from shoal.errors import SpecError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, pins, render
 
 
 @app.command("lock")
-def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
+def lock_images(
+    images: Images = None,
+    skip: Skip = None,
+    bases: Annotated[
+        bool,
+        typer.Option("--bases", help="Lock the base images and Debian's packages instead, in dockerfiles/debian/."),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --bases: write nothing; fail if Debian has others now.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Resolve the requirements of images to exact files with hashes, in dockerfiles/requirements/, and render them.
 
     Children whose locks do not fit what an image has then are locked again too, unless --skip names them.
     """
     here, matrix = open_project()
+    if bases:
+        _lock_bases(here, matrix, matrix.choose(images or (), skip or ()), check=check, as_json=as_json)
+        return
+    if check:
+        raise UsageError("--check goes with --bases alone. Fix: shoal lock --bases --check")
     chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = screen(as_json)
     locks = []
@@ -53,6 +70,21 @@ def lock_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
         say("\n".join(map(str, files)))
 
 
+def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
+    tell = functools.partial(say, on=screen(as_json))
+    systems = list(dict.fromkeys(image.system for image in images))
+    made = []
+    for locked in debianlock.lock(here, matrix, systems, tell, write=not check):
+        made.append(locked)
+        tell(f"{locked.packages:3} packages  {locked.path}{'' if locked.changes else ': unchanged'}")
+        for change in locked.changes:
+            tell(f"    {change}")
+    if as_json:
+        output.write(made)
+    if check and (changed := [locked.suite for locked in made if locked.changes]):
+        raise SpecError(f"Debian {', '.join(changed)} has other packages or base images now. Fix: shoal lock --bases")
+
+
 def _is_to_lock(
     here: Project, matrix: BuildSpec, image: ImageSpec, chosen: Collection[str], locked: Collection[Path]
 ) -> bool:
@@ -71,13 +103,17 @@ def bundle_images(
     skip: Skip = None,
     as_json: AsJson = False,
 ) -> None:
-    """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none."""
+    """Collect what builds take from a network into a directory, from which `shoal build --bundle` needs none.
+
+    Keep the digest that is printed apart from the directory: with it, builds elsewhere see what was changed on the way.
+    """
     here, matrix = open_project()
     tell = functools.partial(say, on=screen(as_json))
     made = bundle.collect(here, matrix, matrix.choose(images or (), skip or ()), directory, tell)
     if as_json:
         output.write(made)
-    tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB")
+    tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")
+    tell(f"there: shoal build --bundle {directory} --bundle-digest sha256:{made.digest}")
 
 
 @app.command("push")

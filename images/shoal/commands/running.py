@@ -25,7 +25,9 @@ HYPERPARAMETER_HELP = (
     "Repeatable. VALUE is JSON where it is valid JSON (1.10 is a number, '\"1.10\"' a text), else a text."
 )
 
-
+GPUS_HELP = (
+    "GPUs of the job, divided equally over its hosts; indexes or UUIDs, as nvidia-smi -L lists them. Default: all."
+)
 PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
@@ -49,6 +51,7 @@ def run_job(
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every host; repeatable.")] = None,
     jobs: Annotated[Path, typer.Option("--output", help="Where the job's directory is made.")] = Path("jobs"),
     shm_size: Annotated[str, typer.Option(help="/dev/shm of each host.")] = "1g",
+    gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=GPUS_HELP)] = None,
     build: Annotated[bool, typer.Option("--build", help="Bring the image up to date first.")] = False,
     engine_kind: Annotated[
         Engine, typer.Option("--engine", help="none: on this machine, without Docker.")
@@ -67,6 +70,7 @@ def run_job(
         environment=_pairs("--env", env),
         output=jobs,
         shm_size=shm_size,
+        gpus=gpus,
     )
     request.check()
     progress = screen(as_json)

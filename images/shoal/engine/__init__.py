@@ -35,17 +35,25 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         ) from error
 
 
-def has_buildkit(client: docker.DockerClient) -> bool:
-    """Return whether the engine carries BuildKit: Docker's own since API 1.39, unless DOCKER_BUILDKIT=0 says no.
+def check_buildkit(client: docker.DockerClient) -> None:
+    """Raise `EngineError` if BuildKit cannot build images: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
 
-    The `Builder-Version` of its ping is no sign of it: Engine 20.10 has BuildKit, but names it only when it is the
-    command line's default. Engines that only speak Docker's API (Podman's) say so in the name of their component.
+    Docker's own engine has it since API 1.39. The `Builder-Version` of its ping is no sign of it: Engine 20.10 has
+    BuildKit, but names it only when it is the command line's default. Engines that only speak Docker's API (Podman's)
+    say so in the name of their component. Why no other builder will do: docs/decisions/buildkit-over-http.md.
     """
     if os.environ.get("DOCKER_BUILDKIT") == "0":
-        return False
+        raise EngineError(
+            "DOCKER_BUILDKIT=0 asks for Docker's classic builder, which Shoal does not use: it keeps the passwords of"
+            " package indexes in untagged images. Fix: unset DOCKER_BUILDKIT"
+        )
     version = client.version()
     names = {component["Name"] for component in version.get("Components", ())}
-    return "Engine" in names and Version(version["ApiVersion"]) >= Version("1.39")
+    if "Engine" not in names or Version(version["ApiVersion"]) < Version("1.39"):
+        raise EngineError(
+            f"this engine has no BuildKit: {', '.join(sorted(names)) or 'unknown'}, API {version['ApiVersion']}; builds"
+            " need Docker Engine 18.09 or later. Fix: point DOCKER_HOST at one"
+        )
 
 
 def has_gpus(client: docker.DockerClient) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import stat
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -50,6 +51,8 @@ def single(name: str, content: bytes) -> bytes:
 def unpack(source: IO[bytes], target: Path) -> Iterator[str]:
     """Unpack regular files, directories and links inside the archive; yield in words what was left out, and why.
 
+    Files keep their permissions, less those that let a program act as its owner; whoever unpacks them can read them.
+
     Written out here because Debian 12's Python (3.11.2) has no `filter="data"` yet, and because one odd file must not
     cost the others.
     """
@@ -78,6 +81,8 @@ def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as out:
         shutil.copyfileobj(content, out)
+    if not entry.issym():  # whose own mode means nothing
+        path.chmod(entry.mode & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
 
 
 def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:

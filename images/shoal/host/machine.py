@@ -32,6 +32,7 @@ _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
 # What Debian calls a suite's own parts; backports and the suites of others are no part of a build.
 _POCKETS = ("", "-updates", "-security")
+# Nothing signs a bundle's index of packages: whoever makes a `Machine` with `debs` has checked its SHA-256.
 _BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
 _ADDED_CA = Path("/usr/local/share/ca-certificates")
 

@@ -1,4 +1,8 @@
-"""Asks a container of an image: a command or a program of this package runs in it, without a network, and prints."""
+"""Asks a container of an image: a command or a program of this package runs in it and prints.
+
+The image may be anybody's, and its Python is the image's own program. So it runs as nobody, without a network, without
+any of the kernel's capabilities and with no way to get one, on a file system that it cannot write to.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,25 @@ from docker.types import LogConfig
 from shoal.engine import containers
 from shoal.errors import ImageError
 
-# As root, whatever the image's user may read; away from its modules; with a log that is kept whole; and without the
-# proxies of the engine's client, which would look like the image's own.
+NOBODY = "65534:65534"
+# Away from the modules of the image's user; with a log that is kept whole; and without the proxies of the engine's
+# client, which would look like the image's own.
 _SETTINGS: dict[str, Any] = {
-    "user": "0:0",
+    "user": NOBODY,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "read_only": True,
+    "pids_limit": 128,
     "working_dir": "/",
     "network_mode": "none",
     "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "1g"}),
     "use_config_proxy": False,
 }
+
+
+def shown(text: str) -> str:
+    """Return a text of an image without what a terminal obeys; ends of lines stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
@@ -52,5 +66,7 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
             name = "Python" if program.startswith("python") else program
             raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            raise ImageError(f"{tag}: cannot be asked what is inside:\n{container.logs().decode(errors='replace')}")
+            raise ImageError(
+                f"{tag}: cannot be asked what is inside:\n{shown(container.logs().decode(errors='replace'))}"
+            )
         return container.logs(stderr=False).decode(errors="replace")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import docker
-import pydantic
 
 from shoal.errors import DifferenceError
-from shoal.inside import asking
+from shoal.inside import exported
+from shoal.inside.exported import File, Image
 
 Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {
@@ -22,28 +22,6 @@ EXPECTED: Mapping[str, str] = {
 """In what two builds of one commit on one base differ, and why."""
 TOLD = 50
 """How many of the others are told by name."""
-
-
-class File(pydantic.BaseModel):
-    """A file, directory or link. mode: with its type. time: ns since 1970. content: a file's SHA-256 (of bytecode
-    without `source_time`, in s since 1970), or a link's target. attributes: the extended ones, hexadecimal. package:
-    the one of Debian that it belongs to, or empty."""
-
-    mode: int
-    uid: int
-    gid: int
-    time: int
-    content: str
-    source_time: int
-    attributes: dict[str, str] = {}
-    package: str = ""
-
-
-class Image(pydantic.BaseModel):
-    """The files of an image by path, and the versions of its Debian packages by name."""
-
-    files: dict[str, File]
-    packages: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -102,9 +80,9 @@ class Differences:
 def read(client: docker.DockerClient, tag: str) -> Image:
     """Return the files of an image by path, its configuration as if it were some, and its packages.
 
-    Raises ImageError where there is no image, or no Python.
+    Nothing of the image is run. Raises EngineError where there is no image.
     """
-    found = Image.model_validate(asking.ask(client, tag, "files_probe.py"))
+    found = exported.read(client, tag)
     found.files.update(_configuration(client.images.get(tag).attrs["Config"]))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.inside import truth
+from shoal.inside.asking import shown
 from shoal.inside.contents import Contents, Distribution, Package
 from shoal.matrix.spec import ImageSpec
 
@@ -75,4 +76,4 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
+    return f"| {' | '.join(shown(cell).replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"

@@ -20,8 +20,8 @@ _DPKG = ["dpkg-query", "--show", "--showformat=${Package} ${Installed-Size}\n"]
 @dataclass(frozen=True)
 class Parts:
     """An image's bytes. wheels: of the files that the installed distributions record, bytecode included. debian: of the
-    packages that the base lacks, as dpkg tells them, which is about what they take. visible: of what a container sees;
-    the rest is in layers below others, deleted or replaced. nobodys: by directory, what no package owns.
+    packages that the base lacks, as dpkg tells them, which is about what they take. visible: of what any user of a
+    container sees; the rest is in layers below others, deleted or replaced. nobodys: by directory, of no package.
     """
 
     tag: str

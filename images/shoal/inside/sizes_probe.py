@@ -41,8 +41,13 @@ def directory(path: str) -> str:
 
 
 def below(path: str, device: int) -> Iterator[tuple[str, int]]:
-    """Yield the image's files with their bytes; what the engine mounts is on other devices."""
-    for entry in os.scandir(path):
+    """Yield the image's files with their bytes, but for directories that are closed to this user. What the engine
+    mounts is on other devices."""
+    try:
+        entries = list(os.scandir(path))
+    except PermissionError:
+        return
+    for entry in entries:
         found = entry.stat(follow_symlinks=False)
         if found.st_dev == device and entry.is_dir(follow_symlinks=False):
             yield from below(entry.path, device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.errors import EngineError
-from shoal.jobs import distribution, job
+from shoal.jobs import distribution, gpus, job
 
 
 def run(request: job.JobRequest, console: Console) -> job.Outcome:
@@ -35,6 +35,7 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
         (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
     environment = {
         **os.environ,
+        **_visible_gpus(request.gpus),
         **request.script_variables,
         **request.environment,
         "SAGEMAKER_BASE_DIR": str(tree),
@@ -42,6 +43,8 @@ def run(request: job.JobRequest, console: Console) -> job.Outcome:
         "TRAINING_JOB_NAME": name,
         "PATH": f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
+    if job.SECRET_FILE not in environment and (secret := request.secret()):
+        environment.setdefault(job.SECRET, secret)
     code = _train(str(train), environment, console)
     shutil.rmtree(tree / "code")
     return job.outcome(name, {host: 128 - code if code < 0 else code}, directory, {host: tree})
@@ -60,6 +63,15 @@ def fold(request: job.JobRequest, console: Console) -> job.JobRequest:
     )
     mpi = {"enabled": True, **given.get("mpi", {}), "processes_per_host": ranks}
     return replace(request, hosts=1, procs_per_host=None, distribution={**given, "mpi": mpi})
+
+
+def _visible_gpus(asked: str | None, devices: Path = Path("/dev")) -> dict[str, str]:
+    """Return the variable that lets a process of this machine see the GPUs of `--gpus`. Raises `EngineError`."""
+    if asked is None:
+        return {}
+    if asked != gpus.NONE and not list(devices.glob("nvidia[0-9]*")):
+        raise EngineError(f"--gpus {asked}: this machine has no NVIDIA GPU. Fix: leave it out, or use --gpus none")
+    return {} if asked == gpus.ALL else {"CUDA_VISIBLE_DEVICES": "" if asked == gpus.NONE else asked}
 
 
 def _train(command: str, environment: dict[str, str], console: Console) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import tarfile
 from collections.abc import Callable, Mapping
@@ -16,8 +17,10 @@ import docker.utils
 
 from shoal.engine import containers
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import distribution
+from shoal.jobs import distribution, gpus
 
+SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
+"""The variables of which `train` takes one: what hosts of a job prove to each other, or a file with it."""
 RESOURCES = "input/config/resourceconfig.json"
 """The one file of the tree that differs between hosts."""
 
@@ -27,7 +30,8 @@ class JobRequest:
     """What the user asks for.
 
     `channels` maps channel names to directories of this machine; `hyperparameters` are the script's own, as they were
-    given; `environment` goes into every host; `shm_size` is the size of /dev/shm in Docker's notation.
+    given; `environment` goes into every host; `shm_size` is the size of /dev/shm in Docker's notation; `gpus` is `all`,
+    `none` or names separated by commas, None where it is not given.
     """
 
     source: Path
@@ -40,6 +44,7 @@ class JobRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     output: Path = Path("jobs")
     shm_size: str = "1g"
+    gpus: str | None = None
 
     def check(self) -> None:
         """Raise `UsageError` for a source, entry point, channel or distribution that cannot run."""
@@ -62,6 +67,7 @@ class JobRequest:
                 raise UsageError(f"--channel {name!r}: a name has letters, digits, '_', '.' and '-' only")
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
+        gpus.check(self.gpus, self.hosts)
         self.encoded_hyperparameters("")
 
     @property
@@ -72,6 +78,13 @@ class JobRequest:
     def script_variables(self) -> dict[str, str]:
         """What names the script in every host; an image that extends ours may name another (ENV SAGEMAKER_PROGRAM)."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
+
+    def secret(self) -> str | None:
+        """Return the job's secret: the one that `--env` gives, else a new one of 256 random bits.
+
+        None if `--env` names a file with it, which is then there already.
+        """
+        return None if SECRET_FILE in self.environment else self.environment.get(SECRET) or secrets.token_hex(32)
 
     def encoded_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return hyperparameters.json's content: every value JSON-encoded once more, as the SDK sends it."""

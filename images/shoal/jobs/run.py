@@ -7,8 +7,8 @@ channels are bind mounts, because data may be large: their directories must lie 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -23,16 +23,19 @@ import docker.errors
 import docker.types
 import requests
 from docker.models.containers import Container
+from docker.models.networks import Network
 from rich.console import Console
 
 from shoal import engine
 from shoal.engine import archive, containers
 from shoal.errors import EngineError
-from shoal.jobs import job
+from shoal.jobs import gpus, job
 
 STOP_SECONDS = 30
 """How long the script may take to end when the job is interrupted, in seconds."""
 _STOP_MARGIN = 5
+SECRET_PATH = "run/shoal-job-secret"
+"""Where a host has the job's secret, from its root: not in its configuration, which `docker inspect` prints."""
 STRAGGLER_SECONDS = 60
 """How long the other hosts may take to end once one has ended, in seconds: all end with the job's one verdict."""
 
@@ -55,7 +58,7 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     name = job.new_name(request)
     directory = job.make_directory(request, name)
     with containers.removing(client, name):
-        hosts = _create_hosts(client, image, request, name)
+        hosts = _create_hosts(client, image, request, name, console)
         readers = [_stream(str(container.id), host, console) for host, container in hosts.items()]
         for container in hosts.values():
             container.start()
@@ -75,53 +78,69 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     return job.outcome(name, {host: end.exit_code for host, end in ended.items()}, directory, trees, notes)
 
 
-def _create_hosts(client: docker.DockerClient, image: str, request: job.JobRequest, name: str) -> dict[str, Container]:
-    """Create (not start) the network and the hosts, each with its /opt/ml."""
-    # The packets of a new network must be no larger than the engine's default network allows.
-    key = "com.docker.network.driver.mtu"
-    with contextlib.suppress(docker.errors.NotFound):
-        options = client.networks.get("bridge").attrs.get("Options") or {}
-    mtu = {key: options[key]} if key in options else {}
-    labels = {containers.JOB_LABEL: name}
-    with containers.uninterrupted():
-        network = client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
-    settings = _settings(client, request, name, str(network.name))
+def _create_hosts(
+    client: docker.DockerClient, image: str, request: job.JobRequest, name: str, console: Console
+) -> dict[str, Container]:
+    """Create (not start) the network and the hosts, each with its /opt/ml, its GPUs and the job's secret."""
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
+    devices = gpus.divide(client, image, request.gpus, request.host_names, say)
+    network = _create_network(client, name)
+    settings = _settings(request, name, str(network.name))
+    secret = request.secret()
     with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as common:
         tree = Path(scratch)
         job.write_tree(tree, request, name)
         archive.pack(tree, "opt/ml", common)
         hosts = {}
-        for host in request.host_names:
+        for host, given in zip(request.host_names, devices):
             alias = client.api.create_endpoint_config(aliases=[host])
-            own = {"name": f"{name}-{host}", "networking_config": {network.name: alias}}
+            own = {
+                "name": f"{name}-{host}",
+                "networking_config": {network.name: alias},
+                "device_requests": gpus.settings(given),
+                "environment": {**gpus.variables(given), **settings["environment"]},
+            }
             hosts[host] = containers.create(client, image, ["train"], {**settings, **own})
             common.seek(0)
             hosts[host].put_archive("/", common)
             hosts[host].put_archive("/", archive.single("opt/ml/" + job.RESOURCES, job.resources(request, host)))
+            if secret:
+                hosts[host].put_archive("/", archive.single(SECRET_PATH, secret.encode()))
     return hosts
 
 
-def _settings(client: docker.DockerClient, request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
+def _create_network(client: docker.DockerClient, name: str) -> Network:
+    """Create the job's network. Its packets are no larger than the engine's default network, if any, allows."""
+    key = "com.docker.network.driver.mtu"
+    options: dict[str, str] = {}
+    with contextlib.suppress(docker.errors.NotFound):
+        options = client.networks.get("bridge").attrs.get("Options") or {}
+    mtu = {key: options[key]} if key in options else {}
+    labels = {containers.JOB_LABEL: name}
+    with containers.uninterrupted():
+        return client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
+
+
+def _settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
     """What the containers of all hosts have in common."""
     mounts = [
         docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
         for channel, path in request.channels.items()
     ]
-    gpus = [docker.types.DeviceRequest(count=-1, capabilities=[["gpu"]])] if engine.has_gpus(client) else []
+    given = {key: value for key, value in request.environment.items() if key != job.SECRET}
     return {
         "environment": {
             "SHOAL_STOP_GRACE": str(STOP_SECONDS),
             "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
             **request.script_variables,
-            **request.environment,
-            "SHOAL_JOB_SECRET": secrets.token_hex(32),
+            job.SECRET_FILE: f"/{SECRET_PATH}",
+            **given,
             "TRAINING_JOB_NAME": name,
         },
         "labels": {containers.JOB_LABEL: name},
         "mounts": mounts,
         "network": network,
         "shm_size": request.shm_size,
-        "device_requests": gpus,
     }
 
 

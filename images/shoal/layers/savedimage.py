@@ -85,7 +85,7 @@ def read(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
     """
     members = _Members()
     try:
-        with deflate.pool() as pool, tarfile.open(fileobj=_Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
+        with deflate.pool() as pool, tarfile.open(fileobj=Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
             for member in archive:
                 _keep(archive, member, members, pool)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -93,7 +93,7 @@ def read(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
     return tuple(_layers(name, members))
 
 
-class _Chunks(io.RawIOBase):
+class Chunks(io.RawIOBase):
     """A file that is read from an iterable of bytes."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
@@ -130,10 +130,10 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    name = _plain(member.name)
+    name = plain(member.name)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
-        members.links[name] = _plain(posixpath.join(beside, member.linkname))
+        members.links[name] = plain(posixpath.join(beside, member.linkname))
         return
     content = archive.extractfile(member) if member.isfile() else None
     if content is None:
@@ -169,17 +169,18 @@ def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
     begin = 0
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-        path = _plain(member.name)
+        path = plain(member.name)
         text = None
         if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
             content = archive.extractfile(member)
             text = content.read() if content else None
-        target = member.linkname if member.issym() else _plain(member.linkname) if member.islnk() else ""
-        yield Entry(path, _kind(member), target, begin, archive.offset, text)
+        target = member.linkname if member.issym() else plain(member.linkname) if member.islnk() else ""
+        yield Entry(path, kind(member), target, begin, archive.offset, text)
         begin = archive.offset
 
 
-def _kind(member: tarfile.TarInfo) -> Kind:
+def kind(member: tarfile.TarInfo) -> Kind:
+    """Return what an entry of a tar is; what is none of the others is a file."""
     if member.isdir():
         return "directory"
     if member.issym():
@@ -192,7 +193,8 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
+    """Return a path of a tar in its shortest form, without a leading slash; `.` is the root."""
     return posixpath.normpath(path).lstrip("/")
 
 
@@ -200,10 +202,10 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
     """Yield the layers that manifest.json names."""
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
-    config = _json(name, members, _plain(str(image.get("Config", ""))))
+    config = _json(name, members, plain(str(image.get("Config", ""))))
     digests, commands = _told(config if isinstance(config, dict) else {}, len(paths))
     for path, digest, command in zip(paths, digests, commands, strict=True):
-        found = _follow(_plain(path), members.links)
+        found = _follow(plain(path), members.links)
         if found in members.compressions:
             raise ImageError(f"{name}: its layer {path} is compressed by {members.compressions[found]}; gzip is read.")
         if found not in members.layers:

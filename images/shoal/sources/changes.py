@@ -51,7 +51,7 @@ def plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Plan:
 def _reasons(present: Record, wanted: Record) -> Iterator[str]:
     before = {step.name: step for step in present.steps}
     templates = [name for name, identity in wanted.templates.items() if present.templates.get(name) != identity]
-    cause = ", ".join(templates) or "by versions.yml, buildspec.yml, another builder or Python here, or shoal itself"
+    cause = ", ".join(templates) or "by versions.yml, buildspec.yml, another Python here, or shoal itself"
     told: set[str] = set()
     for step in wanted.steps:
         if step.name not in before:

@@ -10,7 +10,7 @@ from shoal.engine.archive import Content
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import bytecode, packages, steps, wheels
+from shoal.sources import bytecode, debian, packages, steps, wheels
 from shoal.sources.pins import Pin, read_image
 from shoal.sources.render import render, templates
 
@@ -26,6 +26,7 @@ class Sources:
     templates: Mapping[str, bytes]
     locks: Mapping[str, tuple[Pin, ...]]
     engine: Mapping[str, bytes]
+    debian: Mapping[str, bytes]
     own: Mapping[str, bytes]
 
     def record(self, base: str) -> steps.Record:
@@ -33,7 +34,7 @@ class Sources:
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
-        contents["engine"] = _digests(self.engine)
+        contents |= {"engine": _digests(self.engine), "debian": _digests(self.debian)}
         contents |= {layer: packages.contents(content) for layer, content in self.own.items()}
         return steps.record(self.dockerfile.decode(), contents, base, _digests(self.templates))
 
@@ -47,13 +48,14 @@ def own_packages(project: Project, python: str) -> dict[str, bytes]:
     return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
-def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes], *, buildkit: bool) -> Sources:
+def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
     """Read the locks and the engine's sources, and render the Dockerfile. `own` are for the image's Python."""
     return Sources(
-        dockerfile=render(project, image, buildkit=buildkit, bytecode=bytecode.is_of(image.python_version)).encode(),
+        dockerfile=render(project, image, bytecode=bytecode.is_of(image.python_version)).encode(),
         templates=templates(project, image),
         locks=read_image(project, spec, image),
         engine=_engine(project.root / "library" / "native"),
+        debian=debian.context(project, image.system.suite),
         own={} if image.extends else own,
     )
 
@@ -69,6 +71,7 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
         context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
         context |= {f"{layer}/{path.name}": path for path in local}
     context |= {f"engine/{name}": content for name, content in sources.engine.items()}
+    context |= {f"debian/{name}": content for name, content in sources.debian.items()}
     context |= {f"{layer}/installed.tar": content for layer, content in sources.own.items()}
     suite = image.system.suite
     context |= {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}

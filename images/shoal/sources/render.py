@@ -26,11 +26,10 @@ SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """What every image takes from Debian."""
 
 
-def render(project: Project, image: ImageSpec, *, buildkit: bool = True, bytecode: bool = False) -> str:
+def render(project: Project, image: ImageSpec, *, bytecode: bool = False) -> str:
     """Return the Dockerfile of `image`.
 
-    `buildkit=False` gives the variant for the classic builder, `bytecode=True` the one for a context that has our
-    packages' bytecode already.
+    `bytecode=True` gives the one for a context that has our packages' bytecode already.
 
     Raises `SpecError` for a missing template and for a name that no one defined (StrictUndefined).
     """
@@ -44,7 +43,6 @@ def render(project: Project, image: ImageSpec, *, buildkit: bool = True, bytecod
             site_packages=f"/{packages.site_packages(image.python_version)}",
             compiled=packages.COMPILED["library"],
             dropped=dropped,
-            buildkit=buildkit,
             bytecode=bytecode,
         )
     except jinja2.TemplateNotFound as error:

@@ -1,0 +1,126 @@
+"""`shoal run --gpus`: how GPUs are divided over hosts, against an engine of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import docker.errors
+import pytest
+
+from shoal.engine import containers
+from shoal.errors import EngineError, UsageError
+from shoal.jobs import embedded, gpus
+
+HOSTS = ("algo-1", "algo-2")
+CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}
+
+
+class FakeEngine:
+    """An engine with so many GPUs (None: without NVIDIA's runtime), of which nvidia-smi in a container tells."""
+
+    def __init__(self, count: int | None, labels: Mapping[str, str] | None = None, refuses: str = "") -> None:
+        self._count, self._refuses = count or 0, refuses
+        self.images = SimpleNamespace(get=lambda _: SimpleNamespace(labels=labels or {}))
+        self.containers = SimpleNamespace(create=self._create, list=lambda **_: [])
+        self.networks = SimpleNamespace(list=lambda **_: [])
+        self.asked: list[dict[str, Any]] = []
+        self._runtimes: dict[str, Any] = {"runc": {}} if count is None else {"runc": {}, "nvidia": {}}
+
+    def info(self) -> dict[str, Any]:
+        return {"Runtimes": self._runtimes}
+
+    def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
+        self.asked.append(settings)
+        listed = "".join(f"{number}\n" for number in range(self._count)).encode()
+        return SimpleNamespace(start=self._start, wait=lambda: {"StatusCode": 0}, logs=lambda: listed)
+
+    def _start(self) -> None:
+        if self._refuses:
+            raise docker.errors.APIError("500", explanation=self._refuses)
+
+
+def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS) -> tuple[list[Any], list[str]]:
+    said: list[str] = []
+    return gpus.divide(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "each", "words"),
+    [
+        (4, None, [("0", "1"), ("2", "3")], []),
+        (2, "all", [("0",), ("1",)], []),
+        (3, "all", [("0",), ("1",)], ["GPU 2 left over: each of 2 hosts gets 1"]),
+        (4, "3,1", [("3",), ("1",)], []),
+        (4, "none", [(), ()], []),
+        (None, None, [(), ()], []),
+        (None, "none", [(), ()], []),
+    ],
+)
+def test_hosts_share_no_gpu(
+    count: int | None, asked: str | None, each: list[tuple[str, ...]], words: list[str]
+) -> None:
+    assert divide(FakeEngine(count), asked) == (each, words)
+
+
+def test_one_host_gets_all_and_nobody_counts_them() -> None:
+    client = FakeEngine(2)
+    assert divide(client, None, ("algo-1",))[0] == divide(client, "all", ("algo-1",))[0] == [("all",)]
+    assert client.asked == []
+
+
+def test_the_engines_gpus_are_counted_where_they_are() -> None:
+    client = FakeEngine(2)
+    divide(client, "all")
+    (asked,) = client.asked
+    assert (asked["entrypoint"], asked["network_mode"]) == (["nvidia-smi"], "none")
+    assert asked["device_requests"][0]["Capabilities"] == [["gpu", "utility"]]
+    assert containers.JOB_LABEL in asked["labels"]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_gpus_for_the_hosts_is_an_error(count: int) -> None:
+    words = rf"--hosts 2: the engine has {count} GPUs?, and hosts share none: .* Fix: --hosts 1, or --gpus none"
+    with pytest.raises(UsageError, match=words):
+        divide(FakeEngine(count), None)
+
+
+def test_hosts_of_an_image_for_cpus_need_no_gpu_unless_some_are_asked_for() -> None:
+    assert divide(FakeEngine(1, CPU), None)[0] == [(), ()]
+    with pytest.raises(UsageError, match="--hosts 2: the engine has 1 GPU,"):
+        divide(FakeEngine(1, CPU), "all")
+
+
+@pytest.mark.parametrize("asked", ["all", "0,1"])
+def test_gpus_of_an_engine_that_gives_none_are_an_error(asked: str) -> None:
+    with pytest.raises(EngineError, match=f"--gpus {asked}: this engine cannot give GPUs to containers"):
+        divide(FakeEngine(None), asked)
+
+
+def test_gpus_that_cannot_be_counted_are_an_error() -> None:
+    with pytest.raises(EngineError, match=r"cannot be counted: .*no such file.*\nFix: name them, such as --gpus 0,1"):
+        divide(FakeEngine(2, refuses="exec: nvidia-smi: no such file"), "all")
+
+
+def test_what_a_container_is_given() -> None:
+    (some,) = gpus.settings(("0", "1"))
+    assert (some["DeviceIDs"], some["Count"], some["Capabilities"]) == (["0", "1"], 0, [["gpu"]])
+    assert gpus.settings(("all",))[0]["Count"] == -1
+    assert gpus.settings(()) == []
+    assert gpus.variables(()) == {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert gpus.variables(("0", "1")) == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
+    assert gpus.variables(("all",)) == {}
+
+
+def test_without_an_engine_a_process_sees_the_gpus_that_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave it out"):
+        embedded._visible_gpus("0,1", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(EngineError, match="--gpus all"):
+        embedded._visible_gpus("all", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert embedded._visible_gpus("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert embedded._visible_gpus("all", tmp_path) == embedded._visible_gpus(None, tmp_path) == {}
+    assert embedded._visible_gpus("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}

@@ -50,8 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Names long bytes by their argument: they may hold the time, and the workers must agree on the names of tests."""
-    return argname if isinstance(val, bytes) and len(val) > 40 else None
+    """Names long values by their argument. Bytes may hold the time, and the workers must agree on the names of tests."""
+    most = {bytes: 40, str: 200}.get(type(val))
+    return argname if isinstance(val, (bytes, str)) and most is not None and len(val) > most else None
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,18 @@ def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:
     assert "SHOAL_JOB_SECRET_FILE" in note
 
 
+def test_ranks_of_all_hosts_have_a_key_that_tells_nothing_of_the_secret(tmp_path: Path) -> None:
+    trees = two_trees(tmp_path)
+    for tree in trees:
+        tree.script("import os; print(sorted((n, v) for n, v in os.environ.items() if 'SECRET' in n))")
+    with loopback.started(trees, SHOAL_JOB_SECRET="s3cret") as trains:
+        one, other = (train.communicate(timeout=30)[0] for train in trains)
+    assert one == other
+    ((name, key),) = eval(one)
+    assert name == "SMDDP_JOB_SECRET"
+    assert len(bytes.fromhex(key)) == 32
+
+
 @pytest.mark.parametrize("secret", [False, True])
 def test_the_warning_is_in_the_log_of_every_host_and_the_job_runs(tmp_path: Path, secret: bool) -> None:
     trees = two_trees(tmp_path)

@@ -22,7 +22,7 @@ from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import take, without_secret
+from shoal_toolkit.job.settings import secret_of_ranks, take, without_secret
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.logs import log, redact
 from shoal_toolkit.logs.log import say
@@ -128,7 +128,7 @@ def _train(paths: Paths, words: Sequence[str], began: float) -> int:
     settings, problem = take(os.environ)
     cluster = contract.read_cluster(paths, os.uname().nodename)
     log.configure(cluster.current_host, settings.log_format == "json")
-    environ = dict(os.environ)
+    environ = {**os.environ, **secret_of_ranks(settings, os.environ)}
     plan: LaunchPlan | TrainError
     try:
         if problem is not None:

@@ -14,6 +14,7 @@ LOG_FORMATS = ("text", "json")
 DEFAULT_SETUP_TIMEOUT = 3600  # packages that are compiled take long
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
+LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
@@ -93,6 +94,20 @@ def _secret(environ: MutableMapping[str, str]) -> str:
             f"secret, the same on every host, of at most {_LONGEST_SECRET} characters."
         )
     return secret
+
+
+def secret_of_ranks(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which `smdistributed` authenticates the ranks of this job to each other.
+
+    A key that is derived from the job's secret: who has it cannot have a host start anything. Empty without a secret, or
+    if the user has set the variable.
+    """
+    if not settings.secret or environ.get(LIBRARY_SECRET):
+        return {}
+    import hmac  # takes longer than all else here, and most jobs have no secret
+
+    secret = settings.secret.encode("utf-8", "surrogateescape")
+    return {LIBRARY_SECRET: hmac.digest(secret, b"ranks", "sha256").hex()}
 
 
 def without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, ...]:

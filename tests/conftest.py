@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Names long values by their argument. Bytes may hold the time, and the workers must agree on the names of tests."""
+    """Names long values by their argument. Bytes may hold the time, and the workers must agree on tests' names."""
     most = {bytes: 40, str: 200}.get(type(val))
     return argname if isinstance(val, (bytes, str)) and most is not None and len(val) > most else None
 

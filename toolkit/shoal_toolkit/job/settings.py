@@ -99,8 +99,8 @@ def _secret(environ: MutableMapping[str, str]) -> str:
 def secret_of_ranks(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable by which `smdistributed` authenticates the ranks of this job to each other.
 
-    A key that is derived from the job's secret: who has it cannot have a host start anything. Empty without a secret, or
-    if the user has set the variable.
+    Its value is derived from the job's secret: who has it alone cannot have a host start anything. Empty without a
+    secret, or if the user has set the variable.
     """
     if not settings.secret or environ.get(LIBRARY_SECRET):
         return {}

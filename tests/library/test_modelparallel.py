@@ -35,11 +35,15 @@ def job(mpirun: Mpirun, ranks: int, stages: int, *case: object, **environ: str) 
 @pytest.mark.mpi
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("ranks", "stages"),
-    [pytest.param(1, 1, marks=pytest.mark.once), (2, 2), *(pytest.param(4, n, marks=pytest.mark.once) for n in (4, 2))],
+    ("ranks", "stages", "optimizers"),
+    [
+        pytest.param(1, 1, ["sgd", "adam"], marks=pytest.mark.once),
+        (2, 2, ["sgd", "adam"]),
+        pytest.param(4, 2, ["adam"], marks=pytest.mark.once),
+    ],
 )
-def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages: int) -> None:
-    assert job(mpirun, ranks, stages, "against_one_process", **ALL).count("equal:") == ranks
+def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages: int, optimizers: list[str]) -> None:
+    assert job(mpirun, ranks, stages, "against_one_process", *optimizers, **ALL).count("equal:") == ranks
 
 
 @pytest.mark.mpi

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import docker
-import pytest
 
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import bytecode
 
-# An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline. All headers of torch,
-# which it includes, take half a minute: of the other torch, a library that is linked to it and includes one of them.
+# An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline. It includes all
+# headers of torch, which take half a minute: with the other torch, a library that is linked to it includes one of them.
 EXTENSION = """
 import torch
 from torch.utils.cpp_extension import load_inline

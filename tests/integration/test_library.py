@@ -96,9 +96,7 @@ def copy_distributions(names: tuple[str, ...], target: Path) -> None:
                 shutil.copy(str(file.locate()), target / file)
 
 
-def test_every_collective_on_two_hosts(
-    start_host: StartHost, pytorch: str, network: Network, tmp_path: Path
-) -> None:
+def test_every_collective_on_two_hosts(start_host: StartHost, pytorch: str, network: Network, tmp_path: Path) -> None:
     """By torchrun. What mpirun starts on two hosts reduces below, and in tests/conformance."""
     values = {"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
     trees = [write_tree(tmp_path / name, COLLECTIVES.read_text(), values, HOSTS, name) for name in HOSTS]

@@ -71,7 +71,8 @@ def test_the_digits_job_on_two_hosts(
         assert model in archive.getnames()
     with tarfile.open(directory / "output.tar.gz") as archive:
         assert "metrics.json" in archive.getnames()
-    for words in ("test accuracy", f"2 × {ranks}", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz")):
+    said = ("test accuracy", f"2 × {ranks}", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz"))
+    for words in said:
         assert words in result.stdout
     assert "algo-1 | " in result.stdout
 

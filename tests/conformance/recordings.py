@@ -11,6 +11,7 @@ import os
 import pickle
 import platform
 import shutil
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .lab import Run
 from .layout import Tree
 
 DIRECTORY = ROOT / ".cache" / "conformance"
+_A_MONTH = 30 * 24 * 3600  # seconds
 _AGAIN = "SHOAL_CONFORMANCE_AGAIN" in os.environ
 _LABORATORY = [Path(__file__).with_name(name).read_bytes() for name in ("lab.py", "layout.py")]
 
@@ -34,6 +36,7 @@ class Recordings:
         path = _path(image, tree)
         if _AGAIN or not path.exists():
             return None
+        path.touch()
         found: Future[Run] = Future()
         found.set_result(pickle.loads(path.read_bytes()))
         return found
@@ -43,13 +46,16 @@ class Recordings:
         self._new[_path(image, tree)] = run
 
     def keep(self) -> None:
-        """Write those that have ended."""
+        """Write those that have ended; remove what no run has asked for in a month."""
         for path, future in self._new.items():
             if future.done() and not future.cancelled() and not future.exception():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 partial = path.with_suffix(".partial")
                 partial.write_bytes(pickle.dumps(future.result()))
                 partial.rename(path)
+        for path in DIRECTORY.glob("*.pickle"):
+            if path.stat().st_mtime < time.time() - _A_MONTH:
+                path.unlink()
 
     @staticmethod
     def forget() -> None:

@@ -18,6 +18,7 @@ from .compare import SAME, Pair, compare
 from .divergences import DIVERGENCES, Divergence
 from .lab import Run
 from .layout import NONE, PYTORCH, TENSORFLOW, Tree
+from .recordings import Recordings
 from .trees import TREES
 
 # The stock toolkit sleeps for half a minute after each MPI job; the others keep a processor busy.
@@ -61,7 +62,7 @@ class Laboratory:
     """Runs jobs through both toolkits, ahead of the tests that ask for them."""
 
     def __init__(self, images: Images, make_directory: Callable[[str], Path]) -> None:
-        self._images, self._make_directory = images, make_directory
+        self._images, self._make_directory, self.recordings = images, make_directory, Recordings()
         # Not threads: the client of the engine reads the environment, which pytest changes from test to test.
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload([lab.__name__])
@@ -72,10 +73,18 @@ class Laboratory:
         """Begin a job with both toolkits, unless that has been done."""
         if tree.name not in self._runs:
             directory = self._make_directory(tree.name)
-            pool = self._sleeping if tree.uses_mpi else self._busy
-            stock = pool.submit(lab.run, self._images.stock[tree.framework], tree, directory / "stock")
             ours = self._busy.submit(lab.run, self._images.ours[tree.framework], tree, directory / "ours")
-            self._runs[tree.name] = (stock, ours)
+            self._runs[tree.name] = (self._stock(tree, directory / "stock"), ours)
+
+    def _stock(self, tree: Tree, directory: Path) -> Future[Run]:
+        image = self._images.stock[tree.framework]
+        recorded = self.recordings.find(image, tree)
+        if recorded:
+            return recorded
+        pool = self._sleeping if tree.uses_mpi else self._busy
+        run = pool.submit(lab.run, image, tree, directory)
+        self.recordings.will_be(image, tree, run)
+        return run
 
     def compare(self, tree: Tree) -> Compared:
         """Wait for a job's runs, and lay them side by side."""
@@ -105,6 +114,10 @@ def laboratory(
         made.start(tree)
     yield made
     made.close()
+    if request.session.testsfailed:
+        made.recordings.forget()
+    else:
+        made.recordings.keep()
 
 
 def _wanted(items: list[pytest.Item]) -> list[Tree]:

@@ -14,7 +14,8 @@ from .trees import DIGITS, TREES, TWO_DATAPARALLEL
 pytestmark = in_one_worker
 
 SUM_OF_ONE = sum(range(1000))  # rank 0 gives it once, rank 1 twice
-TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, DIGITS, framework=PYTORCH)
+THREADS = {"OMP_NUM_THREADS": "1"}  # more would wait for each other, at the cost of a core
+TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, DIGITS, environ=THREADS, framework=PYTORCH)
 REDUCING = [tree for tree in TREES if tree.name.startswith("library-")]
 MODELPARALLEL = next(tree for tree in TREES if tree.name == "modelparallel")
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import docker
-import pytest
 
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import bytecode
 
-# An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline.
+# An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline. It includes all
+# headers of torch, which take half a minute: with the other torch, a library that is linked to it includes one of them.
 EXTENSION = """
 import torch
 from torch.utils.cpp_extension import load_inline
 source = "torch::Tensor twice(torch::Tensor x) { return x * 2; }"
 print(load_inline("mine", cpp_sources=source, functions=["twice"]).twice(torch.ones(3)).sum().item())
+"""
+LINKED = """
+import ctypes, pathlib
+from torch.utils.cpp_extension import load
+source = pathlib.Path("/tmp/linked.cpp")
+source.write_text('''
+#include <c10/core/DeviceType.h>
+extern "C" int length() { return c10::DeviceTypeName(c10::DeviceType::CUDA).size(); }
+''')
+load("linked", sources=[str(source)], build_directory="/tmp", is_python_module=False)
+print(ctypes.CDLL("/tmp/linked.so").length())
 """
 COMPILED = """
 import torch
@@ -56,9 +67,12 @@ def printed(client: docker.DockerClient, image: str, program: str) -> str:
     return output.decode().split()[-1]
 
 
-@pytest.mark.parametrize("name", ["pytorch-*-cu117-*-devel", "pytorch-*-cpu-*-devel"])
-def test_an_extension_of_pytorch_is_built(client: docker.DockerClient, matrix: BuildSpec, name: str) -> None:
-    assert printed(client, matrix.select(name).tag, EXTENSION) == "6.0"
+def test_an_extension_of_pytorch_is_built(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    assert printed(client, matrix.select("pytorch-*-cpu-*-devel").tag, EXTENSION) == "6.0"
+
+
+def test_a_library_is_linked_to_the_oldest_pytorch(client: docker.DockerClient, matrix: BuildSpec) -> None:
+    assert printed(client, matrix.select("pytorch-*-cu117-*-devel").tag, LINKED) == "4"
 
 
 def test_torch_compile_works(client: docker.DockerClient, matrix: BuildSpec) -> None:

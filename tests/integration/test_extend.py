@@ -48,7 +48,7 @@ def test_a_new_project_builds_trains_and_passes_its_test(
     subprocess.run([shoal, "new", project, "--image", matrix.select(name).tag], cwd=ROOT, check=True)
     try:
         check(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_train.py", cwd=project)
-        hosts = ("--hosts", "2", "--procs-per-host", "2")
+        hosts = ("--hosts", "2", "--procs-per-host", "1")
         program = ("--source", ".", "--entry-point", "train.py", "--hyperparameter", "epochs=3")
         said = check(shoal, "run", "new-by-test:latest", *hosts, *program, cwd=project)
         accuracy = re.search(r"test accuracy (0\.\d+)", said)
@@ -78,6 +78,6 @@ def test_shoal_run_trains_the_script_it_was_given(extended: str, tmp_path: Path)
 
 
 def test_the_extended_image_trains(start_host: StartHost, extended: str) -> None:
-    ended = start_host(extended, "train").wait()
+    ended = start_host(extended, ["train", "--epochs", "1"]).wait()
     assert ended.code == 0, ended.output
     assert "accuracy" in ended.output

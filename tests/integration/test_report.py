@@ -36,9 +36,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tag: str, directory: Path, matrix: BuildSpec) -> Inventory:
-    """What the report finds; it is fast at gzip's level 1, and the tests of the level are elsewhere."""
+    """What the report finds; without compressing, which takes long, and whose tests are elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deflate, "LEVEL", 1)
+        patch.setattr(deflate, "LEVEL", 0)
         (inventory,), _ = size.report([tag], matrix, directory / "size.html", True, Console(file=io.StringIO()))
     return inventory
 
@@ -56,7 +56,7 @@ def test_the_sizes_are_the_engines_and_what_tar_puts_around_files(
     directories = sum(of.bytes for owner, of in found.owners.items() if owner.kind == "tar")
     assert directories < around <= directories + found.sum.files * MOST_AROUND_A_FILE
     assert [layer.digest for layer in found.layers] == image.attrs["RootFS"]["Layers"]
-    assert 0 < found.sum.compressed < found.sum.bytes
+    assert found.sum.bytes < found.sum.compressed < 1.01 * found.sum.bytes  # stored, all of it
 
 
 def test_torch_is_the_largest_and_little_is_nobodys(found: Inventory) -> None:

@@ -84,10 +84,10 @@ def test_digits_on_two_replicas_of_four_stages(
 
 
 @pytest.mark.once
-@each_script
-def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int, script: str) -> None:
+def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int) -> None:
+    """On the backend smddp; of the first generation's interface, test_distributed.py."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}")
-    log = alone(*torchrun, DIGITS / script, "--epochs", "10")
+    log = alone(*torchrun, DIGITS / "train_torch.py", "--epochs", "10")
     assert log.count("epoch ") == 10, "rank 0 alone prints"
     check_digits(tmp_path / "model", tmp_path / "output", epochs=10, world_size=2)
 

@@ -24,10 +24,10 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "
 @pytest.mark.parametrize(
     ("world_size", "engine", "reason"),
     [
-        (1, "shm", "shm: 1 rank on one host"),
+        pytest.param(1, "shm", "shm: 1 rank on one host", marks=pytest.mark.once),
         (2, "shm", "shm: 2 ranks on one host"),
         pytest.param(3, "shm", "shm: 3 ranks on one host", marks=pytest.mark.once),
-        (2, "gloo", "gloo: SMDDP_ENGINE asks for it"),
+        pytest.param(2, "gloo", "gloo: SMDDP_ENGINE asks for it", marks=pytest.mark.once),
     ],
 )
 def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: str) -> None:

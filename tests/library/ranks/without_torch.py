@@ -25,7 +25,8 @@ LAUNCH = read_launch()
 RANK, SIZE = LAUNCH.rank, LAUNCH.world_size
 EVERYBODY = range(SIZE)
 Array = np.ndarray[Any, Any]
-COUNTS = (0, 1, 7, 1000, 20_003, 3_000_001)  # short, longer than a short message, and several pieces
+COUNTS = (0, 1, 7, 1000, 20_003, 600_001)  # short, longer than a short message, and several pieces of float64
+PIECES = 2_200_003  # the same of float16
 NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "int8")
 REDUCTIONS: dict[str, Callable[[Array], Array]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -53,11 +54,10 @@ def given(rank: int, count: int) -> Array:
 
 
 def all_reduce(engine: Engine) -> None:
-    for count in COUNTS:
-        for name in NAMES if count < 1_000_000 else ("float32", "float16", "int64"):
-            everybodys = np.stack(
-                [np.abs(given(rank, count)) if name == "uint8" else given(rank, count) for rank in EVERYBODY]
-            )
+    for count in (*COUNTS, PIECES):
+        drawn = np.stack([given(rank, count) for rank in EVERYBODY])
+        for name in NAMES if count < 100_000 else ("float16",) if count == PIECES else ("float32", "int64"):
+            everybodys = np.abs(drawn) if name == "uint8" else drawn
             for op, reference in REDUCTIONS.items():
                 array = encoded(everybodys[RANK], name)
                 assert engine.reduces(name, op)

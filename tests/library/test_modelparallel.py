@@ -86,7 +86,8 @@ def test_training_on_many_stages_equals_that_of_one_process(mpirun: Mpirun) -> N
 
 @pytest.mark.mpi
 def test_partition_by_hand_random_numbers_uneven_batches_and_messages(mpirun: Mpirun) -> None:
-    cases = ["manual", "dropout", "uneven", "ranks", *(["half"] if TORCH >= (2, 2) else [])]  # before: not on the CPU
+    cases = ["manual", "dropout", "uneven", "ranks", "without_fast_path"]
+    cases += ["half"] if TORCH >= (2, 2) else []  # before: not on the CPU
     said = job(mpirun, 3, 3, ",".join(cases))
     assert [said.count(case) for case in cases] == [3] * len(cases)
 
@@ -100,8 +101,8 @@ def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: 
 
 @pytest.mark.mpi
 def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: Mpirun) -> None:
-    said = job(mpirun, 4, 2, "options,evaluates,released")
-    assert [said.count(word) for word in ("options", "evaluates", "released")] == [4, 4, 4]
+    said = job(mpirun, 4, 2, "options,habits,evaluates,released")
+    assert [said.count(word) for word in ("options", "habits", "evaluates", "released")] == [4, 4, 4, 4]
 
 
 @pytest.mark.mpi
@@ -155,6 +156,19 @@ def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
     assert said.count("model.backward is called outside a step") == 2
     assert said.count("The model is not placed yet") == 2
     assert said.count("tokens, of shape (6, 5), has 6 along axis 0: that must be a multiple of 'microbatches', 4") == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("penalty", "The step on stage 0 uses a parameter of stage 1 by itself, not by its module"),
+        ("eval", "model.eval() is called inside a step: the other stages would not call it"),
+        ("optimizer", "optimizer.step() is called inside a step: the other stages would not call it"),
+    ],
+)
+def test_what_only_the_first_stage_would_do_is_refused(mpirun: Mpirun, case: str, words: str) -> None:
+    assert words in job(mpirun, 2, 2, "first_stage_alone", case)
 
 
 @pytest.mark.mpi

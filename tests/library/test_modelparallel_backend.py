@@ -96,6 +96,7 @@ def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
         ("contiguous", True, False, "modules that follow each other"),
         ("xla", False, True, "TensorFlow"),
         ("static_mode", False, True, "AWS has not published"),
+        ("fork", False, True, "AWS has not published"),
         ("checkpoint_attentions", False, True, "tensor-parallel modules"),
         ("sdp_hierarchical_allgather", True, False, "sharded data parallelism"),
         ("sdp_reduce_bucket_size", 500_000_000, 1, "sharded data parallelism"),

@@ -380,6 +380,21 @@ def test_novograd_steps_by_the_gradients_norm() -> None:
         FusedNovoGrad([parameter], amsgrad=True)
 
 
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_groups_count_their_steps(kind: Any) -> None:
+    """The schedule of AWS's BERT script reads the number there; without it the learning rate stays the first one."""
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = kind([{"params": [used]}, {"params": [unused]}])
+    for _ in range(2):
+        used.grad = torch.ones(2)
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    other = kind([{"params": [used]}, {"params": [unused]}])
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    assert [group["step"] for group in other.param_groups] == [3, 3]
+
+
 def test_losses_that_were_not_scaled_are_refused(job: Any) -> None:
     """Their gradients would be divided by the loss scale, and the job would end without having trained."""
     job(fp16=True)
@@ -390,3 +405,86 @@ def test_losses_that_were_not_scaled_are_refused(job: Any) -> None:
     optimizer.zero_grad()
     model.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
+
+
+def test_sums_over_microbatches_are_refused_where_means_are_asked_for(job: Any) -> None:
+    job(microbatches=2)
+    model, optimizer = wrapped()
+    summed = smp.step(lambda model, data: model(data).sum().backward())
+    evaluated = smp.step(lambda model, data: model(data).sum().detach())
+    averaged = smp.step(lambda model, data: model.backward(model(data).sum()))
+    evaluated(model, torch.ones(2, 4))
+    with pytest.raises(StepUsageError, match=r"sums over the microbatches in place of means: call model\.backward"):
+        summed(model, torch.ones(2, 4))
+    optimizer.zero_grad()
+    averaged(model, torch.ones(2, 4))
+    evaluated(model, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("how", ["torch", "model", "copies"])
+def test_clipping_with_a_loss_scale_is_of_gradients_without_it(job: Any, how: str) -> None:
+    """By the scaled ones every step would be divided by the scale, and nothing would train."""
+    job(fp16=True)
+    model, optimizer = wrapped(static_loss_scale=1024.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.backward(model(torch.ones(2, 4)).sum())
+        if how == "model":
+            found = float(model.clip_grad_norm_(0.5))
+        else:
+            given = model.parameters() if how == "torch" else optimizer.param_groups[0]["params"]
+            found = float(torch.nn.utils.clip_grad_norm_(given, 0.5))
+        assert 1.0 < found < 20.0
+        before = [master.clone() for master in optimizer.masters.values()]
+        optimizer.step()
+        moved = sum(float((a - b).detach().square().sum()) for a, b in zip(before, optimizer.masters.values()))
+        assert abs(moved**0.5 - 0.05) < 1e-4  # the learning rate, 0.1, times the norm
+
+
+def test_a_gradient_of_a_step_before_is_not_applied_again(job: Any) -> None:
+    job(bf16=True)
+    model, optimizer = wrapped()
+    model.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    model.zero_grad()
+    model.backward(model.module[0](torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())  # type: ignore[index]
+    unused = list(optimizer.masters.values())[2].clone()
+    optimizer.step()
+    assert torch.equal(unused, list(optimizer.masters.values())[2])
+
+
+def test_gradients_reset_by_hand_after_a_step_was_left_out_are_not_taken_for_new_ones(job: Any) -> None:
+    job(bf16=True)
+    model, optimizer = wrapped()
+    model.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.update_master_grads()  # as GradScaler does, which then leaves out the step
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.backward(model(torch.ones(2, 4)).square().mean() * 0.0)
+    before = [master.clone() for master in optimizer.masters.values()]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.values()))
+
+
+def test_groups_added_while_training_have_copies_too(job: Any) -> None:
+    job(bf16=True)
+    model, optimizer = wrapped()
+    extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    model.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.full((2,), 1e-3, dtype=torch.bfloat16)  # too small a change for bfloat16
+    optimizer.step()
+    assert optimizer.masters[extra][0] < 1.0
+
+
+def test_a_second_optimizer_is_refused_where_the_first_would_not_train(job: Any) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    for _ in range(2):
+        smp.DistributedOptimizer(torch.optim.SGD(first.parameters(), 0.1))
+        smp.DistributedOptimizer(torch.optim.SGD(second.parameters(), 0.1))
+    job(fp16=True)
+    smp.DistributedOptimizer(torch.optim.SGD(first.parameters(), 0.1))
+    smp.DistributedOptimizer(torch.optim.SGD(first.parameters(), 0.2))  # the same parameters again: it replaces that
+    with pytest.raises(SMPUnsupportedError, match="Fix: give one optimizer all parameters"):
+        smp.DistributedOptimizer(torch.optim.SGD(second.parameters(), 0.1))

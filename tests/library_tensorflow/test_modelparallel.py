@@ -82,6 +82,7 @@ REFUSED = {
     "option": "smp.step() got an unexpected keyword argument 'non_split_input'. Did you mean 'non_split_inputs'?",
     "average": "TypeError: allreduce() got an unexpected keyword argument 'averages'. Did you mean 'average'?",
     "profile": "UserWarning: profile() has no effect",
+    "clip": "UserWarning: tf.clip_by_global_norm has the norm of this stage's gradients, not of all",
     "accumulate": "SMPConfigError: accumulate(method='sum'): it must be one of 'variable'",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import random
@@ -567,6 +568,50 @@ def options() -> None:
     print("options")
 
 
+def habits() -> None:
+    """What scripts do beside the examples: fewer passes than were announced, layers unfrozen or exchanged later."""
+
+    def fit(module: Any, inner: Any, run: Callable[..., None], clip: Callable[[], Any], data: Any) -> None:
+        module.blocks[1].requires_grad_(False)
+        for number, passes in enumerate((3, 1, 2)):
+            inner.zero_grad()
+            for tokens, target in data[:passes]:
+                run(tokens, target)
+            clip()
+            inner.step()
+            if number == 0:
+                module.blocks[1].requires_grad_(True)
+
+    torch.manual_seed(0)
+    alone = Net()
+    alone.head = nn.Linear(24, 50)
+    fresh, data = copy.deepcopy(alone), batches(3)
+
+    def run_alone(tokens: torch.Tensor, target: torch.Tensor) -> None:
+        loss_of(alone(tokens, scale=0.5)["logits"], target).backward()  # type: ignore[no-untyped-call]
+
+    by_norm: list[Callable[[Any], Any]] = [
+        lambda model: clip_grad_norm_(model.parameters(), 0.05),
+        lambda model: model.clip_grad_norm_(0.05),
+        lambda model: smp.state.optimizer.clip_master_grads(0.05),  # type: ignore[union-attr]
+    ]
+    fit(alone, make_optimizer("sgd", alone), run_alone, lambda: by_norm[0](alone), data)
+    for clip in by_norm:
+        configure(microbatches=2)
+        module = copy.deepcopy(fresh)
+        module.head = nn.Linear(24, 50)
+        model = smp.DistributedModel(module, backward_passes_per_step=2)
+        module.head = copy.deepcopy(fresh.head)  # after the wrapping, before the first step
+        optimizer = smp.DistributedOptimizer(make_optimizer("sgd", module))
+
+        def run(tokens: torch.Tensor, target: torch.Tensor, model: Any = model) -> None:
+            train_step(model, tokens, target)
+
+        fit(module, optimizer, run, functools.partial(clip, model), share_of(data))
+        equal(model, alone, [0.0], [0.0], "habits")
+    print("habits")
+
+
 def half() -> None:
     """fp16 casts the model, its positional inputs and outputs; a dynamic scale halves until nothing overflows.
 
@@ -691,6 +736,29 @@ def misuse() -> None:
         print(error)
 
 
+def first_stage_alone(case: str) -> None:
+    """What a step's body does for its own stage alone, and would be silently missing on the others, is an error."""
+    configure(microbatches=2)
+    module = Net()
+    model, optimizer = smp.DistributedModel(module), smp.DistributedOptimizer(make_optimizer("sgd", module))
+
+    @smp.step
+    def step(model: Any, tokens: torch.Tensor, target: torch.Tensor) -> None:
+        loss = loss_of(model(tokens)["logits"], target)
+        if case == "penalty":
+            loss = loss + sum(parameter.square().sum() for parameter in model.parameters())
+        if case == "eval":
+            model.eval()
+        model.backward(loss)
+        if case == "optimizer":
+            optimizer.step()
+
+    try:
+        step(model, *batches(1)[0])
+    except RuntimeError as error:
+        print(error)
+
+
 def uneven() -> None:
     """Microbatches of different sizes weigh by their sizes."""
     configure(microbatches=4, uneven_microbatches=True)
@@ -768,6 +836,29 @@ def evaluates() -> None:
     except smp.exceptions.StepUsageError as error:
         assert "call model.backward(loss)" in str(error), error
         print("evaluates")
+
+
+def without_fast_path() -> None:
+    """torch's encoder takes the parameters of its layers' children itself in evaluation: not those of other stages."""
+    configure(microbatches=2, auto_partition=False, default_partition=0)
+    torch.manual_seed(0)
+    alone = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    module, data = copy.deepcopy(alone), torch.randn(4, 3, 8)
+    padding = torch.tensor([[False, False, True]] * 4)
+    smp.set_partition(module.layers[0].linear2, 1)
+    smp.set_partition(module.layers[1], 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def evaluate(model: Any, data: torch.Tensor, padding: torch.Tensor) -> Any:
+        return model(data, src_key_padding_mask=padding)
+
+    for part in (model, alone):
+        part.eval()
+    with torch.no_grad():
+        found, wanted = evaluate(model, data, padding).concat(), alone(data, src_key_padding_mask=padding)
+    assert torch.allclose(found[:, :2], wanted[:, :2], atol=1e-6)
+    print("without_fast_path")
 
 
 class Fails(nn.Module):
@@ -873,6 +964,7 @@ if __name__ == "__main__":
             case.__name__: case
             for case in (
                 options,
+                habits,
                 released,
                 half,
                 gathered,
@@ -880,11 +972,13 @@ if __name__ == "__main__":
                 verified,
                 backends,
                 misuse,
+                first_stage_alone,
                 uneven,
                 fails,
                 stalls,
                 absent,
                 evaluates,
+                without_fast_path,
             )
         }
     )

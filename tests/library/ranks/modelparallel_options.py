@@ -23,6 +23,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
 
 COMMON: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel.py")))
+NORM, VALUE = 0.1, 0.002
 STEPS, RESUMED_AFTER, TOLERANCE, HALF_TOLERANCE = 5, 2, 2e-6, 0.05
 
 CONFIG: dict[str, dict[str, Any]] = {
@@ -63,14 +64,18 @@ OTHERS: tuple[str, ...] = (
     "optimizer.backward",
     "resumed",
 )
-OTHERS += ("clipped", "graph kept")
-EXCLUDED = ({"fp16", "bf16"}, {"uneven", "summed"}, {"resumed", "delayed"})
+OTHERS += ("graph kept",)
+HABITS: tuple[str, ...] = ("clipped", "clipped by torch", "clipped by the model", "clipped by value")
+HABITS += ("frozen", "unfrozen", "scheduled", "smaller batches", "evaluated between")
+EXCLUDED: tuple[set[str], ...] = ({"fp16", "bf16"}, {"uneven", "summed"}, {"frozen", "unfrozen"})
+EXCLUDED += ({"resumed", "delayed"}, {"resumed", "scheduled"})
+UNFROZEN_AFTER = 2
 
 
 def options() -> list[str]:
     """All of them; half precision only where this torch has it on the CPU."""
     old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 2)
-    names = [*CONFIG, *MODEL, *OPTIMIZER, *KINDS, *OTHERS]
+    names = [*CONFIG, *MODEL, *OPTIMIZER, *KINDS, *OTHERS, *HABITS]
     return [name for name in names if not (old and name == "fp16")]
 
 
@@ -78,36 +83,55 @@ def fits(names: tuple[str, ...]) -> bool:
     """Whether no two say something else about the same, and all mean something together."""
     chosen = set(names)
     keys = [key for name in names for part in (CONFIG, MODEL, OPTIMIZER) for key in part.get(name, ())]
-    kinds = [name for name in names if name in KINDS or name.startswith("checkpointed")]
+    kinds = [[name for name in names if name in KINDS or name.startswith("checkpointed")]]
+    kinds.append([name for name in names if name.startswith("clipped")])
     same = {key for key in keys if keys.count(key) > 1} - {"microbatches"}
     mixed = "uneven" in chosen and any("microbatches" in CONFIG.get(name, {}) for name in names if name != "uneven")
-    return not (same or mixed or len(kinds) > 1 or any(pair <= chosen for pair in EXCLUDED))
+    return not (same or mixed or max(map(len, kinds)) > 1 or any(pair <= chosen for pair in EXCLUDED))
+
+
+def data_of(names: tuple[str, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches; every second one is half as large for `smaller batches`."""
+    halves = "smaller batches" in names
+    found = enumerate(COMMON["batches"](STEPS))
+    return [tuple(part[: len(part) // 2] if halves and i % 2 else part for part in batch) for i, batch in found]
+
+
+def freeze(names: tuple[str, ...], module: Any, number: int) -> None:
+    """A block does not train, in all steps or in the first ones."""
+    is_frozen = "frozen" in names or ("unfrozen" in names and number < UNFROZEN_AFTER)
+    module.blocks[1].requires_grad_(not is_frozen)
 
 
 class Reference:
-    """Plain torch's losses and parameters, by the kind of optimizer and whether gradients are clipped."""
+    """Plain torch's losses and parameters, by the kind of optimizer and what the script does beside."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.fresh: nn.Module = COMMON["Net"]()
-        self._known: dict[tuple[str, bool], tuple[list[float], nn.Module]] = {}
+        self._known: dict[tuple[str, ...], tuple[list[float], nn.Module]] = {}
 
     def of(self, names: tuple[str, ...]) -> tuple[list[float], nn.Module]:
-        kind, clipped = kind_of(names), "clipped" in names
-        if (kind, clipped) not in self._known:
-            self._known[kind, clipped] = self._train(kind, clipped)
-        return self._known[kind, clipped]
+        key = (kind_of(names), *(name for name in HABITS if name in names))
+        if key not in self._known:
+            self._known[key] = self._train(key)
+        return self._known[key]
 
-    def _train(self, kind: str, clipped: bool) -> tuple[list[float], nn.Module]:
+    def _train(self, names: tuple[str, ...]) -> tuple[list[float], nn.Module]:
         module, losses = copy.deepcopy(self.fresh), []
-        inner = optimizer_of(kind, module)
-        for tokens, target in COMMON["batches"](STEPS):
+        inner = optimizer_of(names[0], module)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5 if "scheduled" in names else 1.0)
+        for number, (tokens, target) in enumerate(data_of(names)):
+            freeze(names, module, number)
             inner.zero_grad()
             loss = COMMON["loss_of"](module(tokens, scale=0.5)["logits"], target)
             loss.backward()
-            if clipped:
-                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            if "clipped by value" in names:
+                nn.utils.clip_grad_value_(module.parameters(), VALUE)
+            elif any(name.startswith("clipped") for name in names):
+                nn.utils.clip_grad_norm_(module.parameters(), NORM)
             inner.step()
+            schedule.step()
             losses.append(loss.item())
         return losses, module
 
@@ -158,30 +182,52 @@ class Job:
         (self.optimizer if "optimizer.backward" in self.names else self.model).backward(loss * self.share)
         return loss
 
-    def train(self, data: Any) -> list[float]:
+    def train(self, data: Any, first: int = 0) -> list[float]:
         losses = []
-        for tokens, target in data:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5 if "scheduled" in self.names else 1.0)
+        for number, (tokens, target) in enumerate(data, first):
+            freeze(self.names, self.module, number)
             self.optimizer.zero_grad()
             for _ in range(self.passes):
                 loss = self.step(tokens, target).outputs
-            if "clipped" in self.names:
-                self.optimizer.clip_master_grads(0.1)
+            self._clip()
             self.optimizer.step()
+            schedule.step()
+            if "evaluated between" in self.names:
+                self.model.eval()
+                with torch.no_grad():
+                    evaluate(self.model, tokens)
+                self.model.train()
             sizes = [len(tokens) // len(loss) + (i < len(tokens) % len(loss)) for i in range(len(loss))]
             losses.append(sum(float(part.detach()) * size for part, size in zip(loss, sizes)) / len(tokens))
         return losses
 
+    def _clip(self) -> None:
+        if "clipped" in self.names:
+            self.optimizer.clip_master_grads(NORM)
+        if "clipped by torch" in self.names:
+            nn.utils.clip_grad_norm_(self.model.parameters(), NORM)
+        if "clipped by the model" in self.names:
+            self.model.clip_grad_norm_(NORM)
+        if "clipped by value" in self.names:
+            nn.utils.clip_grad_value_(self.model.parameters(), VALUE)
+
+
+@smp.step
+def evaluate(model: Any, tokens: torch.Tensor) -> Any:
+    return model(tokens, scale=0.5)["logits"]
+
 
 def check(names: tuple[str, ...], reference: Reference, path: str) -> None:
     """Train with these options, and compare."""
-    data, job = COMMON["share_of"](COMMON["batches"](STEPS)), Job(names, reference.fresh)
+    data, job = COMMON["share_of"](data_of(names)), Job(names, reference.fresh)
     if "resumed" in names:
         losses = job.train(data[:RESUMED_AFTER])
         directory = Path(path, str(smp.size()))
         smp.save_checkpoint(directory, "tag", True, job.model, job.optimizer)
         job = Job(names, reference.fresh)
         smp.resume_from_checkpoint(directory, "tag")
-        losses += job.train(data[RESUMED_AFTER:])
+        losses += job.train(data[RESUMED_AFTER:], RESUMED_AFTER)
     else:
         losses = job.train(data)
     expected, alone = reference.of(names)

@@ -109,5 +109,16 @@ if distributed and not args.cpu:  # NCCL, unlike gloo, compares numbers of eleme
         scattered = torch.empty((2, 2), device=device)
         dist.reduce_scatter_tensor(scattered, gathered, op)
         assert scattered.is_cuda and scattered.tolist() == [[float(rank * factor)] * 2] * 2
+if distributed and not args.cpu:  # as BatchNorm of all ranks' batches in one
+    torch.manual_seed(8)
+    whole, factors = torch.rand(6 * size, 3, 2, requires_grad=True), torch.rand(6 * size, 3, 2)
+    reference, synchronised = nn.BatchNorm1d(3), nn.SyncBatchNorm(3).to(device)
+    (reference(whole) * factors).sum().backward()
+    mine = whole.detach().chunk(size)[rank].to(device).requires_grad_()
+    (synchronised(mine) * factors.chunk(size)[rank].to(device)).sum().backward()
+    assert mine.grad is not None and whole.grad is not None
+    torch.testing.assert_close(mine.grad.cpu(), whole.grad.chunk(size)[rank])
+    for name, buffer in synchronised.named_buffers():
+        torch.testing.assert_close(buffer.cpu(), reference.get_buffer(name))
 if distributed:
     dist.destroy_process_group()

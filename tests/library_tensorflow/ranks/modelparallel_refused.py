@@ -68,6 +68,7 @@ def make(case: str) -> Any:
 
 def refused(case: str) -> None:
     warnings.filterwarnings("error", ".* has no effect")
+    warnings.filterwarnings("error", ".* each stage would clip")
     model, step = make(case)
     allreduce: Any = hvd.allreduce
     calls: dict[str, Callable[[], object]] = {
@@ -78,6 +79,7 @@ def refused(case: str) -> None:
         "option": lambda: smp.step(non_split_input=["x"]),
         "average": lambda: allreduce(X, averages=True),
         "profile": lambda: model.profile(X),
+        "clip": lambda: tf.clip_by_global_norm([X], 1.0),
         "accumulate": lambda: step(X, Y)[1].accumulate(method="sum"),
     }
     call = calls.get(case)

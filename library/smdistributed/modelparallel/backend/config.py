@@ -77,6 +77,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "partition_file": ("", "the model is cut by a trace, and a checkpoint keeps the cut"),
     "static_mode": (False, _UNDOCUMENTED),
     "fast_mode": (False, _UNDOCUMENTED),
+    "fork": (False, _UNDOCUMENTED),
     "_match_weights": (False, _UNDOCUMENTED),
     "_prescaled_batch": (False, _UNDOCUMENTED),
     "_fp32_grad_accumulation": (False, f"{_UNDOCUMENTED}. Gradients have the dtype of their parameters"),

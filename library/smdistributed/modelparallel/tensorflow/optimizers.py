@@ -4,6 +4,7 @@ must agree on."""
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,24 @@ def install() -> None:
         kind.apply_gradients = _of_stages_without(kind.apply_gradients)
     for kind in tf.keras.mixed_precision.LossScaleOptimizer.__subclasses__():  # of newer and of legacy optimizers
         kind.apply_gradients = _noting_inner(kind.apply_gradients)
+    if state.cfg.partitions > 1:
+        tf.clip_by_global_norm = _of_one_stage("tf.clip_by_global_norm", tf.clip_by_global_norm)
+        tf.linalg.global_norm = _of_one_stage("tf.linalg.global_norm", tf.linalg.global_norm)
+
+
+def _of_one_stage(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that cannot know which stage its tensors are of warns: each stage would scale by another norm."""
+
+    @functools.wraps(function)
+    def warns(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            f"{name} has the norm of this stage's gradients, not of all: each stage would clip by another one. "
+            "Fix: give the optimizer global_clipnorm=, which clips by the norm over all stages.",
+            stacklevel=2,
+        )
+        return function(*args, **kwargs)
+
+    return warns
 
 
 def _of_pairs(apply: Callable[..., Any]) -> Callable[..., Any]:

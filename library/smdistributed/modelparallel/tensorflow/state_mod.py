@@ -10,6 +10,7 @@ from typing import Any
 
 from smdistributed.core.launch import read_launch
 from smdistributed.core.mail import Access, Mail
+from smdistributed.core.options import warn_without_effect
 from smdistributed.core.store import open_store
 from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
@@ -99,6 +100,9 @@ def _refuse_absent(config: Config) -> None:
     for name in _ABSENT:
         if getattr(config, name):
             raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow: leave it out, or set it to false.")
+    for name in ("ddp_port", "ddp_dist_backend"):
+        if getattr(config, name) != getattr(Config, name):
+            warn_without_effect(f"{name!r} of mp_parameters", "it concerns PyTorch")
 
 
 state = State()

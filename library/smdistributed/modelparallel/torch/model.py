@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.construction import materialize_module
 from smdistributed.modelparallel.torch.half_precision import convert, dtype_of, lower, raised
 from smdistributed.modelparallel.torch.module_manager import ModuleManager, has_partition, manual_stages
-from smdistributed.modelparallel.torch.optimizer import clip
+from smdistributed.modelparallel.torch.optimizer import clip, updated
 from smdistributed.modelparallel.torch.patches import clipping
 from smdistributed.modelparallel.torch.reducer import Reducer
 from smdistributed.modelparallel.torch.state_mod import state
@@ -32,6 +32,10 @@ from smdistributed.modelparallel.torch.work import current
 _UNAVERAGED = (
     "Gradients were computed without model.backward, so that replicas would not average them: call "
     "model.backward(loss) in place of loss.backward()."
+)
+_SUMMED = (
+    "Gradients were computed without model.backward, so that they are sums over the microbatches in place of means: "
+    "call model.backward(loss) in place of loss.backward()."
 )
 _PARTIAL = "_smp_is_partial"
 """A key of state dicts by which AWS's library tells names of its own modules from Hugging Face's."""
@@ -101,7 +105,8 @@ class DistributedModel(nn.Module):
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._resumed: dict[str, int] | None = None
         self._made: dict[nn.Parameter, nn.Parameter] = {}
-        self._is_whole = self._was_called_outside = False
+        self._is_whole = self._was_called_outside = self._has_called_backward = False
+        self._graded: set[int] = set()
         self.had_backward = False
         """Whether losses were multiplied by the loss scale since the optimizer's `zero_grad`."""
         state.model = self
@@ -151,6 +156,15 @@ class DistributedModel(nn.Module):
             self._was_called_outside = False
             self.after_step(True)
 
+    def train(self, mode: bool = True) -> DistributedModel:
+        """As of any module, on all ranks. Raises StepUsageError in a step that spans stages, if it changes anything."""
+        if current() is not None and state.cfg.partitions > 1 and mode is not self.training:
+            raise StepUsageError(
+                f"model.{'train' if mode else 'eval'}() is called inside a step: the other stages would not call it. "
+                "Fix: call it before the function under @smp.step, on all ranks."
+            )
+        return super().train(mode)
+
     # --- outside a step, with one partition
 
     def _begin_outside(self) -> None:
@@ -167,10 +181,17 @@ class DistributedModel(nn.Module):
         if self._reducer and self._was_called_outside and self._reducer.saw_gradients:
             raise StepUsageError(_UNAVERAGED)
 
+    def finish_averages(self) -> None:
+        """Average over the replicas what `backward_passes_per_step` has left to later steps; all replicas call it."""
+        if self._reducer:
+            self._reducer.finish()
+
     # --- around a step
 
     def before_step(self, begins: bool = True) -> None:
         """Called on all ranks when a step begins. begins: whether gradients before it belong to another."""
+        if not self.partitioned:
+            self.manager.look_again()
         if self._is_whole:
             self._is_whole = False
             self.manager.give_up()
@@ -179,16 +200,33 @@ class DistributedModel(nn.Module):
             self._reducer.broadcast(buffer for _, buffer in self.local_named_buffers())
         if begins:
             self._was_called_outside = False
+            self._note_gradients()
         if self._reducer and begins:
             self._reducer.begin()
+
+    def _note_gradients(self) -> None:
+        """Keep which parameters have gradients before a step, until one has called `backward`: then scripts do."""
+        if not self._has_called_backward and self.partitioned:
+            self._graded = {id(p) for p in self.local_parameters() if p.grad is not None}
+
+    def _require_means(self) -> None:
+        """Raises StepUsageError when a step without `backward` has left gradients of several microbatches."""
+        if self._has_called_backward or not (self._average and self.partitioned and state.cfg.microbatches > 1):
+            return
+        if any(p.grad is not None and id(p) not in self._graded for p in self.local_parameters()):
+            raise StepUsageError(_SUMMED)
 
     def after_step(self, had_backward: bool) -> None:
         """Called on all ranks when a step has ended. had_backward: it trained; an evaluation leaves gradients alone."""
         self.had_backward |= had_backward
+        self._has_called_backward |= had_backward
+        if had_backward and state.optimizer is not None:
+            state.optimizer.take_new_gradients()
         if self._reducer and had_backward:
             self._reducer.end()
         elif self._reducer and self._reducer.saw_gradients:
             raise StepUsageError(_UNAVERAGED)
+        self._require_means()
         for hook in list(self._after_step.values()):
             hook(self, state.optimizer)
         self._after_step.clear()
@@ -469,7 +507,7 @@ class DistributedModel(nn.Module):
 
         All ranks of a replica call it, after the step. torch.nn.utils.clip_grad_norm_ of all parameters does the same.
         """
-        return clip(self.local_parameters(), max_norm, norm_type)
+        return clip(updated(self.local_parameters()), max_norm, norm_type)
 
     # --- hooks
 

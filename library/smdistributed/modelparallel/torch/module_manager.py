@@ -36,6 +36,7 @@ class ModuleManager:
         self.root, self._stage = root, stage
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.stages: dict[str, int] = {}
+        self._refusing: set[nn.Parameter] = set()
         self.translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         """What makes state dicts of `smp.nn` modules those of other libraries, and back (AWS 1.10): nothing yet."""
 
@@ -44,6 +45,10 @@ class ModuleManager:
         """This rank's stage."""
         return self._stage().index
 
+    def look_again(self) -> None:
+        """Take the modules that there are now: scripts also exchange some between the wrapping and the first step."""
+        self.modules = dict(self.root.named_modules())
+
     def assign(self, stages: Mapping[str, int]) -> None:
         """Place every module on its stage, and give up the parameters and buffers of those of other stages."""
         self.stages = dict(stages)
@@ -51,6 +56,8 @@ class ModuleManager:
             parent = name.rpartition(".")[0]
             spans = name != "" and self._spans(parent)
             module.__dict__[_PLACE] = Place(name, stages[name], spans)
+            if self._spans(name):
+                _leave_fast_path(module)
         _route_calls(self)
         self.give_up()
 
@@ -63,12 +70,12 @@ class ModuleManager:
         name = next((name for name, known in self.modules.items() if known is module), None)
         return None if name is None else self.stages.get(name)
 
-    def spans_stages(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these parameters are on several stages; all ranks find the same."""
+    def stages_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The stages of those of these that are parameters of the model; all ranks find the same."""
         owners = {
             id(p): self.stages[name] for name, module in self.modules.items() for p in module._parameters.values()
         }
-        return len({owners[id(tensor)] for tensor in tensors if id(tensor) in owners}) > 1
+        return {owners[id(tensor)] for tensor in tensors if id(tensor) in owners}
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((name, module) for name, module in self.modules.items() if self.is_local(name))
@@ -142,6 +149,9 @@ class ModuleManager:
                 if parameter is not None and id(parameter) not in keep:
                     parameter.data = parameter.data.new_empty(0)
                     parameter.grad = None
+                    if parameter.requires_grad and parameter not in self._refusing:
+                        self._refusing.add(parameter)
+                        _refuse_gradients(parameter, self.stages[name], self.index)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in keep:
                     module._buffers[key] = buffer.new_empty(0)
@@ -153,6 +163,32 @@ class ModuleManager:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"{name}.{key}" if name else key, tensor
+
+
+def _leave_fast_path(module: nn.Module) -> None:
+    """In evaluation torch would pass parameters of a layer's children, which are elsewhere, to one kernel, and nested
+    tensors, which are no messages, from layer to layer."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder):
+        module.enable_nested_tensor = module.use_nested_tensor = False
+
+
+def _refuse_gradients(parameter: nn.Parameter, stage: int, here: int) -> None:
+    """Have a parameter of another stage raise StepUsageError in backward: only code beside its module can have used it.
+
+    It has no elements here. A sum of squares over all parameters, say, would lack those of the other stages.
+    """
+
+    def refuse(_: torch.Tensor) -> None:
+        if parameter.numel() == 0:
+            raise StepUsageError(
+                f"The step on stage {here} uses a parameter of stage {stage} by itself, not by its module: its values "
+                "are not here. Fix: leave penalties on parameters to the optimizer's weight_decay, or compute them in "
+                "the forward of the modules that have the parameters."
+            )
+
+    parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict[str, int]:

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map
 
 from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.core.torch.devices import device_of
-from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.torch.loss_scale import LossScale
 from smdistributed.modelparallel.torch.reducer import broadcast_in_buckets
 from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.work import current
 
 _OF_SHARDS = ("_global_grad_norm", "ds_param_shard_group", "fp16_groups", "fp32_partitioned_groups_flat")
 """What scripts ask for with `sharded_data_parallel_degree`."""
@@ -62,9 +63,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unscaled = False
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._owners: dict[nn.Parameter, int] = {}
+        self._require_one()
         if state.model is not None:
             state.model.give_made_parameters(optimizer)
         state.optimizer = self
+
+    def _require_one(self) -> None:
+        """Raises SMPUnsupportedError where a second optimizer would leave the first one's parameters untrained."""
+        if state.optimizer is None:
+            return
+        first = state.optimizer._parameters()
+        special = state.cfg.fp16 or state.cfg.bf16 or any(parameter.is_meta for parameter in first)
+        if special and not {*models(first)}.intersection(self._parameters()):
+            raise SMPUnsupportedError(
+                "This is the second smp.DistributedOptimizer, of other parameters than the first. With 'fp16', 'bf16' "
+                "or delayed initialization only one works: the loss scale and the parameters' copies belong to it. "
+                "Fix: give one optimizer all parameters, in groups."
+            )
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -118,6 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
         """As the wrapped optimizer's. set_grads_to_None: the name of `set_to_none` before AWS API 1.10."""
+        _refuse_in_step("zero_grad")
         chosen = set_to_none if set_grads_to_None is None else set_grads_to_None
         self.optimizer.zero_grad(**({} if chosen is None else {"set_to_none": chosen}))
         if state.model is not None:
@@ -128,10 +144,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def update_master_grads(self) -> None:
         """Divide the gradients by the loss scale; if it is dynamic, find out whether any overflowed, on any rank."""
+        _refuse_in_step("update_master_grads")
         if state.model is not None:
             state.model.require_averages()
+            state.model.finish_averages()
             self._require_scaled_losses(state.model)
         self._make_masters()
+        self._forget_old_gradients()
         self.overflow = False
         gradients = []
         for parameter in self._with_gradients(half=True):
@@ -148,6 +167,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             dist.all_reduce(found)
             self.overflow = bool(found.item())
         self._unscaled = True
+
+    def _forget_old_gradients(self) -> None:
+        """Those that copies have from a step before: scripts also reset the model's by hand, and not these."""
+        for parameter, master in self._masters.items():
+            if parameter.grad is None:
+                master.grad = None
+
+    def take_new_gradients(self) -> None:
+        """A step has computed gradients: those that the last update was for are old, whoever has reset them."""
+        self._unscaled = False
 
     def _require_scaled_losses(self, model: Any) -> None:
         if self.scale.value != 1.0 and not model.had_backward and self._with_gradients(half=True):
@@ -167,6 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters of this stage; if gradients overflowed anywhere, nothing but the loss scale."""
+        _refuse_in_step("step")
         if not self._unscaled:
             self.update_master_grads()
         self._unscaled = False
@@ -273,7 +303,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _make_masters(self) -> None:
         """Half-precision parameters are updated in copies of single precision, which the wrapped optimizer gets."""
-        if not (state.cfg.fp16 or state.cfg.bf16) or self._masters:
+        if not (state.cfg.fp16 or state.cfg.bf16):
             return
         for group in self.optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
@@ -295,6 +325,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model = models.get(id(master))
             if model is not None and torch.equal(value.to(model), model.data):
                 master.data.copy_(value)
+
+    def updated(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What has the gradients of these that the next `step` will apply: the model's, or unscaled ones of copies.
+
+        All ranks call it where there is a loss scale.
+        """
+        given, copies = list(parameters), set(self._masters.values())
+        if not self._unscaled and self.scale.value == 1.0 and copies.isdisjoint(given):
+            return given  # `step` has yet to take them
+        if not self._unscaled:
+            self.update_master_grads()
+        return [self._masters.get(parameter, parameter) for parameter in given]
 
     def _with_gradients(self, half: bool = False) -> list[nn.Parameter]:
         """The parameters here that have gradients; `half`: the model's own in place of their copies."""
@@ -345,6 +387,28 @@ def share(parameters: Iterable[torch.Tensor], replicas: int) -> list[int]:
         owners[place] = loads.index(min(loads))
         loads[owners[place]] += sizes[place]
     return owners
+
+
+def _refuse_in_step(name: str) -> None:
+    """Raises StepUsageError inside a step, whose body runs on the first stage alone, once for each microbatch."""
+    if current() is not None:
+        raise StepUsageError(
+            f"optimizer.{name}() is called inside a step: the other stages would not call it. Fix: call it after the "
+            "function under @smp.step, on all ranks."
+        )
+
+
+def updated(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What has the gradients of these that the next step will apply, averaged and unscaled: for clipping."""
+    if state.model is not None:
+        state.model.finish_averages()
+    return list(parameters) if state.optimizer is None else state.optimizer.updated(parameters)
+
+
+def models(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """These, with the model's parameters in place of their copies."""
+    known = {} if state.optimizer is None else {copy: own for own, copy in state.optimizer.masters.items()}
+    return [known.get(parameter, parameter) for parameter in parameters]
 
 
 def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> float:

@@ -19,7 +19,10 @@ __all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """One step of each parameter on its own."""
+    """One step of each parameter on its own.
+
+    A group counts its steps in `step`, as apex's optimizers do: the schedule of AWS's BERT script reads it there.
+    """
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], amsgrad: bool = False, set_grad_none: bool = True
@@ -42,11 +45,10 @@ class _Layerwise(torch.optim.Optimizer):
                 loss = closure()
         self._begin()
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own = self.state[parameter]
-                    own["step"] = own.get("step", 0) + 1
-                    self._update(parameter, group, own)
+                    self._update(parameter, group, self.state[parameter])
         return loss
 
     def _begin(self) -> None:
@@ -120,7 +122,7 @@ class FusedLAMB(_Layerwise):
         second = own.setdefault("exp_avg_sq", torch.zeros_like(parameter))
         first.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        age = own["step"] if group["bias_correction"] else float("inf")
+        age = group["step"] if group["bias_correction"] else float("inf")
         update = (first / (1 - beta1**age)) / ((second / (1 - beta2**age)).sqrt() + group["eps"])
         if decay and self._decays_beside:
             update = update + decay * parameter
@@ -192,7 +194,7 @@ class FusedNovoGrad(_Layerwise):
             own["norm"] = beta2 * before + (1 - beta2) * size
         else:
             own["norm"] = (beta2 * before**2 + (1 - beta2) * size**2).sqrt()
-        age = own["step"] if group["bias_correction"] else float("inf")
+        age = group["step"] if group["bias_correction"] else float("inf")
         norm = own["norm"] / (1 - beta2**age) ** 0.5 + group["eps"]
         change = parameter.grad / norm
         if self._decays_inside:

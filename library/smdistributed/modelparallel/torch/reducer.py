@@ -45,14 +45,27 @@ class Reducer:
         every: int,
     ) -> None:
         self._group, self._ranks, self._overlap, self._every = group, ranks, overlap, every
-        trained = [parameter for _, parameter in reversed(parameters) if parameter.requires_grad]
-        self._buckets = [_Bucket(part) for part in _cut(trained, bucket_bytes)]
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._expected: Counter[nn.Parameter] = Counter()
         self._seen: Counter[nn.Parameter] = Counter()
         self._next = self._steps = 0
         self._lock = threading.Lock()
-        self._kept = [self._watch(parameter) for parameter in trained]
+        self._kept: list[Any] = []
+        self._frozen = [parameter for _, parameter in reversed(parameters)]
+        self._take_trained()
+
+    def _take_trained(self) -> None:
+        """Put parameters that train by now into buckets: scripts unfreeze layers while they train."""
+        trained = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if not trained:
+            return
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        new = [_Bucket(part) for part in _cut(trained, self._bucket_bytes)]
+        self._buckets += new
+        self._bucket_of.update((parameter, bucket) for bucket in new for parameter in bucket.parameters)
+        self._kept += [self._watch(parameter) for parameter in trained]
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy those of the first replica to the others."""
@@ -60,6 +73,7 @@ class Reducer:
 
     def begin(self) -> None:
         """A step begins."""
+        self._take_trained()
         self._seen.clear()
         self._next = 0
 
@@ -69,10 +83,19 @@ class Reducer:
         return bool(self._seen)
 
     def end(self) -> None:
-        """A step with backwards has ended: have the averages in place."""
-        is_last = self._is_last()
+        """A step with backwards has ended: have the averages in place, if it is the last of `every`."""
         self._steps += 1
-        if not is_last or not self._buckets:
+        if self._steps == self._every:
+            self._average()
+
+    def finish(self) -> None:
+        """Average the gradients of steps that wait for more: an epoch may end sooner, and the optimizer goes on."""
+        if self._steps:
+            self._average()
+
+    def _average(self) -> None:
+        self._steps = 0
+        if not self._buckets:
             return
         self._send_next(lambda _: True)
         early, trained = self._agree()
@@ -87,7 +110,7 @@ class Reducer:
         self._expected |= self._seen
 
     def _is_last(self) -> bool:
-        return (self._steps + 1) % self._every == 0
+        return self._steps + 1 == self._every
 
     def _agree(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
         """The buckets that went too early on any replica, and the parameters that have a gradient on any."""

@@ -1,7 +1,8 @@
 """What torch does with a module on CUDA alone.
 
-DataParallel does not split its batch: the module runs once, on the first device. SyncBatchNorm normalises by each
-rank's own batch. And torch.compile compiles nothing: what it made for the CPU would tell nothing about CUDA.
+DataParallel does not split its batch: the module runs once, on the first device. SyncBatchNorm, which torch has for
+GPUs alone, normalises by the batch of all ranks in operations that the CPU has. And torch.compile compiles nothing:
+what it made for the CPU would tell nothing about CUDA.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from smdistributed.rehearsal.torch import devices
 from smdistributed.rehearsal.torch.answers import move
@@ -18,12 +21,11 @@ from smdistributed.rehearsal.torch.answers import move
 def stand_in(_: int) -> None:
     """Replace their forward, and torch.compile."""
     _data_parallel()
-    torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
-
+    nn.SyncBatchNorm.forward = _synchronised  # type: ignore[method-assign]
     if hasattr(torch, "compile"):
         torch.compile = _not_compiled
-    if hasattr(torch.nn.Module, "compile"):
-        torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
+    if hasattr(nn.Module, "compile"):
+        nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
 
 
 def _not_compiled(model: Any = None, **_: Any) -> Any:
@@ -31,8 +33,46 @@ def _not_compiled(model: Any = None, **_: Any) -> Any:
     return (lambda decorated: decorated) if model is None else model
 
 
+def _synchronised(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
+    """SyncBatchNorm's forward, with gradients through the statistics of all ranks."""
+    plain: Any = nn.modules.batchnorm._BatchNorm.forward
+    group = self.process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    if not self.training or group is None or dist.get_world_size(group) == 1:
+        return plain(self, input)  # type: ignore[no-any-return]
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    shape = [-1 if axis == 1 else 1 for axis in range(input.dim())]
+    wide = input.float()
+    count = torch.full((1,), input.numel() / input.shape[1], device=input.device)
+    summed = _sum_over_ranks(torch.cat([wide.sum(axes), count]), group)
+    number, mean = summed[-1], summed[:-1] / summed[-1]
+    centred = wide - mean.view(shape)
+    variance = _sum_over_ranks(centred.square().sum(axes), group) / number
+    if self.track_running_stats:
+        _remember(self, mean.detach(), (variance * number / (number - 1)).detach())
+    scaled = centred * (variance + self.eps).rsqrt().view(shape)
+    if self.affine:
+        scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
+    return scaled.to(input.dtype)
+
+
+def _remember(norm: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Move the running statistics as torch does."""
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.mul_(1 - share).add_(mean, alpha=share)
+    norm.running_var.mul_(1 - share).add_(variance, alpha=share)
+
+
+def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    from torch.distributed.nn.functional import all_reduce  # imports much, and few scripts need it
+
+    found: torch.Tensor = all_reduce(tensor, group=group)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _data_parallel() -> None:
-    wrapper: Any = torch.nn.DataParallel
+    wrapper: Any = nn.DataParallel
     forward = wrapper.forward
 
     @functools.wraps(forward)

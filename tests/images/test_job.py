@@ -167,6 +167,7 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
             "distribution.mpi.enabled: expected true or false, found 'yes'",
         ),
         ({"shm_size": "lots"}, "--shm-size lots"),
+        ({"memory": "much"}, "--memory much: expected a size such as 512m or 2g"),
         ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
     ],
 )

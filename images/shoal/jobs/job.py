@@ -20,6 +20,8 @@ from shoal.jobs import distribution
 
 RESOURCES = "input/config/resourceconfig.json"
 """The one file of the tree that differs between hosts."""
+SHM_SIZE = "1g"
+"""/dev/shm of a host, unless the user asks for another size."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class JobRequest:
     """What the user asks for.
 
     `channels` maps channel names to directories of this machine; `hyperparameters` are the script's own, as they were
-    given; `environment` goes into every host; `shm_size` is the size of /dev/shm in Docker's notation.
+    given; `environment` goes into every host; `shm_size` and `memory` (None: no limit) are sizes in Docker's notation.
     """
 
     source: Path
@@ -39,7 +41,8 @@ class JobRequest:
     distribution: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     output: Path = Path("jobs")
-    shm_size: str = "1g"
+    shm_size: str = SHM_SIZE
+    memory: str | None = None
 
     def check(self) -> None:
         """Raise `UsageError` for a source, entry point, channel or distribution that cannot run."""
@@ -53,10 +56,11 @@ class JobRequest:
             raise UsageError(
                 f"--entry-point {self.entry_point}: not in {self.source}.{hint} It holds: {', '.join(names)}"
             )
-        try:
-            docker.utils.parse_bytes(self.shm_size)
-        except docker.errors.DockerException as error:
-            raise UsageError(f"--shm-size {self.shm_size}: expected a size such as 512m or 2g") from error
+        for option, size in (("--shm-size", self.shm_size), ("--memory", self.memory)):
+            try:
+                docker.utils.parse_bytes(size or 0)
+            except docker.errors.DockerException as error:
+                raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
         for name, directory in self.channels.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
                 raise UsageError(f"--channel {name!r}: a name has letters, digits, '_', '.' and '-' only")

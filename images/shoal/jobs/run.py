@@ -121,6 +121,7 @@ def _settings(client: docker.DockerClient, request: job.JobRequest, name: str, n
         "mounts": mounts,
         "network": network,
         "shm_size": request.shm_size,
+        "mem_limit": request.memory,
         "device_requests": gpus,
     }
 

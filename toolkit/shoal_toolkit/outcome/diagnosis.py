@@ -99,8 +99,9 @@ def _exception(block: str) -> Words:
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):
-            more = lines[index + 1].strip() if line.rstrip().endswith(":") and index + 1 < len(lines) else ""
-            return Words(_clip(f"{line} {more}".strip(), _LONGEST_LINE), "\n".join(lines[: index + _AFTER_EXCEPTION]))
+            end, line = index + _AFTER_EXCEPTION, line.rstrip()
+            more = next(filter(None, map(str.strip, lines[index + 1 : end])), "") if line.endswith(":") else ""
+            return Words(_clip(f"{line} {more}".strip(), _LONGEST_LINE), "\n".join(lines[:end]))
     return _said_last(block)
 
 

@@ -338,8 +338,11 @@ class FirstHost(Host):
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
-        facts = self._facts_of(self._host_of.get(rank, ""))
-        return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, self.output.tail(rank), facts))
+        host = self._host_of.get(rank, "")
+        own = verdict.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
+        said, reason = own or self.output.tail(rank), own.partition("\n")[0]
+        where, facts = self._where(plan, rank), self._facts_of(host)
+        return verdict.of_failure(Failure(code, where, plan.script, said, facts, reason=reason))
 
     def _where(self, plan: LaunchPlan, rank: int) -> str:
         if rank >= plan.world_size:

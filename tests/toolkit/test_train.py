@@ -247,6 +247,13 @@ def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> Non
     assert "was stopped" in tree.failure
 
 
+def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: Run) -> None:
+    tree.script("import subprocess; subprocess.Popen(['sleep', '60'])")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0
+    assert "the script has ended, and what it left running is ended with it: sleep 60" in done.err
+
+
 @pytest.mark.parametrize("daemon", [False, True])
 def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run, daemon: bool) -> None:
     """Also what has left the script's session and group."""

@@ -83,6 +83,43 @@ Traceback (most recent call last):
   File "a.py", line 5, in work
 ValueError: boom
 """
+LOADER = """Traceback (most recent call last):
+  File "a.py", line 9, in <module>
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "fetch.py", line 5, in fetch
+KeyError: 'label'
+
+"""
+IN_GRAPH = """Traceback (most recent call last):
+  File "a.py", line 9, in <module>
+tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:
+
+Detected at node 'mse/sub' defined at (most recent call last):
+    File "a.py", line 9, in <module>
+      model.fit(x, y)
+Node: 'mse/sub'
+Incompatible shapes: [4,3] vs. [4,2]
+\t [[{{node mse/sub}}]] [Op:__inference_train_function_9]
+"""
+TENSORFLOW = "tensorflow.python.framework.errors_impl."
+LAUNCHED = f"""{TRACEBACK}Traceback (most recent call last):
+  File "/usr/bin/accelerate", line 8, in <module>
+subprocess.CalledProcessError: Command '['python', 'a.py']' returned non-zero exit status 1.
+"""
+FIRE = """ERROR: Could not consume arg: --lrr
+Usage: train.py run <flags>
+
+For detailed information on this command, run:
+  train.py run --help
+"""
+HYDRA = """[W] a warning
+Could not override 'lrr'.
+To append to your config use +lrr=0.1
+Key 'lrr' is not in struct
+
+Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
+"""
 
 
 def message(
@@ -113,6 +150,17 @@ def test_the_exception_then_who_then_the_traceback() -> None:
         (TORCHRUN, "ValueError: boom"),
         (AT_EXIT, "ValueError: boom"),
         (SPAWNED, "ValueError: boom"),
+        (LOADER, "KeyError: 'label'"),
+        (IN_GRAPH, f"{TENSORFLOW}InvalidArgumentError: Graph execution error: Incompatible shapes: [4,3] vs. [4,2]"),
+        (
+            IN_GRAPH.replace("Incompatible", "2 root error(s) found.\n  (0) INVALID_ARGUMENT:  Incompatible"),
+            f"{TENSORFLOW}InvalidArgumentError: Graph execution error: INVALID_ARGUMENT:  Incompatible shapes: [4,3] "
+            "vs. [4,2]",
+        ),
+        (LAUNCHED, "ValueError: boom"),
+        (LAUNCHED[len(TRACEBACK) :], LAUNCHED.splitlines()[-1]),
+        (FIRE, "ERROR: Could not consume arg: --lrr"),
+        (HYDRA, "Could not override 'lrr'."),
         ("100%|####| 9/9\r10%\rTraceback (most recent call last):\n  File\nE: x\n", "E: x"),
         (
             "\x1b[31mTraceback (most recent call last):\x1b[0m\n  File\n\x1b[1;35mValueError\x1b[0m: boom\n",

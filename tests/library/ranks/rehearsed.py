@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,11 +119,12 @@ if distributed and not args.cpu:  # NCCL, unlike gloo, compares numbers of eleme
         assert masks[0].tolist() == [True, False] and masks[0].is_cuda
 if distributed and not args.cpu:  # PowerSGD's synchronises with the device of its bucket
 
-    def on_the_device(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def on_the_device(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         assert {tensor.device for tensor in (bucket.buffer(), *bucket.gradients())} == {device}
         torch.cuda.synchronize(bucket.buffer().device)
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return allreduce_hook(everybody, bucket)
 
+    everybody: Any = dist.group.WORLD
     hooked = DistributedDataParallel(torch.nn.Linear(2, 1).to(device), device_ids=[local_rank])
     hooked.register_comm_hook(None, lambda _, bucket: on_the_device(bucket))
     hooked(torch.ones(1, 2, device=device)).backward()

@@ -42,7 +42,7 @@ def stand_in(_: int) -> None:
         _replace(name, _scattering_flat)
     for name in _MOVING:
         _replace(name, _as_bytes)
-    bucket: Any = dist.GradBucket
+    bucket: Any = torch._C._distributed_c10d.GradBucket
     for name in ("buffer", "gradients"):
         setattr(bucket, name, _where_the_parameters_are(getattr(bucket, name)))
 

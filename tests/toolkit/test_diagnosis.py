@@ -234,6 +234,10 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         (MODULE.replace("yaml.x", "smdistributed.x"), 1, {}, "install nothing of that name."),
         (MODULE.replace("yaml.x", "sagemaker_training.params"), 1, {}, "there is sagemaker_training.environment;"),
         (RELATIVE, 1, {}, "Fix: name it as a module, such as -m package.module"),
+        (
+            f"{BEGIN}  File\nRuntimeError: operator torchvision::nms does not exist",
+            *(1, {}, "torchvision was built for another torch than this image's"),
+        ),
         (f"{FLAG}True", 2, {}, "list its name in the hyperparameter sagemaker_store_true"),
         (f"{FLAG}--lr 0.1 False", 2, {}, "sagemaker_store_true"),
         ("go.sh: line 3: aws: command not found", 127, {}, "The image has no AWS CLI: name awscli in requirements.txt"),

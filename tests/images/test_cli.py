@@ -17,6 +17,7 @@ import pytest
 import requests
 import urllib3.exceptions
 
+import shoal as package
 from shoal import engine
 from shoal.commands import application, building, exchanging
 from shoal.commands.common import app
@@ -103,6 +104,18 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     result = shoal(*base, *arguments, cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
     assert words in result.stderr
+
+
+@pytest.mark.parametrize(("option", "size"), [("--memory", "1g"), ("--shm-size", "2g")])
+def test_a_limit_without_a_container_is_refused(project: Project, option: str, size: str) -> None:
+    base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]
+    result = shoal(*base, option, size, cwd=project.root, **NO_ENGINE)
+    assert result.returncode == 2
+    assert f"{option}: has no effect on a job without a container. Fix: " in result.stderr
+
+
+def test_it_says_its_version(project: Project) -> None:
+    assert shoal("--version", cwd=project.root).stdout == f"shoal {package.__version__}\n"
 
 
 def test_too_little_disk_is_told_with_both_numbers(small_disk: Path) -> None:

@@ -172,6 +172,7 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
         ({"gpus": ""}, "--gpus : expected"),
         ({"gpus": "0"}, "--gpus 0: 1 GPUs cannot be divided over 2 hosts"),
         ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of it, or --gpus none"),
+        ({"memory": "much"}, "--memory much: expected a size such as 512m or 2g"),
         ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
     ],
 )

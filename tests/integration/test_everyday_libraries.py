@@ -1,6 +1,7 @@
-"""Libraries that people train with, on two ranks of the library here: they end as plain torch does in one process.
+"""Libraries that people train with, on the ranks of the library here: they end as plain torch does in one process.
 
-One container runs all of them; see everyday/all_of_them.py. What the image lacks, the job's requirements.txt brings.
+On one host and today's torch, each with the launcher that its users start it with; on two hosts, by torchrun and on the
+oldest torch. What the images lack, the job's requirements.txt brings. See everyday/all_of_them.py.
 """
 
 from __future__ import annotations
@@ -9,37 +10,63 @@ import shutil
 from pathlib import Path
 
 import pytest
+from testcontainers.core.network import Network
 
 from shoal.host import machine
 from shoal.matrix.spec import BuildSpec
 
-from .conftest import StartHost, write_tree
+from .conftest import Host, StartHost, write_tree
 
 EVERYDAY = Path(__file__).with_name("everyday")
-IMAGE = "huggingface-*-cpu-*"
-LIBRARIES = (
-    *("mpi4py", "lightning", "transformers", "accelerate on smddp", "accelerate on nccl"),
+HOSTS = ("algo-1", "algo-2")
+BY_TORCHRUN = {"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
+ON_ONE_HOST = (
+    *("mpi4py", "lightning", "transformers", "accelerate on smddp", "accelerate launch"),
     *("deepspeed stage 1", "deepspeed stage 2"),
 )
+ON_TWO_HOSTS = ("lightning", "transformers", "accelerate on nccl")
+OF_TORCH_2_0 = "lightning==2.2.5\n"
+
+
+def start(start_host: StartHost, image: str, tree: Path, requirements: str, network: Network | None = None) -> Host:
+    """Start the scripts on a host that reaches packages as this machine does."""
+    for file in EVERYDAY.iterdir():
+        if file.is_file():
+            shutil.copy(file, tree / "code")
+    (tree / "code" / "train.py").write_text((EVERYDAY / "all_of_them.py").read_text())
+    (tree / "code" / "requirements.txt").write_text(requirements)
+    configuration = tree.with_name(f"{tree.name}-machine")
+    configuration.mkdir()
+    for name, content in machine.read().files("bookworm").items():
+        (configuration / name).write_bytes(content)
+    return start_host(
+        image,
+        tree=tree,
+        volumes={configuration: "/run/machine"},
+        env={"PIP_CONFIG_FILE": "/run/machine/pip.conf", **dict(machine.read().proxies)},
+        network=network,
+        alias=tree.name,
+    )
 
 
 @pytest.mark.long
 def test_everyday_libraries_train_as_plain_torch_does(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
-    tree = write_tree(tmp_path / "ml", (EVERYDAY / "all_of_them.py").read_text())
-    for file in EVERYDAY.iterdir():
-        if file.is_file():
-            shutil.copy(file, tree / "code")
-    configuration = tmp_path / "machine"  # how this machine reaches packages
-    configuration.mkdir()
-    for name, content in machine.read().files("bookworm").items():
-        (configuration / name).write_bytes(content)
-    host = start_host(
-        matrix.choose([IMAGE])[0].tag,
-        tree=tree,
-        volumes={configuration: "/run/machine"},
-        env={"PIP_CONFIG_FILE": "/run/machine/pip.conf", **dict(machine.read().proxies)},
-    )
-    ended = host.wait(timeout=580)
+    image = matrix.choose(["huggingface-*-cpu-*"])[0].tag
+    tree = write_tree(tmp_path / "ml", "")
+    ended = start(start_host, image, tree, (EVERYDAY / "requirements.txt").read_text()).wait(timeout=580)
     assert ended.code == 0, ended.output
-    for library in LIBRARIES:
+    for library in ON_ONE_HOST:
         assert f"equal: {library}" in ended.output, library
+
+
+@pytest.mark.long
+def test_everyday_libraries_on_two_hosts_and_the_oldest_torch(
+    start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path
+) -> None:
+    image = matrix.select("huggingface").tag
+    trees = [write_tree(tmp_path / name, "", BY_TORCHRUN, HOSTS, name) for name in HOSTS]
+    hosts = [start(start_host, image, tree, OF_TORCH_2_0, network) for tree in trees]
+    ended = [host.wait(timeout=580) for host in hosts]
+    assert [end.code for end in ended] == [0, 0], ended
+    for library in ON_TWO_HOSTS:
+        assert f"equal: {library}" in ended[0].output, library

@@ -25,6 +25,14 @@ from .conftest import ROOT
 SHOAL = Path(sys.executable).with_name("shoal")
 
 
+SCRIPT_OF_ARGUMENTS = """\
+import os, pathlib, sys
+limits = [pathlib.Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+limit = next(file.read_text().strip() for file in limits if file.exists())
+print("got", *sys.argv[1:], os.environ["WORLD_SIZE"], "of", limit)
+"""
+
+
 def job_objects(client: docker.DockerClient, *stems: str) -> set[str]:
     """Every container and network of a job whose name begins so; tests beside this one have others."""
     containers = client.api.containers(all=True, filters={"label": "shoal.job"})
@@ -90,13 +98,14 @@ def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str,
 
 
 def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp_path: Path) -> None:
-    (source / "train.py").write_text("import os, sys\nprint('got', *sys.argv[1:], os.environ['WORLD_SIZE'])\n")
+    (source / "train.py").write_text(SCRIPT_OF_ARGUMENTS)
     distribution = json.dumps({"mpi": {"enabled": True, "processes_per_host": 2}})
     options = ["--distribution", distribution, "--hyperparameter", "name=a b", "--hyperparameter", "lr=0.10"]
+    options += ["--memory", "1g"]
     arguments = command(pytorch, source, tmp_path / "jobs", *options)
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("got --lr 0.1 --name a b 2") == 2
+    assert result.stdout.count(f"got --lr 0.1 --name a b 2 of {1 << 30}") == 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

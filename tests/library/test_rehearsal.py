@@ -96,7 +96,7 @@ def test_mixed_precision_under_mpirun(mpirun: Mpirun, start_up: dict[str, str], 
 def test_what_a_script_sees(start_up: dict[str, str]) -> None:
     ran = python(RANKS / "rehearsed_answers.py", SHOAL_REHEARSE_GPUS="2", **start_up, **REHEARSE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert len(ran.stdout.split()) == 16
+    assert len(ran.stdout.split()) == 17
     assert ran.stderr.count(NOTICE) == 1
 
 

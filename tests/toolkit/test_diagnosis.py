@@ -83,6 +83,43 @@ Traceback (most recent call last):
   File "a.py", line 5, in work
 ValueError: boom
 """
+LOADER = """Traceback (most recent call last):
+  File "a.py", line 9, in <module>
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "fetch.py", line 5, in fetch
+KeyError: 'label'
+
+"""
+IN_GRAPH = """Traceback (most recent call last):
+  File "a.py", line 9, in <module>
+tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:
+
+Detected at node 'mse/sub' defined at (most recent call last):
+    File "a.py", line 9, in <module>
+      model.fit(x, y)
+Node: 'mse/sub'
+Incompatible shapes: [4,3] vs. [4,2]
+\t [[{{node mse/sub}}]] [Op:__inference_train_function_9]
+"""
+TENSORFLOW = "tensorflow.python.framework.errors_impl."
+LAUNCHED = f"""{TRACEBACK}Traceback (most recent call last):
+  File "/usr/bin/accelerate", line 8, in <module>
+subprocess.CalledProcessError: Command '['python', 'a.py']' returned non-zero exit status 1.
+"""
+FIRE = """ERROR: Could not consume arg: --lrr
+Usage: train.py run <flags>
+
+For detailed information on this command, run:
+  train.py run --help
+"""
+HYDRA = """[W] a warning
+Could not override 'lrr'.
+To append to your config use +lrr=0.1
+Key 'lrr' is not in struct
+
+Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
+"""
 
 
 def message(
@@ -113,12 +150,24 @@ def test_the_exception_then_who_then_the_traceback() -> None:
         (TORCHRUN, "ValueError: boom"),
         (AT_EXIT, "ValueError: boom"),
         (SPAWNED, "ValueError: boom"),
+        (LOADER, "KeyError: 'label'"),
+        (IN_GRAPH, f"{TENSORFLOW}InvalidArgumentError: Graph execution error: Incompatible shapes: [4,3] vs. [4,2]"),
+        (
+            IN_GRAPH.replace("Incompatible", "2 root error(s) found.\n  (0) INVALID_ARGUMENT:  Incompatible"),
+            f"{TENSORFLOW}InvalidArgumentError: Graph execution error: INVALID_ARGUMENT:  Incompatible shapes: [4,3] "
+            "vs. [4,2]",
+        ),
+        (LAUNCHED, "ValueError: boom"),
+        (LAUNCHED[len(TRACEBACK) :], LAUNCHED.splitlines()[-1]),
+        (FIRE, "ERROR: Could not consume arg: --lrr"),
+        (HYDRA, "Could not override 'lrr'."),
         ("100%|####| 9/9\r10%\rTraceback (most recent call last):\n  File\nE: x\n", "E: x"),
         (
             "\x1b[31mTraceback (most recent call last):\x1b[0m\n  File\n\x1b[1;35mValueError\x1b[0m: boom\n",
             "ValueError: boom",
         ),
         ("Traceback (most recent call last):\n  File\nRuntimeError:\n\tMissing key\n", "RuntimeError: Missing key"),
+        ("Traceback (most recent call last):\n  File\nRuntimeError: \n\nA worker\nended\n", "RuntimeError: A worker"),
         ("one\n\nerror: no such file\n\n", "error: no such file"),
         (
             "+ cp a b\ncp: cannot stat 'a': No such file or directory\n",
@@ -158,6 +207,8 @@ BUS = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."
 BEGIN = "Traceback (most recent call last):\n"
 NO_CHANNEL = f"{BEGIN}  File\nKeyError: 'SM_CHANNEL_TRAINING'\n"
 NO_FILE = f"{BEGIN}  File\nFileNotFoundError: [Errno 2] No such file or directory: '/opt/ml/input/data/training/x.csv'"
+RELATIVE = f"{BEGIN}  File\nImportError: attempted relative import with no known parent package"
+FLAG = "usage: train.py [-h] [--fp16]\ntrain.py: error: unrecognized arguments: "
 NO_DEVICE = f"{BEGIN}  File\nRuntimeError: CUDA error: no CUDA-capable device is detected"
 NO_DEVICES = f"""{BEGIN}  File "a.py", line 3, in <module>
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -182,6 +233,13 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         (MODULE.replace("yaml.x", "smddpcommon"), 1, {}, "No package index has AWS's: install nothing of that name."),
         (MODULE.replace("yaml.x", "smdistributed.x"), 1, {}, "install nothing of that name."),
         (MODULE.replace("yaml.x", "sagemaker_training.params"), 1, {}, "there is sagemaker_training.environment;"),
+        (RELATIVE, 1, {}, "Fix: name it as a module, such as -m package.module"),
+        (
+            f"{BEGIN}  File\nRuntimeError: operator torchvision::nms does not exist",
+            *(1, {}, "torchvision was built for another torch than this image's"),
+        ),
+        (f"{FLAG}True", 2, {}, "list its name in the hyperparameter sagemaker_store_true"),
+        (f"{FLAG}--lr 0.1 False", 2, {}, "sagemaker_store_true"),
         ("go.sh: line 3: aws: command not found", 127, {}, "The image has no AWS CLI: name awscli in requirements.txt"),
         (NO_CHANNEL, 1, {}, "The job has no channel training. Give it one: shoal run --channel training=DIR"),
         ("go.sh: line 3: SM_CHANNEL_VAL: unbound variable", 1, {}, "shoal run --channel val=DIR"),
@@ -208,6 +266,7 @@ def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dic
         ("", 137, {"oom_kills": 0, "machine_oom_kills": 0}, "memory"),
         ("", 135, {"shm": 1 << 30}, "/dev/shm"),
         (NO_DEVICES, 1, {"gpus": 2}, "GPU"),
+        (f"{FLAG}--epochs 3", 2, {}, "sagemaker_store_true"),
         (NO_CHANNEL.replace("SM_CHANNEL_TRAINING", "lr"), 1, {}, "channel"),
         (FULL, 1, {"full_mounts": 1, "full:/tmp": 1, "shm": 1 << 30}, "/dev/shm"),
         ("W: libcudart.so.11: cannot open shared object file\n" + TRACEBACK, 1, {}, "library"),
@@ -277,6 +336,27 @@ def test_real_failures_are_named(tree: Tree, run: Run, name: str, script: str, c
     tree.script(script, name)
     assert run(SAGEMAKER_PROGRAM=name).code == code
     assert says in tree.failure
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.mpi)])
+def test_what_the_script_itself_wrote_into_the_failure_file_comes_first(tree: Tree, run: Run, ranks: int) -> None:
+    """AWS's contract asks scripts to do so; here they would else be replaced by "wrote nothing to stderr"."""
+    said = "no labels in KeyError: 'SM_CHANNEL_VAL'\nTraceback: here"
+    tree.script(f"import os, sys\nopen(os.environ['SM_OUTPUT_DIR'] + '/failure', 'w').write({said!r})\nsys.exit(3)")
+    if ranks:
+        tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 3
+    head, who, advice, *rest = tree.failure.splitlines()
+    assert head == "no labels in KeyError: 'SM_CHANNEL_VAL'"
+    assert "exited with code 3" in who
+    assert "shoal run --channel val=DIR" in advice
+    assert rest[-1] == "Traceback: here"
+
+
+def test_a_failure_file_of_a_script_that_ends_well_is_none(tree: Tree, run: Run) -> None:
+    tree.script("import os; open(os.environ['SM_OUTPUT_DIR'] + '/failure', 'w').write('x')")
+    assert run(SAGEMAKER_PROGRAM="train.py").code == 0
+    assert tree.outcome() == {"success"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")

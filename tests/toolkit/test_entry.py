@@ -45,6 +45,17 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize(("name", "said"), [("sub/train.py", True), ("train.py", False), ("-m sub.train", False)])
+def test_requirements_beside_a_script_in_a_folder_are_not_passed_over_in_silence(
+    tree: Tree, name: str, said: bool
+) -> None:
+    (tree.code / "sub").mkdir()
+    for file in ("train.py", "sub/train.py", "sub/requirements.txt"):
+        tree.script("numpy", file)
+    notes = planned(tree, SAGEMAKER_PROGRAM=name).notes
+    assert any(note.startswith("sub/requirements.txt is not installed. Fix: ") for note in notes) == said
+
+
 @pytest.mark.parametrize("mpi4py", [False, True])
 @pytest.mark.parametrize(("name", "text", "words", "module"), KINDS)
 def test_python_is_run_by_python(tree: Tree, name: str, text: str, words: list[str], module: str, mpi4py: bool) -> None:

@@ -247,6 +247,23 @@ def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> Non
     assert "was stopped" in tree.failure
 
 
+@pytest.mark.parametrize(
+    ("script", "said"), [("./raise.sh | cat\n", True), ("./raise.sh\ndate", True), ("date", False)]
+)
+def test_a_failure_that_a_shell_hides_is_not_silent(tree: Tree, run: Run, script: str, said: bool) -> None:
+    (tree.code / tree.script(f"#!{sys.executable}\nraise ValueError('boom')\n", "raise.sh")).chmod(0o755)
+    done = run(SAGEMAKER_PROGRAM=tree.script(script, "go.sh"))
+    assert done.code == 0, done.err
+    assert ("a command in it with an exception: ValueError: boom" in done.err) == said
+
+
+def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: Run) -> None:
+    tree.script("import subprocess; subprocess.Popen(['sleep', '60'])")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0
+    assert "the script has ended, and what it left running is ended with it: sleep 60" in done.err
+
+
 @pytest.mark.parametrize("daemon", [False, True])
 def test_what_the_script_leaves_behind_is_ended(tree: Tree, run: Run, daemon: bool) -> None:
     """Also what has left the script's session and group."""

@@ -12,6 +12,7 @@ import typer
 import urllib3.exceptions
 from rich.console import Console
 
+from shoal import __version__
 from shoal.commands import completion
 from shoal.errors import ShoalError, UsageError
 from shoal.matrix import project, spec
@@ -38,6 +39,21 @@ Skip = Annotated[
     typer.Option("--skip", metavar="IMAGE", help="Leave these out; repeatable.", autocompletion=completion.images),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON on standard output; all else goes to standard error.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
 
 
 def screen(as_json: bool) -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from shoal.commands.endings import judge
 from shoal.errors import UsageError
 from shoal.jobs import embedded, planning, summary
 from shoal.jobs import run as runner
-from shoal.jobs.job import JobRequest
+from shoal.jobs.job import SHM_SIZE, JobRequest
 from shoal.report import timeline
 
 HYPERPARAMETER_HELP = (
@@ -50,7 +51,8 @@ def run_job(
     distribution: Annotated[str, typer.Option(metavar="JSON", help="The estimator's distribution.")] = "{}",
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every host; repeatable.")] = None,
     jobs: Annotated[Path, typer.Option("--output", help="Where the job's directory is made.")] = Path("jobs"),
-    shm_size: Annotated[str, typer.Option(help="/dev/shm of each host.")] = "1g",
+    shm_size: Annotated[str | None, typer.Option(help="/dev/shm of each host. Default: 1g")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each host, such as 512m or 8g. Default: all.")] = None,
     gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=GPUS_HELP)] = None,
     build: Annotated[bool, typer.Option("--build", help="Bring the image up to date first.")] = False,
     engine_kind: Annotated[
@@ -69,7 +71,8 @@ def run_job(
         distribution=_json_object("--distribution", distribution),
         environment=_pairs("--env", env),
         output=jobs,
-        shm_size=shm_size,
+        shm_size=shm_size or SHM_SIZE,
+        memory=memory,
         gpus=gpus,
     )
     request.check()
@@ -77,6 +80,7 @@ def run_job(
     build_seconds = None
     if engine_kind is Engine.none:
         tag_of(image)
+        _refuse_limits({"--shm-size": shm_size, "--memory": memory})
         outcome = embedded.run(request, progress)
     else:
         tag, build_seconds = _built(image, progress) if build else (tag_of(image), None)
@@ -127,6 +131,12 @@ def _built(name: str, progress: Console) -> tuple[str, float]:
     started = time.monotonic()
     judge(builder.build_all(here, matrix, [image], progress, jobs=1), progress)
     return image.tag, time.monotonic() - started
+
+
+def _refuse_limits(given: Mapping[str, str | None]) -> None:
+    """Raise `UsageError` where a limit of a container is given to a job that has none."""
+    if options := ", ".join(name for name, value in given.items() if value):
+        raise UsageError(f"{options}: has no effect on a job without a container. Fix: leave out it or --engine none.")
 
 
 def _pairs(option: str, words: list[str] | None) -> dict[str, str]:

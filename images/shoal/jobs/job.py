@@ -23,6 +23,8 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables of which `train` takes one: what hosts of a job prove to each other, or a file with it."""
 RESOURCES = "input/config/resourceconfig.json"
 """The one file of the tree that differs between hosts."""
+SHM_SIZE = "1g"
+"""/dev/shm of a host, unless the user asks for another size."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class JobRequest:
     """What the user asks for.
 
     `channels` maps channel names to directories of this machine; `hyperparameters` are the script's own, as they were
-    given; `environment` goes into every host; `shm_size` is the size of /dev/shm in Docker's notation; `gpus` is `all`,
-    `none` or names separated by commas, None where it is not given.
+    given; `environment` goes into every host; `shm_size` and `memory` (None: no limit) are sizes in Docker's notation;
+    `gpus` is `all`, `none` or names separated by commas, None where it is not given.
     """
 
     source: Path
@@ -43,7 +45,8 @@ class JobRequest:
     distribution: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     output: Path = Path("jobs")
-    shm_size: str = "1g"
+    shm_size: str = SHM_SIZE
+    memory: str | None = None
     gpus: str | None = None
 
     def check(self) -> None:
@@ -58,10 +61,11 @@ class JobRequest:
             raise UsageError(
                 f"--entry-point {self.entry_point}: not in {self.source}.{hint} It holds: {', '.join(names)}"
             )
-        try:
-            docker.utils.parse_bytes(self.shm_size)
-        except docker.errors.DockerException as error:
-            raise UsageError(f"--shm-size {self.shm_size}: expected a size such as 512m or 2g") from error
+        for option, size in (("--shm-size", self.shm_size), ("--memory", self.memory)):
+            try:
+                docker.utils.parse_bytes(size or 0)
+            except docker.errors.DockerException as error:
+                raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
         for name, directory in self.channels.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
                 raise UsageError(f"--channel {name!r}: a name has letters, digits, '_', '.' and '-' only")

@@ -141,6 +141,7 @@ def _settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any
         "mounts": mounts,
         "network": network,
         "shm_size": request.shm_size,
+        "mem_limit": request.memory,
     }
 
 

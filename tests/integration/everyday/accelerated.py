@@ -1,4 +1,7 @@
-"""accelerate: training, gather, reduce and broadcast. With "nccl" in a rehearsal, as by `accelerate launch`."""
+"""accelerate: training, gather, reduce and broadcast, on the backend that is named.
+
+Without a name, in a rehearsal under `accelerate launch`: accelerate itself makes the group, on nccl.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 
-torch.distributed.init_process_group(sys.argv[1])
+for backend in sys.argv[1:]:
+    torch.distributed.init_process_group(backend)
 accelerator = Accelerator()
-assert (accelerator.num_processes, accelerator.device) == (plain.SIZE, torch.device("cuda", plain.RANK))
+assert (accelerator.num_processes, accelerator.device) == (plain.SIZE, torch.device("cuda", plain.LOCAL_RANK))
 device = accelerator.device
 model = plain.new_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=plain.RATE)
@@ -33,5 +37,5 @@ assert (
 assert gather_object([plain.RANK]) == everybody
 assert broadcast_object_list([plain.RANK]) == [0]
 accelerator.wait_for_everyone()
-plain.check(f"accelerate on {sys.argv[1]}", model.parameters())
+plain.check(f"accelerate on {sys.argv[1]}" if sys.argv[1:] else "accelerate launch", model.parameters())
 torch.distributed.destroy_process_group()

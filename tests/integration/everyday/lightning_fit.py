@@ -28,7 +28,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
 
 trainer = lightning.Trainer(
-    accelerator="cpu", devices=plain.SIZE, strategy=DDPStrategy(process_group_backend="smddp"), max_epochs=1,
+    accelerator="cpu", devices=plain.LOCAL_SIZE, num_nodes=plain.SIZE // plain.LOCAL_SIZE,
+    strategy=DDPStrategy(process_group_backend="smddp"), max_epochs=1,
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     default_root_dir=tempfile.mkdtemp(),
 )  # fmt: skip

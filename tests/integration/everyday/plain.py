@@ -10,6 +10,7 @@ from torch import nn
 
 STEPS, BATCH, FEATURES, RATE = 6, 4, 5, 0.1
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LOCAL_RANK, LOCAL_SIZE = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def new_model() -> nn.Module:

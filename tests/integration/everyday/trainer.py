@@ -45,7 +45,7 @@ arguments = TrainingArguments(
     report_to=[], disable_tqdm=True, save_strategy="no", dataloader_num_workers=0,
 )  # fmt: skip
 assert arguments.world_size == plain.SIZE
-assert arguments.device == torch.device("cuda", plain.RANK)
+assert arguments.device == torch.device("cuda", plain.LOCAL_RANK)
 assert torch.distributed.get_backend() == "smddp"
 trainer = InOrder(model=Regression(), args=arguments, train_dataset=Rows())
 trainer.train()

@@ -10,11 +10,13 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: N812 (the customary name)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -109,6 +111,12 @@ if distributed and not args.cpu:  # NCCL, unlike gloo, compares numbers of eleme
         scattered = torch.empty((2, 2), device=device)
         dist.reduce_scatter_tensor(scattered, gathered, op)
         assert scattered.is_cuda and scattered.tolist() == [[float(rank * factor)] * 2] * 2
+    masks = [torch.zeros(2, dtype=torch.bool, device=device) for _ in range(size)]
+    dist.all_gather(masks, torch.tensor([True, rank == 1], device=device))  # NCCL moves booleans
+    assert [mask.tolist() for mask in masks] == [[True, other == 1] for other in range(size)]
+    if args.backend == "nccl":
+        dist.all_reduce(masks[0])
+        assert masks[0].tolist() == [True, False] and masks[0].is_cuda
 if distributed and not args.cpu:  # as BatchNorm of all ranks' batches in one
     torch.manual_seed(8)
     whole, factors = torch.rand(6 * size, 3, 2, requires_grad=True), torch.rand(6 * size, 3, 2)
@@ -120,5 +128,16 @@ if distributed and not args.cpu:  # as BatchNorm of all ranks' batches in one
     torch.testing.assert_close(mine.grad.cpu(), whole.grad.chunk(size)[rank])
     for name, buffer in synchronised.named_buffers():
         torch.testing.assert_close(buffer.cpu(), reference.get_buffer(name))
+if distributed and not args.cpu:  # PowerSGD's synchronises with the device of its bucket
+
+    def on_the_device(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        assert {tensor.device for tensor in (bucket.buffer(), *bucket.gradients())} == {device}
+        torch.cuda.synchronize(bucket.buffer().device)
+        return allreduce_hook(everybody, bucket)
+
+    everybody: Any = dist.group.WORLD
+    hooked = DistributedDataParallel(torch.nn.Linear(2, 1).to(device), device_ids=[local_rank])
+    hooked.register_comm_hook(None, lambda _, bucket: on_the_device(bucket))
+    hooked(torch.ones(1, 2, device=device)).backward()
 if distributed:
     dist.destroy_process_group()

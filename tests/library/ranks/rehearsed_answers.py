@@ -90,6 +90,14 @@ def results_are_where_their_arguments_are() -> None:
     assert not torch.ones(2).is_cuda and not torch.empty(1, device="meta").is_cuda
 
 
+def tensors_swap() -> None:
+    """As FSDP2 does when a module on the meta device gets memory."""
+    if hasattr(torch.utils, "swap_tensors"):
+        one, other = torch.ones(1, device="cuda"), torch.zeros(1)
+        torch.utils.swap_tensors(one, other)
+        assert (one.item(), one.is_cuda, other.item(), other.is_cuda) == (0, False, 1, True)
+
+
 def modules_move() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     weight = model[0].weight
@@ -232,6 +240,7 @@ CHECKS = (
     ordinals,
     moves_copy,
     results_are_where_their_arguments_are,
+    tensors_swap,
     modules_move,
     mixtures_are_refused,
     functions_of_the_script,

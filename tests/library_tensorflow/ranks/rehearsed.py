@@ -55,7 +55,10 @@ assert (hvd.rank(), hvd.size(), hvk.local_rank()) == (sdp.rank(), 2, sdp.local_r
 assert float(hvd.allreduce(tf.constant(1.0 + hvd.rank()), average=True)) == 1.5
 assert float(hvk.allreduce(1.0 + hvd.rank(), name="loss", op=hvd.Sum)) == 3.0
 model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(1,))])
-model.compile(hvk.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), "mse")
+optimizer = hvk.DistributedOptimizer(
+    tf.keras.optimizers.SGD(0.1), backward_passes_per_step=1, average_aggregated_gradients=True
+)  # as Horovod's own example for Keras
+model.compile(optimizer, "mse")
 start = [hvk.callbacks.BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
 model.fit(tf.ones([4, 1]) * hvd.rank(), tf.ones([4, 1]), callbacks=start, verbose=0)
 for value in model.get_weights():

@@ -98,6 +98,9 @@ def notes(job: Job) -> list[str]:
         said.append(
             "SAGEMAKER_TRAINING_MODULE names a stock framework toolkit, in whose place this one runs the script"
         )
+    folder = os.path.dirname(job.script.name)
+    if folder and os.path.isfile(os.path.join(job.code.directory, folder, "requirements.txt")):
+        said.append(f"{folder}/requirements.txt is not installed. Fix: move it to {job.code.directory}")
     return said
 
 

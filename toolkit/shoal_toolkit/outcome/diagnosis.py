@@ -8,7 +8,7 @@ does not matter which of the two is counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from shoal_toolkit.light_typing import Any, NamedTuple
@@ -22,7 +22,10 @@ _LONGEST_LINE = 300
 _LONGEST_COMMAND = 200
 _LEAST_END = 40  # less than that of a traceback tells nothing
 _AFTER_EXCEPTION = 8  # lines: a message may have several
-_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
+# "Original": torch's, of the process that loads data, within the message of the one that waits for it.
+_TRACEBACK = re.compile(r"^(?:Original )?Traceback \(most recent call last\):$", re.MULTILINE)
+# TensorFlow's frames, the operation, and the cause below it, of which there may be several.
+_IN_GRAPH = re.compile(r"^Node: .*\n(?:\d+ root error\(s\) found\.\n *\(0\) )?(?P<cause>.+)", re.MULTILINE)
 _EXCEPTION = re.compile(r"[\w.]+(:|$)")
 # Colours; what torchrun and torch put in front of a rank's lines; the frame that Python draws around a group.
 _DRESS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[(?:rank|default)\d+\]: ?", re.MULTILINE)
@@ -99,9 +102,16 @@ def _exception(block: str) -> Words:
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):
-            more = lines[index + 1].strip() if line.rstrip().endswith(":") and index + 1 < len(lines) else ""
-            return Words(_clip(f"{line} {more}".strip(), _LONGEST_LINE), "\n".join(lines[: index + _AFTER_EXCEPTION]))
+            end, line = index + _AFTER_EXCEPTION, line.rstrip()
+            more = _below(lines[index + 1 :]) if line.endswith(":") else ""
+            return Words(_clip(f"{line} {more}".strip(), _LONGEST_LINE), "\n".join(lines[:end]))
     return _said_last(block)
+
+
+def _below(lines: Sequence[str]) -> str:
+    """Return what an exception says whose own line ends with a colon: the next line that is not empty."""
+    in_graph = _IN_GRAPH.search("\n".join(lines))
+    return in_graph["cause"] if in_graph else next(filter(None, map(str.strip, lines[:_AFTER_EXCEPTION])), "")
 
 
 def _group(framed: str) -> Words:

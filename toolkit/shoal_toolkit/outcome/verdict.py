@@ -13,6 +13,7 @@ from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.logs import redact
 from shoal_toolkit.logs.log import say
 
+_LONGEST_WORDS = 1 << 16
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
 
 
@@ -80,6 +81,18 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
             f"The output directory cannot be written: {error}. This process (uid {os.getuid()}) must be able to write "
             f"into {paths.output} and {paths.model}: mount writable directories there."
         ) from None
+
+
+def words_of_script(paths: Paths) -> str:
+    """Return what the script itself wrote into the failure file, as AWS's contract asks of it; mostly nothing.
+
+    Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
+    """
+    try:
+        with open(os.path.join(paths.output, FAILURE), encoding="utf-8", errors="replace") as file:
+            return file.read(_LONGEST_WORDS).strip()
+    except OSError:
+        return ""
 
 
 def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:

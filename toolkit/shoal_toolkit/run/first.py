@@ -300,7 +300,21 @@ class FirstHost(Host):
         elif self._unrecorded:
             self.decide(Verdict(1, self._unrecorded))
         else:
+            self._warn_of_a_failure_that_a_shell_hides(plan)
             self.decide(Verdict(0))
+
+    def _warn_of_a_failure_that_a_shell_hides(self, plan: LaunchPlan) -> None:
+        """A shell goes on after a command that fails, and its exit code is that of its last one."""
+        if not plan.script[0].endswith("sh"):
+            return
+        raised = (tail for tail in map(self.output.tail, range(plan.world_size)) if "Traceback (most" in tail)
+        if tail := next(raised, ""):
+            from shoal_toolkit.outcome import diagnosis
+
+            say(
+                f"the script has ended with exit code 0, and a command in it with an exception: "
+                f"{diagnosis.last_words(tail, 1).head}\nFix: begin the script with `set -euo pipefail`, or handle it."
+            )
 
     def _all_started(self, plan: LaunchPlan) -> bool:
         """Whether every rank has started. Under torchrun each host has as many as its own GPUs: it is asked for one."""
@@ -349,8 +363,11 @@ class FirstHost(Host):
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
-        facts = self._facts_of(self._host_of.get(rank, ""))
-        return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, self.output.tail(rank), facts))
+        host = self._host_of.get(rank, "")
+        own = verdict.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
+        said, reason = own or self.output.tail(rank), own.partition("\n")[0]
+        where, facts = self._where(plan, rank), self._facts_of(host)
+        return verdict.of_failure(Failure(code, where, plan.script, said, facts, reason=reason))
 
     def _where(self, plan: LaunchPlan, rank: int) -> str:
         if rank >= plan.world_size:

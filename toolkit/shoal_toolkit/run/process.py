@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NoReturn
+from shoal_toolkit.logs import redact
 from shoal_toolkit.logs.log import say
 
 MARK = "SHOAL_JOB"  # a variable with a random value for each job that a process belongs to: `train` may run in another
@@ -117,21 +118,35 @@ def _carries(pid: int, mark: str) -> bool:
     return any(mark.encode() in variable[len(name) :].split() for variable in variables if variable.startswith(name))
 
 
-def kill_left_behind(leader: int, mark: str, since: int) -> None:
-    """Kill every process of the session that `spawn` made for a process, and every marked one.
+def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
+    """Kill every process of the session that `spawn` made for a process, and every marked one; return their commands.
 
     Until none is new, as what has been killed starts nothing more; what starts others faster than that is let go.
     """
     killed: set[int] = set()
+    commands: list[str] = []
     for _ in range(_MOST_ROUNDS):
         session = [pid for pid in _processes() if _stat(pid)[3:4] == [str(leader)]]
         left = {*session, *marked(mark, since)} - killed
         if not left:
-            return
+            break
         for pid in left:
+            commands += _commands(pid)
             signal_process(pid, signal.SIGKILL)
         killed |= left
-    say(f"what the script left behind starts new processes faster than they can be killed, {len(left)} just now")
+    else:
+        say(f"what the script left behind starts new processes faster than they can be killed, {len(left)} just now")
+    return commands
+
+
+def _commands(pid: int) -> list[str]:
+    """The command of a process; none of one that is gone, or only waits to be reaped, or serves Python's own pools."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            words = redact.arguments(file.read().split("\0")[:-1])
+    except OSError:
+        return []
+    return [" ".join(words)] if words and not any("multiprocessing." in word for word in words) else []
 
 
 def signal_marked(leader: int, mark: str, since: int, number: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NamedTuple
+from shoal_toolkit.logs.log import say
 from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.loop import Loop
@@ -283,10 +284,14 @@ class Work:
             self._loop.call_later(_LOOK_AGAIN_SECONDS, lambda: self._ended(code))
             return
         # What the script or the launcher left behind ends with it: the job is over.
-        signal_group(self._pid, signal.SIGKILL)
         if self._ranks is not None:
+            signal_group(self._pid, signal.SIGKILL)
             self._ranks.signal(signal.SIGKILL)
-        kill_left_behind(self._pid, self._mark, self._since)  # daemons; ranks have a group, or a session, of their own
+        # Daemons too; ranks have a group, or a session, of their own.
+        left = kill_left_behind(self._pid, self._mark, self._since)
+        if left and self._ranks is None and not (self._stopping or self._killed):
+            more = f", and {len(left) - 3} more" if len(left) > 3 else ""
+            say(f"the script has ended, and what it left running is ended with it: {', '.join(left[:3])}{more}")
         if self._ranks is not None:
             self._ranks.finish()
         for source in self._sources:

@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.rehearsal.torch import devices
+from smdistributed.rehearsal.torch.places import common_place, put
 
 _UNSEEN = "_shoal_without_mode"
+_MOVING = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_to_all"),
+    *("all_to_all_single", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"),
+)
 
 
 def stand_in(_: int) -> None:
@@ -35,6 +40,40 @@ def stand_in(_: int) -> None:
         _replace(name, _gathering_flat)
     for name in ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"):
         _replace(name, _scattering_flat)
+    for name in _MOVING:
+        _replace(name, _as_bytes)
+    bucket: Any = torch._C._distributed_c10d.GradBucket
+    for name in ("buffer", "gradients"):
+        setattr(bucket, name, _where_the_parameters_are(getattr(bucket, name)))
+
+
+def _where_the_parameters_are(method: Any) -> Any:
+    """DistributedDataParallel makes the tensors of a communication hook in C++, where their device is not seen."""
+
+    @functools.wraps(method)
+    def tensors(bucket: Any) -> Any:
+        made = method(bucket)
+        put(made, common_place(bucket.parameters()))
+        return made
+
+    return tensors
+
+
+def _as_bytes(function: Any) -> Any:
+    """NCCL moves booleans as bytes; gloo refuses them."""
+
+    @functools.wraps(function)
+    def moving(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_bytes, args), **{name: _bytes(value) for name, value in kwargs.items()})
+
+    return moving
+
+
+def _bytes(value: Any) -> Any:
+    """Booleans, and those in a list, as bytes in the same memory."""
+    if isinstance(value, list):
+        return [_bytes(each) for each in value]
+    return value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
 
 
 def _replace(name: str, wrap: Any) -> None:
@@ -88,10 +127,12 @@ def _without_device_ids(function: Any) -> Any:
 
 
 def _averaging(function: Any) -> Any:
-    """NCCL averages, gloo does not."""
+    """NCCL averages, and takes the sum of booleans for their maximum; gloo does neither."""
 
     @functools.wraps(function)
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if tensor.dtype == torch.bool and dist.get_backend(group) == "gloo":
+            tensor, op = _bytes(tensor), dist.ReduceOp.MAX if op == dist.ReduceOp.SUM else op
         if op != dist.ReduceOp.AVG or dist.get_backend(group) != "gloo":
             return function(tensor, op, group, async_op)
         function(tensor, dist.ReduceOp.SUM, group)

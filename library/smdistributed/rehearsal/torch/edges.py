@@ -24,6 +24,9 @@ def stand_in(_: int) -> None:
     else:  # torch 2.0, where indexing is not seen either
         tensor.__getitem__ = _where_the_arguments_are(tensor.__getitem__)
     torch.from_numpy = _on_the_cpu(torch.from_numpy)
+    utils: Any = torch.utils
+    if hasattr(utils, "swap_tensors"):  # not in torch 2.0
+        utils.swap_tensors = _swapping_places(utils.swap_tensors)
     reductions: Any = torch.multiprocessing.reductions  # what a worker of a DataLoader sends
     reductions.rebuild_tensor = _on_the_cpu(reductions.rebuild_tensor)
 
@@ -36,6 +39,20 @@ def _on_the_cpu(function: Any) -> Any:
         return made
 
     return make
+
+
+def _swapping_places(swap: Any) -> Any:
+    """torch swaps no tensor that a weak reference points to, as those to the known places do."""
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        before = place_of(t1), place_of(t2)
+        put((t1, t2), None)
+        swap(t1, t2)
+        put(t1, before[1])
+        put(t2, before[0])
+
+    return swap_tensors
 
 
 def _where_the_arguments_are(function: Any) -> Any:

@@ -85,8 +85,12 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     sparse_as_dense: bool = False,
     op: ReduceOp | str = ReduceOp.AVERAGE,
     backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Return the Keras optimizer, which from now on applies the gradients of all ranks; as in the package above."""
+    """Return the Keras optimizer, which from now on applies the gradients of all ranks; as in the package above.
+
+    average_aggregated_gradients: both values are the same for the one backward pass of a step.
+    """
     return horovod.DistributedOptimizer(
         optimizer,
         name=name,

@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Names long values by their argument. Bytes may hold the time, and the workers must agree on tests' names."""
-    most = {bytes: 40, str: 200}.get(type(val))
-    return argname if isinstance(val, (bytes, str)) and most is not None and len(val) > most else None
+    is_long = isinstance(val, bytes) and len(val) > 40 or isinstance(val, str) and len(val) > 200
+    return argname if is_long else None
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Names long values by their argument. Bytes may hold the time, and the workers must agree on tests' names."""
-    is_long = isinstance(val, bytes) and len(val) > 40 or isinstance(val, str) and len(val) > 200
+    is_long = (isinstance(val, bytes) and len(val) > 40) or (isinstance(val, str) and len(val) > 200)
     return argname if is_long else None
 
 

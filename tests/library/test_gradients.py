@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,20 +112,27 @@ def test_overflows_are_looked_for_once(stage: list[Any], broken: float | None, o
     assert float(gradients_of(given)[1][0, 0]) == 2.0
 
 
-def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        sent: list[int] = []
-        original = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
-
-        def counted(group: Any, tensors: list[torch.Tensor], size: int, source: int) -> None:
-            sent.append(len(tensors))
-            original(group, tensors, size, source)
-
-        monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", counted)
-        given = parameters(3.0)
-        reducer.broadcast_in_buckets(given, torch.distributed.group.WORLD, 0)
-        reducer.broadcast_in_buckets([], torch.distributed.group.WORLD, 0)
-        assert sent == [sum(1 for parameter in given if parameter.numel())]
-    finally:
+@pytest.fixture
+def everybody() -> Iterator[Any]:
+    """The group of all ranks, of this process alone; another test may have made it, as smp.init does."""
+    made_here = not torch.distributed.is_initialized()
+    if made_here:
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    if made_here:
         torch.distributed.destroy_process_group()
+
+
+def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch, everybody: Any) -> None:
+    sent: list[int] = []
+    original = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
+
+    def counted(group: Any, tensors: list[torch.Tensor], size: int, source: int) -> None:
+        sent.append(len(tensors))
+        original(group, tensors, size, source)
+
+    monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", counted)
+    given = parameters(3.0)
+    reducer.broadcast_in_buckets(given, everybody, 0)
+    reducer.broadcast_in_buckets([], everybody, 0)
+    assert sent == [sum(1 for parameter in given if parameter.numel())]

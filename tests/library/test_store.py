@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,27 @@ def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     first.close()
+
+
+def test_a_system_that_gives_no_more_threads_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may have them all: their connections are ended, and the store goes on."""
+    refusals, start = iter(range(3)), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if next(refusals, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    stores._Service(listener, stores._NO_SECRET)
+    monkeypatch.setattr(stores, "CONNECT_SECONDS", 5.0)
+    monkeypatch.setattr(stores, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store = TcpStore(Address("127.0.0.1", listener.getsockname()[1]), seconds=1)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert next(refusals, None) is None
+    store.close()
 
 
 def test_strangers_without_end_keep_nobody_from_it(server: Server) -> None:

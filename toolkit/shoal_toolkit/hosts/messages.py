@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from shoal_toolkit.light_typing import Any, NamedTuple
 
-VERSION = 4
+VERSION = 5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MOST_DIGITS = 20  # of 64 bits

@@ -86,6 +86,7 @@ class Visitor:
         self.heard: list[bytes] = []
         self.lost: list[str] = []
         self._secret, self._role, self._forged = secret, role, forged
+        self._transcript: dict[str, str] = {}
         sock = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
         self.channel = Channel(loop, sock, self._message, self.lost.append)
 

@@ -44,9 +44,12 @@ def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     text = files("shoal.inside").joinpath(program).read_text()
     output = said(client, tag, ["python3", "-B", "-c", text])
     try:
-        return json.loads(output)
-    except ValueError as error:
+        found = json.loads(output)
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ImageError(f"{tag}: what its Python says is no JSON object")
+    return found
 
 
 def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:

@@ -221,7 +221,7 @@ def test_what_the_engine_knows_of_an_image_is_not_what_the_image_says(monkeypatc
 
 @pytest.mark.parametrize("says", ["[" * 100_000, "[1]", "null", "{}", '{"system": {"a": 1}}', "9" * 9999, "x"])
 def test_an_image_that_says_nonsense_is_told(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
-    with pytest.raises(ImageError, match="^foreign:1: what its Python says is n"):
+    with pytest.raises(ImageError, match=r"^foreign:1: what its Python says is n"):
         ask_image(monkeypatch, says)
 
 

@@ -16,6 +16,7 @@ import docker.errors
 from docker.types import LogConfig
 
 from shoal.engine import containers
+from shoal.engine.containers import shown
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"
@@ -32,11 +33,6 @@ _SETTINGS: dict[str, Any] = {
     "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "1g"}),
     "use_config_proxy": False,
 }
-
-
-def shown(text: str) -> str:
-    """Return a text of an image without what a terminal obeys; ends of lines stay."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from smdistributed.core import store as stores
 from smdistributed.core.board import Board
 from smdistributed.core.launch import Address, Launch, LaunchError
+from smdistributed.core.secret import tagged, untagged
 from smdistributed.core.sockets import own_address
 from smdistributed.core.store import LocalStore, Prefixed, Server, Store, StoreError, TcpStore, open_store
 
@@ -195,6 +196,21 @@ def test_the_address_of_a_host_that_knows_its_own_name_as_its_loopback(monkeypat
     assert stores._job_address("127.0.1.1") == "127.0.1.1"
     monkeypatch.setenv("SM_NETWORK_INTERFACE_NAME", "lo")
     assert stores._job_address("first") == "127.0.0.1"
+
+
+def test_a_pickle_that_was_changed_on_its_way_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that ranks broadcast by MPI, which nobody authenticates."""
+    monkeypatch.delenv("SHOAL_JOB_SECRET", raising=False)
+    monkeypatch.delenv("SMDDP_JOB_SECRET", raising=False)
+    assert tagged(b"pickle", "objects") == b"pickle" == untagged(b"pickle", "objects")
+    monkeypatch.setenv("SMDDP_JOB_SECRET", "of this job, long enough")
+    sent = tagged(b"pickle", "objects")
+    assert untagged(sent, "objects") == b"pickle"
+    for changed in (b"", b"pickle", sent[:-1], sent + b".", sent[:-1] + b"E", bytes(32) + b"pickle"):
+        with pytest.raises(ValueError, match="was changed on its way"):
+            untagged(changed, "objects")
+    with pytest.raises(ValueError, match="was changed on its way"):
+        untagged(sent, "another purpose")
 
 
 def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class Impostor:
             self._answer(said)
         elif isinstance(said, messages.Welcome):
             self.is_proved = said.proof == wire.proof(self._secret, "worker", self._transcript)
-            self._channel.start_heartbeats()
+            self._channel.start(wire.seals(self._secret, "first", self._transcript))
         elif isinstance(said, messages.Refused):
             self.reason = said.reason
         elif said == messages.READY:

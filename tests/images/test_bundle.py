@@ -67,6 +67,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "bookworm/base.tar: changed": lambda of: (of / "bookworm/base.tar").write_text("another"),
     "bookworm/debs/python3_bookworm.deb: missing": lambda of: (of / "bookworm/debs/python3_bookworm.deb").unlink(),
     "wheels/new.whl: not listed": lambda of: (of / "wheels/new.whl").touch(),
+    "trixie: not listed": lambda of: (of / "trixie").symlink_to(of.parent, target_is_directory=True),
 }
 
 
@@ -162,14 +163,55 @@ def test_a_base_has_its_own_name(
     assert len(loaded) == fits
 
 
+def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **fields: object) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    for field, value in fields.items():
+        setattr(entry, field, value)
+    archive.addfile(entry, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", ["/manifest.json", "../manifest.json", "link/manifest.json"])
+def test_a_manifest_that_only_an_engine_would_find_is_refused(tmp_path: Path, name: str) -> None:
+    """Docker 20.10 names images as each of them says, but for the second."""
+    path = write_image(tmp_path / "base.tar", manifest=[{"RepoTags": ["debian:bookworm-slim"]}])
+    with tarfile.open(path, "a") as archive:
+        add(archive, "link", type=tarfile.SYMTYPE, linkname=".")
+        add(archive, name, b'[{"RepoTags": ["prod:1"]}]')
+    with pytest.raises(BundleError, match="not an archive of images"):
+        bundled.rewrite_image(path, io.BytesIO())
+
+
+def test_an_engine_is_given_the_files_that_were_looked_at(tmp_path: Path) -> None:
+    """For Python a global header renames all entries after it; Go knows nothing of that."""
+    own = [{"RepoTags": ["debian:bookworm-slim"]}]
+    path = tmp_path / "base.tar"
+    with tarfile.open(path, "w", pax_headers={"path": "other"}) as archive:
+        add(archive, "manifest.json", b'[{"RepoTags": ["prod:1"]}]')
+    hidden = path.read_bytes()
+    write_image(path, manifest=own)
+    path.write_bytes(path.read_bytes().rstrip(b"\0").ljust(1024, b"\0") + hidden)
+    out = io.BytesIO()
+    names = bundled.rewrite_image(path, out)
+    out.seek(0)
+    with tarfile.open(fileobj=out) as archive:
+        assert archive.pax_headers == {}
+        found = {entry.name: archive.extractfile(entry) for entry in archive}
+    manifest = found["manifest.json"]
+    assert manifest is not None
+    assert json.load(manifest) == own
+    assert names == {"debian:bookworm-slim"}
+    assert found.keys() == {"manifest.json", "other"}
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"no archive"])
 def test_what_is_no_archive_of_images_names_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "base.tar").write_bytes(content)
     with contextlib.suppress(BundleError):
-        assert bundled.image_names(tmp_path / "base.tar") == set()
+        assert bundled.rewrite_image(tmp_path / "base.tar", io.BytesIO()) == set()
     write_image(tmp_path / "deep.tar", manifest=[1])
     with pytest.raises(BundleError, match="not an archive of images"):
-        bundled.image_names(tmp_path / "deep.tar")
+        bundled.rewrite_image(tmp_path / "deep.tar", io.BytesIO())
 
 
 def test_debian_packages_come_whole_out_of_a_container(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shoal.engine import images as engine_images
 from shoal.errors import ImageError
 from shoal.inside import asking, manifest, probe, sbom, truth
 from shoal.inside import contents as inside
-from shoal.inside.contents import Contents
+from shoal.inside.contents import Contents, read
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -203,6 +203,26 @@ def test_a_foreign_image_is_asked_without_any_rights(monkeypatch: pytest.MonkeyP
     }
     assert made["pids_limit"] > 0
     assert not {"mounts", "volumes", "privileged", "cap_add", "pid_mode"} & made.keys()
+
+
+def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> Contents:
+    monkeypatch.setattr(asking, "said", lambda *_: says)
+    image = SimpleNamespace(id="sha256:own", attrs={"Created": "2026-01-01", "Size": 5}, labels={"own": "1"})
+    client: Any = SimpleNamespace(images=SimpleNamespace(get=lambda _: image))
+    return read(client, "foreign:1")
+
+
+def test_what_the_engine_knows_of_an_image_is_not_what_the_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    lies = {"tag": "prod:1", "id": "sha256:another", "created": "1999", "bytes": 1, "labels": {"not": "own"}}
+    found = ask_image(monkeypatch, json.dumps({**FACTS, **lies}))
+    assert (found.tag, found.id, found.created, found.bytes) == ("foreign:1", "sha256:own", "2026-01-01", 5)
+    assert found.labels == {"own": "1"}
+
+
+@pytest.mark.parametrize("says", ["[" * 100_000, "[1]", "null", "{}", '{"system": {"a": 1}}', "9" * 9999, "x"])
+def test_an_image_that_says_nonsense_is_told(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    with pytest.raises(ImageError, match=r"^foreign:1: what its Python says is n"):
+        ask_image(monkeypatch, says)
 
 
 def test_a_system_without_dpkg_and_commands_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -289,6 +289,25 @@ def test_metrics_that_are_not_json_are_told(tmp_path: Path) -> None:
     assert "output/data/metrics.json: Expecting property name" in result.messages["algo-1"]
 
 
+@pytest.mark.parametrize("part", ["job.json", "data/metrics.json"])
+def test_what_is_too_deep_is_told(tmp_path: Path, part: str) -> None:
+    write(tmp_path / "algo-1", f"output/{part}", '{"a": ' + "[" * 100_000)
+    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    assert (result.launch, result.metrics) == ({}, {})
+    assert f"output/{part}: too deep" in result.messages["algo-1"]
+
+
+@pytest.mark.parametrize(
+    "said", ['{"hosts": 5}', '{"hosts": []}', '{"ranks": "x"}', '{"training_seconds": "\\u001b[2J"}']
+)
+def test_what_train_does_not_write_is_told(tmp_path: Path, request_: job.JobRequest, said: str) -> None:
+    """An image of somebody else may write anything there: the table at the end is shown all the same."""
+    write(tmp_path / "algo-1", "output/job.json", said)
+    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    assert "output/job.json: not what `train` writes" in result.messages["algo-1"]
+    assert ("exit code", "0") in summary.rows(request_, result, None)
+
+
 def test_a_loss_that_is_no_number_is_a_text(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", '{"loss": NaN, "accuracy": 0.5}')
     result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})

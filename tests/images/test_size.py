@@ -715,3 +715,15 @@ def test_sums_add() -> None:
     assert Sum(1, 2, 3, 4, 5) + Sum(10, 20, 30, 40, 50) == Sum(11, 22, 33, 44, 55)
     assert (sizefigures.signed(1500), sizefigures.signed(-20), sizefigures.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
     assert (sizefigures.share(1, 1000), sizefigures.share(500, 1000)) == ("less than 1%", "50%")
+
+
+def test_names_in_an_image_command_no_terminal() -> None:
+    """Whoever made the image chose them: those of files, and the command of a layer."""
+    found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
+    other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
+    screen = io.StringIO()
+    size.show(Console(file=screen, width=200), [found])
+    size.show(Console(file=screen, width=200), [found, other])
+    assert "title" in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()
+    assert "\x07" not in screen.getvalue()

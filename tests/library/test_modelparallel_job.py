@@ -126,6 +126,7 @@ def test_a_key_that_another_user_has_left_is_refused(tmp_path: Path) -> None:
     """Whoever reaches the store may have written the path there."""
     key, link = tmp_path / "key", tmp_path / "link"
     key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
     assert meeting._read_key(str(key), 1) == b"k" * 32
     link.symlink_to(key)
     key_of_others = Path("/proc/1/cmdline") if os.geteuid() else key
@@ -134,6 +135,25 @@ def test_a_key_that_another_user_has_left_is_refused(tmp_path: Path) -> None:
     for path in (link, key_of_others, tmp_path / "none"):
         with pytest.raises(LaunchError, match=r"Rank 1 cannot read the key.*Fix: .*SMDDP_JOB_SECRET"):
             meeting._read_key(str(path), 1)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """Such as the arguments of a process of this user: 32 bytes that others know."""
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    for mode in (0o644, 0o640, 0o604):
+        key.chmod(mode)
+        with pytest.raises(LaunchError, match="others may read it"):
+            meeting._read_key(str(key), 1)
+
+
+@pytest.mark.parametrize("word", ["plain " + "00" * 32, "secret ", "none at all"])
+def test_ranks_of_one_host_take_no_key_out_of_the_store(word: str) -> None:
+    """Whoever reaches it may write there: a key that they know would make them a rank."""
+    store = LocalStore(1.0)
+    store.prefixed("smp").set("key", word)
+    with pytest.raises(LaunchError, match=r"Rank 1 .*Fix: .*SMDDP_JOB_SECRET"):
+        Rank(store, 1, 2)
 
 
 def test_the_secret_of_the_launch_is_the_key_and_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.repeats import SEED, times
 
+from smdistributed.core import shared_memory
 from smdistributed.core.guards import CollectiveError
 from smdistributed.core.segment import Process, this_process
 from smdistributed.core.shared_memory import SharedMemory, meet, share
@@ -159,6 +160,42 @@ def test_what_a_killed_job_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     shared = join(tmp_path, 0, 1)
     assert not left.exists()
     shared.close()
+
+
+class OverwrittenStore(DirectoryStore):
+    """Somebody else writes into it which file it is."""
+
+    word = ""
+
+    def get(self, key: str, /) -> bytes:
+        return self.word.encode() if key == "path" else super().get(key)
+
+
+def test_rank_0_removes_no_file_that_the_store_names(tmp_path: Path) -> None:
+    store, kept = OverwrittenStore(tmp_path), tmp_path / "kept"
+    kept.touch()
+    store.word = f"4096:{kept}"
+    shared = share(store, 0, meet(store, 0, 1), SECONDS)
+    assert isinstance(shared, SharedMemory)
+    shared.close()
+    assert kept.exists()
+    assert not list(Path("/dev/shm").glob(f"smddp-*-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("name", ["kept", "smddp-kept", "smddp-link", "smddp-short", "none"])
+@pytest.mark.parametrize("slot", ["", "1", "x"])
+def test_no_other_file_is_taken_for_shared_memory(tmp_path: Path, name: str, slot: str) -> None:
+    """Ranks would write into it."""
+    store, (largest, length) = OverwrittenStore(tmp_path), shared_memory.choose_slot_bytes(2)
+    for other, size, mode in (("kept", length, 0o600), ("smddp-kept", length, 0o644), ("smddp-short", 1, 0o600)):
+        with (tmp_path / other).open("wb") as file:
+            file.truncate(size)
+        (tmp_path / other).chmod(mode)
+    (tmp_path / "smddp-link").symlink_to(tmp_path / "kept")
+    store.word = f"{slot or largest}:{tmp_path / name}"
+    memory, _, problem, _ = shared_memory._map(store, 1, 2)
+    assert memory is None
+    assert problem
 
 
 def test_after_an_error_nothing_begins(tmp_path: Path) -> None:

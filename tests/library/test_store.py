@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 from smdistributed.core import store as stores
 from smdistributed.core.board import Board
 from smdistributed.core.launch import Address, Launch, LaunchError
+from smdistributed.core.secret import tagged, untagged
 from smdistributed.core.sockets import own_address
 from smdistributed.core.store import LocalStore, Prefixed, Server, Store, StoreError, TcpStore, open_store
 
@@ -196,6 +198,21 @@ def test_the_address_of_a_host_that_knows_its_own_name_as_its_loopback(monkeypat
     assert stores._job_address("first") == "127.0.0.1"
 
 
+def test_a_pickle_that_was_changed_on_its_way_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that ranks broadcast by MPI, which nobody authenticates."""
+    monkeypatch.delenv("SHOAL_JOB_SECRET", raising=False)
+    monkeypatch.delenv("SMDDP_JOB_SECRET", raising=False)
+    assert tagged(b"pickle", "objects") == b"pickle" == untagged(b"pickle", "objects")
+    monkeypatch.setenv("SMDDP_JOB_SECRET", "of this job, long enough")
+    sent = tagged(b"pickle", "objects")
+    assert untagged(sent, "objects") == b"pickle"
+    for changed in (b"", b"pickle", sent[:-1], sent + b".", sent[:-1] + b"E", bytes(32) + b"pickle"):
+        with pytest.raises(ValueError, match="was changed on its way"):
+            untagged(changed, "objects")
+    with pytest.raises(ValueError, match="was changed on its way"):
+        untagged(sent, "another purpose")
+
+
 def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Address("127.0.0.1", free_port)
     monkeypatch.setenv("SMDDP_JOB_SECRET", "0123456789abcdef")
@@ -211,6 +228,27 @@ def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     first.close()
+
+
+def test_a_system_that_gives_no_more_threads_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may have them all: their connections are ended, and the store goes on."""
+    refusals, start = iter(range(3)), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if next(refusals, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    stores._Service(listener, stores._NO_SECRET)
+    monkeypatch.setattr(stores, "CONNECT_SECONDS", 5.0)
+    monkeypatch.setattr(stores, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store = TcpStore(Address("127.0.0.1", listener.getsockname()[1]), seconds=1)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert next(refusals, None) is None
+    store.close()
 
 
 def test_strangers_without_end_keep_nobody_from_it(server: Server) -> None:

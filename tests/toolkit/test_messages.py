@@ -109,6 +109,12 @@ def test_values_that_no_peer_sends_are_refused(message: Any) -> None:
         messages.parse(*messages.encode(message), proved=True)
 
 
+@pytest.mark.parametrize("word", ["\x1b]0;title\x07", "\ntrain: a line of its own", "\r", "\u2028", "\u202e", "\ud800"])
+def test_who_has_proved_nothing_writes_only_words_into_a_log(word: str) -> None:
+    with pytest.raises(ProtocolError, match="printable"):
+        messages.parse(*messages.encode(messages.Refused(f"because {word}")), proved=False)
+
+
 # Drawn at random
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

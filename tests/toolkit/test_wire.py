@@ -86,15 +86,19 @@ class Visitor:
         self.heard: list[bytes] = []
         self.lost: list[str] = []
         self._secret, self._role, self._forged = secret, role, forged
+        self._transcript: dict[str, str] = {}
         sock = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
         self.channel = Channel(loop, sock, self._message, self.lost.append)
 
     def _message(self, said: Any) -> None:
         self.heard.append(messages.encode(said)[0])
+        if isinstance(said, messages.Welcome):
+            self.channel.start(wire.seals(self._secret, "first", self._transcript))
+            self.channel.send(messages.Start("orted"))
         if not isinstance(said, messages.Hello):
             return
         nonce, hosts = wire.nonce(), wire.fingerprint(HOSTS)
-        transcript = {
+        self._transcript = {
             "first": HOSTS[0],
             "worker": HOSTS[1],
             "hosts": hosts,
@@ -102,8 +106,7 @@ class Visitor:
             "worker_nonce": said.nonce,
             **self._forged,
         }
-        self.channel.send(messages.Prove(nonce, hosts, wire.proof(self._secret, self._role, transcript)))
-        self.channel.send(messages.Start("orted"))
+        self.channel.send(messages.Prove(nonce, hosts, wire.proof(self._secret, self._role, self._transcript)))
 
 
 def visit(
@@ -175,6 +178,20 @@ def framed(kind: bytes, payload: bytes) -> bytes:
     return (len(payload) + 1).to_bytes(4, "big") + kind + payload
 
 
+TRANSCRIPT = {"first_nonce": "1", "worker_nonce": "2"}
+
+
+def seals(role: str) -> tuple[wire.Seal, wire.Seal]:
+    return wire.seals("s3cret", role, TRANSCRIPT)
+
+
+def sealed(*sent: Any, role: str = "first") -> list[bytes]:
+    """The frames of these messages, with tags."""
+    seal = seals(role)[0]
+    encoded = map(messages.encode, sent)
+    return [framed(kind, payload + seal.tag(kind, payload)) for kind, payload in encoded]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 2), st.integers(0, 99), st.binary(max_size=300)), min_size=1), st.integers(1, 99)
 )
@@ -183,9 +200,9 @@ def test_messages_arrive_as_they_were_sent_in_pieces_of_any_size(
     loop: Loop, sent: list[tuple[int, int, bytes]], size: int
 ) -> None:
     pair = Pair(loop)
-    pair.channel.start_heartbeats()
+    pair.channel.start(seals("worker"))
     outputs = [messages.Output(*each) for each in sent]
-    stream = b"".join(framed(*messages.encode(each)) for each in outputs)
+    stream = b"".join(sealed(*outputs))
     for start in range(0, len(stream), size):
         pair.raw.sendall(stream[start : start + size])
     loop.run_until(lambda: len(pair.heard) == len(sent))
@@ -203,9 +220,34 @@ def test_garbage_ends_the_connection(loop: Loop, garbage: bytes) -> None:
     pair.close()
 
 
+GO, STOP = messages.GO, messages.Signal(15)
+CHANGES: dict[str, list[bytes]] = {
+    "added": [framed(b"G", b"")],
+    "with another tag": [framed(b"G", bytes(16))],
+    "changed": [sealed(STOP)[0].replace(b"15", b"02")],
+    "of another kind": [sealed(GO)[0].replace(b"G", b"r")],
+    "repeated": sealed(GO) * 2,
+    "left out": sealed(GO, STOP)[1:],
+    "moved": sealed(GO, STOP)[::-1],
+    "sent back": sealed(GO, role="worker"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) -> None:
+    """Such as who answers for both hosts' addresses, and passes on what they say."""
+    pair = Pair(loop)
+    pair.channel.start(seals("worker"))
+    pair.raw.sendall(b"".join(CHANGES[how]))
+    loop.run_until(lambda: bool(pair.lost))
+    assert "changed on its way, or is not the next one" in pair.lost[0]
+    assert pair.heard == ([GO] if how == "repeated" else [])
+    pair.close()
+
+
 def test_a_peer_that_goes_is_noticed_at_once(loop: Loop) -> None:
     pair = Pair(loop)
-    pair.channel.start_heartbeats()
+    pair.channel.start(seals("worker"))
     pair.raw.close()
     loop.run_until(lambda: bool(pair.lost))
     assert len(pair.lost) == 1
@@ -216,7 +258,7 @@ def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.Mon
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(wire, "LOST_SECONDS", 0.05)
     pair = Pair(loop)
-    pair.channel.start_heartbeats()
+    pair.channel.start(seals("worker"))
     loop.run_until(lambda: bool(pair.lost))
     assert "nothing was heard from it" in pair.lost[0]
     pair.close()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import posixpath
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any, Literal
 
 import docker
 
 from shoal.build import base
+from shoal.engine import archive
 from shoal.errors import BundleError, UsageError
 from shoal.host.machine import Machine
 from shoal.matrix.spec import System
@@ -30,6 +31,8 @@ SUMS = "SHA256SUMS"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _TOLD = 10
 _REGISTRY = "docker.io/library/"
+_NO_FILES = (FileExistsError, IsADirectoryError, NotADirectoryError)  # one path is a file and a directory
+_DOCUMENTS = ("manifest.json", "repositories", "index.json")
 _IMAGE_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 
 
@@ -94,13 +97,18 @@ def _read_sums(directory: Path) -> dict[str, str]:
 
 
 def _files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a bundle by their paths within it, but for `SHA256SUMS`."""
+    """Yield the files of a bundle by their paths within it, but for `SHA256SUMS`; and what is neither one nor a
+    directory: a link to a directory would bring files that nobody has listed.
+    """
     for path in directory.rglob("*"):
-        if path.is_file() and (name := path.relative_to(directory).as_posix()) != SUMS:
+        is_directory = path.is_dir() and not path.is_symlink()
+        if not is_directory and (name := path.relative_to(directory).as_posix()) != SUMS:
             yield name, path
 
 
 def _sha256(path: Path) -> str:
+    if not path.is_file():
+        return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -148,33 +156,34 @@ def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[S
             )
         if base.find(client, system) is None:
             path = directory / system.suite / BASE
-            if strange := [name for name in image_names(path) if not base.is_name_of(name, system)]:
-                raise BundleError(
-                    f"{path}: it would name images {', '.join(sorted(strange))}, and may hold the base of Debian"
-                    f" {system.suite} alone. Fix: copy the bundle again from where it was made"
-                )
-            with path.open("rb") as file:
-                client.images.load(file)
+            with TemporaryFile() as out:
+                names = rewrite_image(path, out)
+                if strange := [name for name in names if not base.is_name_of(name, system)]:
+                    raise BundleError(
+                        f"{path}: it would name images {', '.join(sorted(strange))}, and may hold the base of Debian"
+                        f" {system.suite} alone. Fix: copy the bundle again from where it was made"
+                    )
+                client.images.load(out)
 
 
-def image_names(path: Path) -> set[str]:
-    """Return each name that an engine may give an image of an archive that it loads. Raises BundleError for no archive.
+def rewrite_image(path: Path, out: IO[bytes]) -> set[str]:
+    """Write an archive of images anew, and rewind it. Returns each name that an engine may give an image of it.
 
-    An engine reads them from one of three files, depending on its age and image store.
+    An engine reads the names from one of three files, depending on its age and image store. It reads archives in ways
+    of its own (compressed ones, names such as `/manifest.json`, files under links): so it is given nothing but the
+    files that were found here. Raises BundleError for no archive of images.
     """
-    wanted = {"manifest.json", "repositories", "index.json"}
-    documents: dict[str, Any] = {}
     try:
-        with tarfile.open(path) as archive:
-            for entry in archive:
-                name = posixpath.normpath(entry.name)
-                if name in wanted:
-                    file = archive.extractfile(entry)
-                    if name in documents or file is None:
-                        raise ValueError(f"{name} is there twice, or no file")
-                    documents[name] = json.load(file)
+        with TemporaryDirectory() as scratch, path.open("rb") as source:
+            root = Path(scratch)
+            if left_out := list(archive.unpack(source, root)):
+                raise ValueError(left_out[0])
+            files = {file.relative_to(root).as_posix(): file for file in root.rglob("*") if file.is_file()}
+            documents = {name: json.loads(files[name].read_bytes()) for name in _DOCUMENTS if name in files}
+            archive.write(files, out)
+            out.seek(0)
         return {name.removeprefix(_REGISTRY) for name in _names(documents)}
-    except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (*_NO_FILES, tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BundleError(f"{path}: not an archive of images: {error}. Fix: copy the bundle again") from error
 
 

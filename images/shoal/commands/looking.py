@@ -14,6 +14,7 @@ from shoal import engine
 from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.engine import images
+from shoal.engine.containers import shown
 from shoal.errors import ImageError, VulnerableError
 from shoal.inside import advisories, contents, differences, manifest, sbom
 from shoal.report import files, size
@@ -65,11 +66,11 @@ def audit_image(
         output.write({"tag": tag, "findings": findings, "unused": unused, "unaudited": unaudited})
     progress = screen(as_json)
     for finding in found:
-        say(f"{'✗' if finding.counts(today) else '-'} {finding}", progress)
+        say(shown(f"{'✗' if finding.counts(today) else '-'} {finding}"), progress)
     for entry in unused:
         say(f"! {allow}: {entry.id} accepts nothing that is in {tag}", progress)
     if unaudited:
-        say(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}", progress)
+        say(shown(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}"), progress)
     if count := sum(finding.counts(today) for finding in found):
         raise VulnerableError(
             f"{tag}: {count} known vulnerabilities. What to do: take a release without them (dockerfiles/versions.yml,"
@@ -139,6 +140,6 @@ def report_differences(
     if as_json:
         output.write({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:
-        say("\n".join(differences.told(found)))
+        say(shown("\n".join(differences.told(found))))
     if check:
         found.check()

@@ -88,6 +88,11 @@ def create(client: docker.DockerClient, image: str, command: list[str], settings
         raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
 
 
+def shown(text: str) -> str:
+    """Return a text of an image without what a terminal obeys; ends of lines stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield whole lines; a progress bar's \\r ends one too."""
     rest = b""

@@ -16,6 +16,7 @@ import docker.errors
 from docker.types import LogConfig
 
 from shoal.engine import containers
+from shoal.engine.containers import shown
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"
@@ -34,19 +35,17 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def shown(text: str) -> str:
-    """Return a text of an image without what a terminal obeys; ends of lines stay."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
     text = files("shoal.inside").joinpath(program).read_text()
     output = said(client, tag, ["python3", "-B", "-c", text])
     try:
-        return json.loads(output)
-    except ValueError as error:
+        found = json.loads(output)
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ImageError(f"{tag}: what its Python says is no JSON object")
+    return found
 
 
 def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import docker
 import pydantic
 
+from shoal.errors import ImageError
 from shoal.inside import asking
 
 
@@ -52,17 +53,17 @@ class Contents(pydantic.BaseModel):
 
 
 def read(client: docker.DockerClient, tag: str) -> Contents:
-    """Ask a container of the image, without a network. Raises ImageError where there is no image, or no Python."""
+    """Ask a container of the image, without a network. Raises ImageError where there is no image, or no Python.
+
+    What the engine knows is taken from it, whatever the image says.
+    """
     said = asking.ask(client, tag, "probe.py")
     image = client.images.get(tag)
     about = image.attrs
-    return Contents.model_validate(
-        {
-            "tag": tag,
-            "id": image.id,
-            "created": about["Created"],
-            "bytes": about["Size"],
-            "labels": image.labels,
-            **said,
-        }
-    )
+    known = {"tag": tag, "id": image.id, "created": about["Created"], "bytes": about["Size"], "labels": image.labels}
+    try:
+        return Contents.model_validate(said | known)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ImageError(f"{tag}: what its Python says is not what was asked: {field!r}: {first['msg']}") from None

@@ -226,9 +226,9 @@ def outcome(
         if (failure := tree / "output" / "failure").is_file():
             messages[host] = "\n".join([*filter(None, [messages.get(host)]), failure.read_text(errors="replace")])
     facts = {}
-    for part in ("job.json", "data/metrics.json"):
+    for part, read in (("job.json", _read_launch), ("data/metrics.json", _read_object)):
         try:
-            facts[part] = _read_object(first / "output" / part)
+            facts[part] = read(first / "output" / part)
         except ValueError as error:
             facts[part] = {}
             messages[first_host] = "\n".join([*filter(None, [messages.get(first_host)]), f"output/{part}: {error}"])
@@ -249,6 +249,20 @@ def _read_object(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(), parse_constant=str)
     except FileNotFoundError:
         return {}
+    except RecursionError:
+        raise ValueError("too deep") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
+
+
+def _read_launch(path: Path) -> dict[str, Any]:
+    """Read what `train` writes of itself; any program of the image may have written it since."""
+    found = _read_object(path)
+    hosts, ranks = found.get("hosts", [path]), found.get("ranks")
+    seconds = (found.get("launch_seconds"), found.get("training_seconds"))
+    if not (isinstance(hosts, list) and hosts and (ranks is None or type(ranks) is int)):
+        raise ValueError("not what `train` writes: hosts, ranks")
+    if not all(value is None or isinstance(value, (int, float)) for value in seconds):
+        raise ValueError("not what `train` writes: seconds")
+    return found

@@ -230,5 +230,7 @@ def _fetch(container: Container, target: Path, console: Console) -> Path:
                 buffer.write(chunk)
             buffer.seek(0)
             for skipped in archive.unpack(buffer, target):
-                console.print(f"{target.name}: not collected: {skipped}", markup=False, soft_wrap=True)
+                console.print(
+                    containers.shown(f"{target.name}: not collected: {skipped}"), markup=False, soft_wrap=True
+                )
     return target

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.table import Table
 
 from shoal import engine
+from shoal.engine.containers import shown
 from shoal.engine.images import find, missing
 from shoal.errors import UsageError
 from shoal.layers import inventory
@@ -171,13 +172,13 @@ def _counted(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Itera
 
 def _say(console: Console, sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
+        console.print(shown(sentence), markup=False, soft_wrap=True)
 
 
 def _table(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
     table = _columns(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_BRIEF]:
-        table.add_row(escape(text), amount(of.bytes), amount(of.compressed), amount(of.hidden))
+        table.add_row(escape(shown(text)), amount(of.bytes), amount(of.compressed), amount(of.hidden))
     console.print(table)
     if len(rows) > _BRIEF:
         console.print(f"  and {len(rows) - _BRIEF} smaller", markup=False)
@@ -188,7 +189,7 @@ def _show_changes(console: Console, comparison: Comparison) -> None:
         told = sorted(filter(lambda change: change.is_told, changes), key=lambda change: -abs(change.bytes))
         table = _columns(console, name, "state", "change", "compressed")
         for change in told[:_BRIEF]:
-            text = escape(f"{change.name} {change.version}".strip())
+            text = escape(shown(f"{change.name} {change.version}".strip()))
             table.add_row(text, change.state, sizefigures.signed(change.bytes), sizefigures.signed(change.compressed))
         if told:
             console.print(table)

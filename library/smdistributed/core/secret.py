@@ -13,6 +13,7 @@ from smdistributed.core.launch import LaunchError
 
 VARIABLES = ("SMDDP_JOB_SECRET", "SHOAL_JOB_SECRET")
 _LEAST_CHARACTERS = 16
+_TAG_BYTES = 32
 
 
 def job_key(purpose: str, environ: Mapping[str, str] | None = None) -> bytes | None:
@@ -35,3 +36,20 @@ def job_key(purpose: str, environ: Mapping[str, str] | None = None) -> bytes | N
 def derived(secret: bytes, purpose: str) -> bytes:
     """A key of 32 bytes that says nothing of the secret, or of keys for other purposes."""
     return hmac.digest(secret, f"smdistributed {purpose}".encode(), "sha256")
+
+
+def tagged(data: bytes, purpose: str) -> bytes:
+    """The data with a tag that only ranks can make; without one if the job has no secret."""
+    key = job_key(purpose)
+    return data if key is None else hmac.digest(key, data, "sha256") + data
+
+
+def untagged(data: bytes, purpose: str) -> bytes:
+    """What `tagged` was given on another rank. Raises ValueError if it was changed on the way."""
+    key = job_key(purpose)
+    if key is None:
+        return data
+    tag, rest = data[:_TAG_BYTES], data[_TAG_BYTES:]
+    if not hmac.compare_digest(tag, hmac.digest(key, rest, "sha256")):
+        raise ValueError(f"was changed on its way, or comes from a rank with another {VARIABLES[0]}")
+    return rest

@@ -11,11 +11,13 @@ import mmap
 import os
 import secrets
 import socket
+import stat
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 _PREFIX = "smddp-"
+_MODE = 0o600
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -65,13 +67,21 @@ def create(size: int) -> tuple[Path, mmap.mmap]:
     raise OSError(f"no room for {size >> 20} MiB of shared memory: {problem}")
 
 
-def attach(path: Path) -> mmap.mmap:
-    """Map a file that another process of this host has made. Raises OSError where it cannot be seen from here."""
-    return _map(path, path.stat().st_size, 0)
+def attach(path: Path, size: int) -> mmap.mmap:
+    """Map a file of so many bytes that another process of this user has made by `create`.
+
+    The path comes through a store into which strangers may write. Raises OSError where it is none of ours, or cannot be
+    seen from here.
+    """
+    about = path.lstat()
+    mode, owner = about.st_mode, about.st_uid
+    if (mode, owner, about.st_size) != (stat.S_IFREG | _MODE, os.geteuid(), size) or not path.name.startswith(_PREFIX):
+        raise OSError(f"{path} is no shared memory of this job")
+    return _map(path, size, 0)
 
 
 def _map(path: Path, size: int, flags: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _MODE)
     try:
         if flags:
             os.posix_fallocate(fd, 0, size)  # a full disk is an error here, and a SIGBUS later

@@ -290,10 +290,10 @@ def share(
     SharedMemory.
     """
     size = len(members)
-    memory, slot_bytes, problem = _map(store, rank, size)
+    memory, slot_bytes, problem, made = _map(store, rank, size)
     problems = exchange(store, "problem", rank, size, problem)
-    if rank == 0 and memory is not None:
-        Path(store.get("path").decode().partition(":")[2]).unlink(missing_ok=True)  # all have tried to map it
+    if made is not None:  # all have tried to map it
+        made.unlink(missing_ok=True)
     found = [f"rank {members[other].number}: {text}" for other, text in enumerate(problems) if text]
     if found or memory is None:
         return "; ".join(found)
@@ -315,27 +315,34 @@ def exchange(store: Store, name: str, rank: int, size: int, text: str) -> list[s
     return [store.get(f"{name}-{other}").decode() for other in range(size)]
 
 
-def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str]:
-    """Map the file that rank 0 makes; returns that and the bytes of a slot, or why not."""
+def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str, Path | None]:
+    """Map the file that rank 0 makes; returns that and the bytes of a slot, or why not; on rank 0, its path."""
     try:
         if rank == 0:
-            return *_make(store, size), ""
-        slot_bytes, _, path = store.get("path").decode().partition(":")
+            memory, slot_bytes, made = _make(store, size)
+            return memory, slot_bytes, "", made
+        slot, _, path = store.get("path").decode().partition(":")
         if path == _NOWHERE:
-            return None, 0, "rank 0 has made none"
-        return segment.attach(Path(path)), int(slot_bytes), ""
+            return None, 0, "rank 0 has made none", None
+        if slot not in map(str, SETTINGS["slot_bytes"]):
+            return None, 0, "what the store says of it was not written by rank 0", None
+        return segment.attach(Path(path), _length(size, int(slot))), int(slot), "", None
     except OSError as error:
-        return None, 0, str(error)
+        return None, 0, str(error), None
 
 
 def choose_slot_bytes(size: int) -> tuple[int, int]:
     """The largest slot for which there is room, and what `size` ranks share with it; both in bytes."""
-    lengths = {slot: int(native.load().engine_bytes(size, slot)) for slot in SETTINGS["slot_bytes"]}
+    lengths = {slot: _length(size, slot) for slot in SETTINGS["slot_bytes"]}
     slot = next((slot for slot, length in lengths.items() if length <= segment.room() // 2), min(lengths))
     return slot, lengths[slot]
 
 
-def _make(store: Store, size: int) -> tuple[mmap.mmap, int]:
+def _length(size: int, slot_bytes: int) -> int:
+    return int(native.load().engine_bytes(size, slot_bytes))
+
+
+def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
     slot_bytes, length = choose_slot_bytes(size)
     try:
         path, memory = segment.create(length)
@@ -343,7 +350,7 @@ def _make(store: Store, size: int) -> tuple[mmap.mmap, int]:
         store.set("path", f"0:{_NOWHERE}")
         raise
     store.set("path", f"{slot_bytes}:{path}")
-    return memory, slot_bytes
+    return memory, slot_bytes, path
 
 
 def _described(doing: native.Doing) -> str:

@@ -184,10 +184,19 @@ class _Service:
                 time.sleep(_AGAIN_SECONDS)
                 continue
             self._strangers.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError:  # the system gives no more threads: until strangers have ended
+                self._strangers.remove(connection)
+                connection.close()
+                self._end_a_stranger()
+                time.sleep(_AGAIN_SECONDS)
             if len(self._strangers) > _MOST_STRANGERS:
-                with contextlib.suppress(OSError, IndexError):  # has ended, or proved itself, meanwhile
-                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+                self._end_a_stranger()
+
+    def _end_a_stranger(self) -> None:
+        with contextlib.suppress(OSError, IndexError):  # has ended, or proved itself, meanwhile
+            self._strangers.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         """Until the rank ends; what proves nothing, or sends something else than requests, is left alone."""

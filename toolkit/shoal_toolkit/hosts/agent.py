@@ -12,7 +12,7 @@ the name resolves to have places of their own, which nobody else can take.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from shoal_toolkit.errors import LaunchError
@@ -126,15 +126,18 @@ class Agent:
     def hello(self, nonce: str) -> Hello:
         return Hello(messages.VERSION, self._current_host, nonce)
 
-    def answer(self, nonce: str, said: Prove) -> Welcome | Refused:
-        """Judge the first host's proof. `nonce`: that of our hello."""
-        transcript = {
+    def transcript(self, nonce: str, said: Prove) -> dict[str, str]:
+        """Return what the proofs of a handshake are about. `nonce`: that of our hello."""
+        return {
             "first": self._hosts[0],
             "worker": self._current_host,
             "hosts": wire.fingerprint(self._hosts),
             "first_nonce": said.nonce,
             "worker_nonce": nonce,
         }
+
+    def answer(self, transcript: Mapping[str, str], said: Prove) -> Welcome | Refused:
+        """Judge the first host's proof."""
         if said.hosts != transcript["hosts"]:
             return self._refuse("its resourceconfig.json names other hosts than this host's")
         if not wire.same(wire.proof(self._secret, "first", transcript), said.proof):
@@ -151,8 +154,9 @@ class Agent:
     def forget(self, handshake: _Handshake) -> None:
         self._handshakes.pop(handshake, None)
 
-    def welcome(self, channel: Channel) -> None:
+    def welcome(self, channel: Channel, transcript: Mapping[str, str]) -> None:
         """The first host is here: nobody else is waited for."""
+        channel.start(wire.seals(self._secret, "worker", transcript))
         self.close()
         self._on_first_host(channel)
 
@@ -170,15 +174,15 @@ class _Handshake:
     def _message(self, said: Any) -> None:
         if not isinstance(said, Prove):
             raise ProtocolError("not the proof that is due")
-        answer = self._agent.answer(self._nonce, said)
+        transcript = self._agent.transcript(self._nonce, said)
+        answer = self._agent.answer(transcript, said)
         self._channel.send(answer)
         if isinstance(answer, Refused):
             self.end()
             return
         self._deadline.cancel()
         self._agent.forget(self)
-        self._channel.start_heartbeats()
-        self._agent.welcome(self._channel)
+        self._agent.welcome(self._channel, transcript)
 
     def end(self) -> None:
         self._deadline.cancel()

@@ -200,7 +200,7 @@ class _Attempt:
         channel, self._channel = self._channel, None
         self._timer.cancel()
         if channel is not None:
-            channel.start_heartbeats()
+            channel.start(wire.seals(self._secret, "first", self._transcript))
             self._search.found(self._host, channel)
 
     def _refused(self, reason: str) -> None:

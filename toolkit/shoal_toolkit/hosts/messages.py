@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from shoal_toolkit.light_typing import Any, NamedTuple
 
-VERSION = 4
+VERSION = 5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MOST_DIGITS = 20  # of 64 bits
@@ -165,6 +165,13 @@ def _text(value: Any) -> Any:
     return value
 
 
+def _line(value: Any) -> Any:
+    """What is logged of somebody who has proved nothing: no line of its own, and nothing that a terminal obeys."""
+    if not _text(value).isprintable():
+        raise ProtocolError("a text of other than printable characters")
+    return value
+
+
 def _rank_or_none(value: Any) -> Any:
     return None if value is None else _rank(value)
 
@@ -200,7 +207,7 @@ _FORMS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"H": (Hello, (_whole(1 << 16), _text, _nonce)),
     b"P": (Prove, (_nonce, _proof, _proof)),
     b"W": (Welcome, (_proof,)),
-    b"R": (Refused, (_text,)),
+    b"R": (Refused, (_line,)),
     b"S": (Start, (_text,)),
     b"K": (Signal, (_stop_signal,)),
     b"V": (Decided, (_code, _text, _report)),

@@ -1,6 +1,8 @@
 """The connection between two hosts: frames over TCP, heartbeats, and the proofs of the job's secret.
 
-A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: see messages.py.
+A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: see messages.py. After the
+handshake a tag follows (16 bytes). Its key comes from the secret and from this handshake, so that nobody between the
+hosts adds, changes, repeats or leaves out a frame.
 """
 
 from __future__ import annotations
@@ -27,6 +29,27 @@ HEARTBEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # longer than a network that stumbles, shorter than a user's patience
 
 _HEAD = struct.Struct("!Ic")
+_TAG_BYTES = 16
+
+
+class Seal:
+    """Makes the tags of the frames that go one way on a connection, one after the other."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def tag(self, kind: bytes, payload: bytes) -> bytes:
+        mac = hashlib.blake2b(self._count.to_bytes(8, "big") + kind, key=self._key, digest_size=_TAG_BYTES)
+        mac.update(payload)
+        self._count += 1
+        return mac.digest()
+
+    def open(self, kind: bytes, sealed: bytes) -> bytes:
+        """Return a payload without its tag. Raises ProtocolError if the tag is wrong."""
+        payload, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self.tag(kind, payload)):
+            raise ProtocolError("a frame that was changed on its way, or is not the next one")
+        return payload
 
 
 class Channel:
@@ -42,7 +65,7 @@ class Channel:
         self.on_message = on_message
         self.on_lost = on_lost
         self.on_held: Callable[[int], None] = lambda _: None  # told how many bytes wait to be sent
-        self._proved = False
+        self._seals: tuple[Seal, Seal] | None = None  # of this side and of the other, once that has proved itself
         self._loop = loop
         self._sock: socket.socket | None = sock
         self._in = bytearray()
@@ -59,9 +82,12 @@ class Channel:
     def open(self) -> bool:
         return self._sock is not None
 
-    def start_heartbeats(self) -> None:
-        """The handshake is over. Both sides now speak at least every few seconds, or the connection is lost."""
-        self._proved = True
+    def start(self, seals: tuple[Seal, Seal]) -> None:
+        """The handshake is over. Frames have tags from now on, by the seals of this side and of the other.
+
+        Both sides speak at least every few seconds, or the connection is lost.
+        """
+        self._seals = seals
         self._last_heard = monotonic()
         self._heartbeat()
 
@@ -70,6 +96,8 @@ class Channel:
         if self._sock is None:
             return
         kind, payload = messages.encode(message)
+        if self._seals is not None:
+            payload += self._seals[0].tag(kind, payload)
         self._out.append(memoryview(_HEAD.pack(len(payload) + 1, kind) + payload))
         self._held += _HEAD.size + len(payload)
         self._flush()
@@ -156,20 +184,23 @@ class Channel:
 
     def _deliver(self) -> None:
         """Hand on the messages that are complete. What was read goes in one piece: it is linear in small frames too."""
-        start, limit = 0, MAX_FRAME if self._proved else MAX_HANDSHAKE_FRAME
+        start = 0
         try:
             while self._sock is not None and len(self._in) - start >= _HEAD.size:
                 size, kind = _HEAD.unpack_from(self._in, start)
-                if not 1 <= size <= limit:
+                seals = self._seals
+                if not 1 <= size <= (MAX_HANDSHAKE_FRAME if seals is None else MAX_FRAME + _TAG_BYTES):
                     raise ProtocolError(f"a frame of {size} bytes")
                 end = start + _HEAD.size + size - 1
                 if len(self._in) < end:
                     return
-                message = messages.parse(kind, bytes(self._in[start + _HEAD.size : end]), self._proved)
+                payload = bytes(self._in[start + _HEAD.size : end])
+                if seals is not None:
+                    payload = seals[1].open(kind, payload)
+                message = messages.parse(kind, payload, seals is not None)
                 start = end
                 if message != PING:
                     self.on_message(message)
-                limit = MAX_FRAME if self._proved else MAX_HANDSHAKE_FRAME
         finally:
             del self._in[:start]
 
@@ -187,6 +218,13 @@ def proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
     """Return what only somebody with the job's secret can say of this handshake; `role`: no echo passes for it."""
     text = json.dumps([messages.VERSION, role, sorted(transcript.items())])
     return hmac.new(secret.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()
+
+
+def seals(secret: str, role: str, transcript: Mapping[str, str]) -> tuple[Seal, Seal]:
+    """Return the seal of `role` and that of the other side, for the connection of this handshake."""
+    other = "worker" if role == "first" else "first"
+    own, others = (Seal(bytes.fromhex(proof(secret, f"frames of {each}", transcript))) for each in (role, other))
+    return own, others
 
 
 def same(left: str, right: object) -> bool:

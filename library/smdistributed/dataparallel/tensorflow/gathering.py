@@ -13,10 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from smdistributed.core.options import only_known
+from smdistributed.core.secret import tagged, untagged
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import broadcast_tensors, oob_allreduce
 from smdistributed.dataparallel.tensorflow.job import rank, require
+
+_OBJECTS = "objects"  # the purpose of the key of their tags
 
 
 @only_known
@@ -75,15 +78,24 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
     """Return that rank's object, on every rank: anything that pickle takes. Only in eager code.
 
-    Raises SMDDPError inside a `tf.function`, and where there is no such rank.
+    Raises SMDDPError inside a `tf.function`, where there is no such rank, and for an object that was changed on its
+    way, if the job has a secret.
     """
     if not tf.executing_eagerly():
         raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")
-    data = np.frombuffer(pickle.dumps(obj), np.uint8) if rank() == root_rank else np.zeros(0, np.uint8)
+    data = np.zeros(0, np.uint8)
+    if rank() == root_rank:
+        data = np.frombuffer(tagged(pickle.dumps(obj), _OBJECTS), np.uint8)
     (length,) = broadcast_tensors([tf.constant(len(data), tf.int64)], root_rank)
     given = tf.constant(data) if rank() == root_rank else tf.zeros([int(length)], tf.uint8)
     (found,) = broadcast_tensors([given], root_rank)
-    return obj if rank() == root_rank else pickle.loads(found.numpy().tobytes())
+    if rank() == root_rank:
+        return obj
+    try:
+        pickled = untagged(found.numpy().tobytes(), _OBJECTS)
+    except ValueError as error:
+        raise SMDDPError(f"broadcast_object(): the object of rank {root_rank} {error}.") from error
+    return pickle.loads(pickled)
 
 
 def barrier() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from smdistributed.core.sockets import is_loopback, own_address
 _KEY_BYTES = 32
 _SECRET, _FILE, _PLAIN = "secret", "file", "plain"
 _LOOPBACK = "127.0.0.1"
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class WordStore(Protocol):
@@ -65,6 +67,11 @@ def _agreed_key(store: WordStore, rank: int, is_on_one_host: bool, undo: ExitSta
             f"Rank {rank} has {'a' if own else 'no'} secret of the job, and rank 0 has {'none' if own else 'one'}. "
             f"Fix: give all ranks the same {VARIABLES[0]}, or none; with mpirun add -x {VARIABLES[0]}."
         )
+    if own is None and (way == _FILE) != is_on_one_host:
+        raise LaunchError(
+            f"Rank {rank} finds another way to the job's key in the store than its ranks take: another job, or another "
+            f"person, writes there. Fix: give the job a MASTER_PORT of its own, or all ranks the same {VARIABLES[0]}."
+        )
     return own or (_read_key(word, rank) if way == _FILE else bytes.fromhex(word))
 
 
@@ -90,12 +97,13 @@ def _write_key(undo: ExitStack) -> str:
 
 
 def _read_key(path: str, rank: int) -> bytes:
-    """The key in a file of this user, who alone may have written it: anybody may write a path into a store."""
-    problem = "it is another user's, or no key"
+    """The key in a file of this user, who alone may have read or written it: anybody may write a path into a store."""
+    problem = "it is another user's, others may read it, or it is no key"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            is_own = os.fstat(descriptor).st_uid == os.geteuid()
+            about = os.fstat(descriptor)
+            is_own = about.st_uid == os.geteuid() and stat.S_ISREG(about.st_mode) and not about.st_mode & _OTHERS
             key = file.read(_KEY_BYTES + 1) if is_own else b""
     except OSError as error:
         problem, key = str(error), b""

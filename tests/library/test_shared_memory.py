@@ -234,3 +234,18 @@ def left_behind() -> Iterator[Path]:
     for path in Path("/dev/shm").glob("smddp-*"):
         if not Path("/proc", path.name.split("-")[2]).exists():
             yield path
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two CPUs are needed to bind two ranks apart")
+@pytest.mark.parametrize("apart", [True, False])
+def test_ranks_spin_while_they_wait_if_they_have_a_cpu_each(tmp_path: Path, apart: bool) -> None:
+    """As plain mpirun binds them."""
+    cpus = sorted(os.sched_getaffinity(0))
+
+    def run(rank: int) -> None:
+        os.sched_setaffinity(0, {cpus[rank if apart else 0]})
+        shared = join(tmp_path, rank, 2)
+        assert shared.spins == apart
+        shared.barrier()
+
+    assert [exit_code(pid, 60) for pid in forked(2, run)] == [0, 0]

@@ -56,7 +56,9 @@ class SharedMemory:
         self._broken, self._closed = "", False
         self._lost: list[int] = []
         self._told = 0  # the last collective of which a warning was given
-        spins = SETTINGS["spins"] if len(os.sched_getaffinity(0)) >= self.size else 0
+        # mpirun may bind each rank to a CPU of its own: those of all ranks count.
+        self.spins = len({cpu for member in members for cpu in member.cpus}) >= self.size
+        spins = SETTINGS["spins"] if self.spins else 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         short = min(SETTINGS["short_bytes"], 4 * SETTINGS["short_bytes"] // self.size)
         self._engine = self._native.engine_open(
@@ -270,12 +272,15 @@ class Member:
     """Nobody else's, also not of the same process in another group."""
     problem: str
     """Why it has no engine; empty: it has one."""
+    cpus: Sequence[int]
+    """Those of its host on which it may run."""
 
 
 def meet(store: Store, rank: int, size: int, number: int | None = None) -> list[Member]:
     """Return all ranks of a group, in their order. store: of this group alone. number: see Member; else the rank."""
     host = os.environ.get("SMDDP_HOST") or socket.gethostname()
-    about = [rank if number is None else number, host, secrets.token_hex(8), without_engine()]
+    cpus = sorted(os.sched_getaffinity(0))
+    about = [rank if number is None else number, host, secrets.token_hex(8), without_engine(), cpus]
     mine = json.dumps([segment.this_process(), *about])
     told = [json.loads(text) for text in exchange(store, "process", rank, size, mine)]
     return [Member(Process(*process), *others) for process, *others in told]

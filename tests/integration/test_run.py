@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 import docker
+import docker.errors
 import pytest
 
+from shoal.engine import containers
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
@@ -234,3 +236,17 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
     assert result.returncode == 4
     assert "the engine has no image nowhere:1" in result.stderr
     assert job_objects(client, source.name) == set()
+
+
+def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: docker.DockerClient, pytorch: str) -> None:
+    name = containers.unique("shoal-attached")
+    with containers.removing(client, name):
+        network = client.networks.create(name, labels={containers.JOB_LABEL: name})
+        stranger = client.containers.run(pytorch, ["sleep", "60"], detach=True, network=name)
+    try:
+        stranger.reload()
+        assert stranger.status == "running"
+        with pytest.raises(docker.errors.NotFound):
+            network.reload()
+    finally:
+        stranger.remove(force=True)

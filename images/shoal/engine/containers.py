@@ -14,6 +14,7 @@ from typing import Any
 import docker
 import docker.errors
 from docker.models.containers import Container
+from docker.models.networks import Network
 
 from shoal.errors import EngineError
 
@@ -76,7 +77,16 @@ def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
                 with contextlib.suppress(docker.errors.NotFound):
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
-                network.remove()
+                _remove(network)
+
+
+def _remove(network: Network) -> None:
+    """Remove a network. Containers of others that are attached to it, such as one that watches it, are detached."""
+    network.reload()
+    for container in network.attrs["Containers"] or ():
+        with contextlib.suppress(docker.errors.NotFound):  # it has ended meanwhile
+            network.disconnect(container, force=True)
+    network.remove()
 
 
 def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:

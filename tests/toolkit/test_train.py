@@ -14,6 +14,7 @@ import pytest
 
 from shoal_toolkit import __version__
 from shoal_toolkit.job.settings import VARIABLES
+from shoal_toolkit.run import process
 
 from . import loopback
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
@@ -262,6 +263,34 @@ def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: 
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
     assert "the script has ended, and what it left running is ended with it: sleep 60" in done.err
+
+
+@pytest.mark.parametrize("shown", [("D", None), ("S", "0")], ids=["waits for its disk", "has no environment yet"])
+def test_a_daemon_that_has_just_been_started_is_found(
+    monkeypatch: pytest.MonkeyPatch, shown: tuple[str, str | None]
+) -> None:
+    """As the kernel may show it just after whoever has started it goes on."""
+    state, end = shown
+    daemon = subprocess.Popen(["sleep", "60"], env={process.MARK: "daemon"}, start_new_session=True)
+    left, stat, carries = [6], process._stat, process._carries
+
+    def stat_at_first(pid: int) -> list[str]:
+        fields = stat(pid)
+        if pid == daemon.pid and left[0]:
+            left[0] -= 1
+            fields[0], fields[48] = state, end or fields[48]
+        return fields
+
+    monkeypatch.setattr(process, "_stat", stat_at_first)
+    monkeypatch.setattr(
+        process, "_carries", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
+    )
+    try:
+        assert process.kill_left_behind(-1, "daemon", int(process.start_time(daemon.pid))) == ["sleep 60"]
+        assert daemon.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 @pytest.mark.parametrize("daemon", [False, True])

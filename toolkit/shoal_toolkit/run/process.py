@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
@@ -13,6 +14,9 @@ from shoal_toolkit.logs.log import say
 
 MARK = "SHOAL_JOB"  # a variable with a random value for each job that a process belongs to: `train` may run in another
 _MOST_ROUNDS = 100
+_START_SECONDS = 1.0
+_ENVIRONMENT_END = 48  # in /proc/PID/stat, from the third field on: 0 until exec has made the environment
+_KERNEL_THREAD = 0x00200000  # of the kernel's flags of a process
 
 
 def spawn(
@@ -108,6 +112,24 @@ def _runs_since(since: int, stat: Sequence[str]) -> bool:
     return len(stat) > 19 and stat[0] not in ("Z", "X", "D") and int(stat[19]) >= since
 
 
+def _await_starts(since: int, deadline: float) -> None:
+    """Wait until processes that have just been started have an environment, as they could not be told before.
+
+    Whoever starts one goes on before the kernel has given it that; and reading its program may make it wait for a disk.
+    """
+    while time.monotonic() < deadline and any(_is_starting(pid, since) for pid in _processes()):
+        time.sleep(_START_SECONDS / 100)
+
+
+def _is_starting(pid: int, since: int) -> bool:
+    stat = _stat(pid)
+    if len(stat) <= _ENVIRONMENT_END or int(stat[19]) < since or int(stat[6]) & _KERNEL_THREAD:
+        return False
+    if stat[0] in ("Z", "X"):
+        return False
+    return stat[0] == "D" or (stat[_ENVIRONMENT_END] == "0" and os.access(f"/proc/{pid}/environ", os.R_OK))
+
+
 def _carries(pid: int, mark: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
@@ -125,7 +147,9 @@ def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
     """
     killed: set[int] = set()
     commands: list[str] = []
+    deadline = time.monotonic() + _START_SECONDS
     for _ in range(_MOST_ROUNDS):
+        _await_starts(since, deadline)
         session = [pid for pid in _processes() if _stat(pid)[3:4] == [str(leader)]]
         left = {*session, *marked(mark, since)} - killed
         if not left:

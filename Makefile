@@ -18,7 +18,7 @@ endif
 CHANNEL := .cache/digits
 SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 
-# Some machines set it. Without bytecode, each start of our commands compiles them anew, and pytest all tests.
+# Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept, seconds
 from report import Figure, finish, print_machine
 
-from shoal import engine
-from shoal.build import base
+from shoal import docker_client
+from shoal.builds import base
 from shoal.inside import sizes as inside
 from shoal.inside.sizes import MIB
 from shoal.matrix import project
@@ -31,7 +31,7 @@ AWS_MIB = 20_575
 
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
-    client, tag = engine.connect(), spec.tag
+    client, tag = docker_client.connect(), spec.tag
     parts = inside.read(client, tag, base.beneath(client, tag, spec.system))
     print(parts)
     total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB

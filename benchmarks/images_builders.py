@@ -14,9 +14,9 @@ from pathlib import Path
 
 import docker
 
-from shoal import engine
-from shoal.build import base
-from shoal.engine.images import find
+from shoal import docker_client
+from shoal.builds import base
+from shoal.docker_client.images import find
 from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
@@ -75,7 +75,7 @@ class Plain:
         (directory / "machine").mkdir()
         for name, content in machine.read().files(image.system.suite).items():
             (directory / "machine" / name).write_bytes(content)
-        found = base.find(engine.connect(), image.system)
+        found = base.find(docker_client.connect(), image.system)
         assert found is not None
         file = Path(__file__).with_name("plain.Dockerfile")
         self._command = [_client(), "build", "--quiet", f"--tag={PLAIN}", f"--file={file}"]
@@ -123,7 +123,7 @@ def seconds(command: list[str | Path], directory: Path) -> float:
 @contextlib.contextmanager
 def kept(tags: list[str]) -> Iterator[None]:
     """Give the tags back to the images that have them now, and remove what was built meanwhile."""
-    client = engine.connect()
+    client = docker_client.connect()
     before = {tag: image for tag in tags if (image := find(client, tag))}
     for number, image in enumerate(before.values()):
         image.tag(_KEPT.format(number))

@@ -16,9 +16,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for floor in (
         "errors",
         "matrix",
-        "host engine layers",
+        "host docker_client layers",
         "sources",
-        "build jobs inside report scaffold",
+        "builds jobs inside report scaffold",
         "doctor",
         "commands",
         "cli",

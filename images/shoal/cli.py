@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from shoal.build import unchanged
+from shoal.builds import unchanged
 
 
 def main() -> None:

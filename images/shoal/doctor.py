@@ -25,11 +25,11 @@ import docker.errors
 import requests
 from packaging.version import Version
 
-from shoal import engine
-from shoal.build import base
-from shoal.engine import containers
-from shoal.engine.images import find
-from shoal.errors import DoctorError, EngineError, ShoalError
+from shoal import docker_client
+from shoal.builds import base
+from shoal.docker_client import containers
+from shoal.docker_client.images import find
+from shoal.errors import DockerError, DoctorError, ShoalError
 from shoal.host import machine, reach
 from shoal.matrix import project, spec
 
@@ -65,7 +65,7 @@ class Finding:
 
 
 def _connect() -> docker.DockerClient:
-    return engine.connect(timeout=ENGINE_SECONDS)
+    return docker_client.connect(timeout=ENGINE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def engine_answers(site: Site) -> Result:
     """Whether an engine answers, speaks an API that is new enough, and makes x86_64 containers."""
     try:
         client = site.connect()
-    except EngineError as error:
+    except DockerError as error:
         found, _, advice = str(error).partition("\nWhat to do: ")
         return Result("failed", found, advice)
     version = client.version()
     api = version["ApiVersion"]
-    found = f"Docker Engine {version.get('Version', '?')}, API {api} (at least {engine.LEAST_API} is needed)"
-    if Version(api) < Version(engine.LEAST_API):
+    found = f"Docker Engine {version.get('Version', '?')}, API {api} (at least {docker_client.LEAST_API} is needed)"
+    if Version(api) < Version(docker_client.LEAST_API):
         return Result("failed", found, "install a Docker Engine of 19.03 or later")
     if version.get("Arch", "amd64") != "amd64":
         return Result("remark", f"{found}; it runs on {version['Arch']}, and the images are for x86_64 (amd64)")
@@ -120,8 +120,8 @@ def builder_kind(site: Site) -> Result:
     """Whether images can be built with BuildKit."""
     client = site.connect()
     try:
-        engine.check_buildkit(client)
-    except EngineError as error:
+        docker_client.check_buildkit(client)
+    except DockerError as error:
         found, _, advice = str(error).partition(" Fix: ")
         return Result("failed", found, advice)
     return Result("ok", "BuildKit")
@@ -130,12 +130,12 @@ def builder_kind(site: Site) -> Result:
 def disk(site: Site) -> Result:
     """Whether a cold build of the largest image that is not there yet fits; of the largest of all is only remarked."""
     client, images = site.connect(), site.matrix.images
-    root = engine.data_root(client)
+    root = docker_client.data_root(client)
     if root is None:
         return Result("remark", "not checked: the engine is on another machine")
     missing = [image.disk_gib for image in images if not find(client, image.tag)]
     largest, needed = max(image.disk_gib for image in images), max(missing, default=0)
-    free = shutil.disk_usage(root).free / engine.GIB
+    free = shutil.disk_usage(root).free / docker_client.GIB
     found = f"{root}: {free:.1f} GiB free; the largest image takes {largest} GiB to build"
     if free < needed:
         advice = "docker system df shows what Docker holds; docker image prune and docker builder prune free it"
@@ -146,7 +146,7 @@ def disk(site: Site) -> Result:
 def memory(site: Site) -> Result:
     """Whether the engine's machine has enough memory. Its /dev/shm is no matter: each container has its own."""
     info = site.connect().info()
-    gib = info["MemTotal"] / engine.GIB
+    gib = info["MemTotal"] / docker_client.GIB
     found = f"{gib:.1f} GiB, {info['NCPU']} CPUs; /dev/shm is each container's own (shoal run --shm-size)"
     if gib < MEMORY_GIB:
         return Result("failed", found, f"give the engine's machine at least {MEMORY_GIB} GiB")
@@ -232,7 +232,7 @@ def settings(site: Site) -> Result:
 
 def gpus(site: Site) -> Result:
     """Whether containers get GPUs. Images of CUDA run without."""
-    if engine.has_gpus(site.connect()):
+    if docker_client.has_gpus(site.connect()):
         return Result("ok", "the engine has NVIDIA's runtime")
     return Result("remark", "the engine has no NVIDIA runtime: containers get no GPU, and images of CUDA use the CPU")
 
@@ -341,7 +341,7 @@ def _wait(threads: Iterable[threading.Thread]) -> None:
 def _ask(name: str, check: Check, site: Site) -> Finding:
     try:
         return Finding(name, *check(site))
-    except EngineError:  # the check of the engine tells more, and that of the checkout
+    except DockerError:  # the check of the engine tells more, and that of the checkout
         return Finding(name, "remark", "not checked: it needs an engine")
     except ShoalError:
         return Finding(name, "remark", "not checked: it needs a checkout")

@@ -25,7 +25,7 @@ class SpecError(ShoalError):
     exit_code = 3
 
 
-class EngineError(ShoalError):
+class DockerError(ShoalError):
     """No Docker Engine answers, or it refuses."""
 
     exit_code = 4

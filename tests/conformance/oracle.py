@@ -20,8 +20,8 @@ import docker
 import docker.errors
 import requests
 
-from shoal import engine
-from shoal.engine import archive
+from shoal import docker_client
+from shoal.docker_client import archive
 from shoal.errors import BuildError
 from shoal.host import machine
 from shoal.matrix import project
@@ -102,7 +102,7 @@ def main(names: list[str]) -> int:
         print("usage: python tests/conformance/oracle.py IMAGE ...", file=sys.stderr)
         return 2
     spec = load(project.find(Path(__file__)).buildspec)
-    print("\n".join(ensure(engine.connect(), spec, *names)))
+    print("\n".join(ensure(docker_client.connect(), spec, *names)))
     return 0
 
 

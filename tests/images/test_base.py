@@ -12,7 +12,7 @@ from typing import IO, Any
 import docker.errors
 import pytest
 
-from shoal.build import base
+from shoal.builds import base
 from shoal.host.machine import Machine
 from shoal.matrix.spec import BuildSpec, System
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shoal import engine
-from shoal.build import base, bundle, bundled, hostwheels
+from shoal import docker_client
+from shoal.builds import base, bundle, bundled, hostwheels
 from shoal.commands import exchanging
 from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
@@ -232,7 +232,7 @@ def test_debian_packages_come_whole_out_of_a_container(tmp_path: Path) -> None:
 def test_json_has_what_was_collected(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
     monkeypatch.setattr(base, "ensure", lambda *_, **__: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
     monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import docker.errors
 import pytest
 
-from shoal import engine
-from shoal.build import builder
+from shoal import docker_client
+from shoal.builds import builder
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import changes, context
@@ -145,7 +145,7 @@ def test_the_engine_is_asked_and_left_alone(
     chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64
     made = context.gather(project, matrix, chosen[0], own).record(identity)
-    monkeypatch.setattr(engine, "connect", lambda: fake_engine({chosen[0].tag: made}))
+    monkeypatch.setattr(docker_client, "connect", lambda: fake_engine({chosen[0].tag: made}))
     plans = list(builder.plan(project, matrix, chosen))
     assert [plan.state for plan in plans] == ["up to date", "new"]
     assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {

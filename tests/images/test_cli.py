@@ -18,7 +18,7 @@ import requests
 import urllib3.exceptions
 
 import shoal as package
-from shoal import engine
+from shoal import docker_client
 from shoal.commands import application, building, exchanging
 from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError, SpecError
@@ -120,8 +120,8 @@ def test_it_says_its_version(project: Project) -> None:
 
 def test_too_little_disk_is_told_with_both_numbers(small_disk: Path) -> None:
     with pytest.raises(DiskError, match=r"0\.0 GiB free, and this build needs 16 GiB"):
-        engine.check_free(small_disk, 16)
-    engine.check_free(small_disk, 0)
+        docker_client.check_free(small_disk, 16)
+    docker_client.check_free(small_disk, 0)
 
 
 def test_a_disk_that_fills_up_while_a_file_is_written_exits_5(project: Project, small_disk: Path) -> None:
@@ -462,5 +462,5 @@ def test_only_what_a_command_needs_is_loaded() -> None:
     commands = {command.name: command.callback.__module__ for command in app.registered_commands if command.callback}
     own = {name for name, module in commands.items() if module == building.__name__}
     assert own == application._BUILDING
-    code = "import sys, shoal.commands.building; print({'shoal.build.bundle', 'shoal.sources.lock'} & {*sys.modules})"
+    code = "import sys, shoal.commands.building; print({'shoal.builds.bundle', 'shoal.sources.lock'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine import archive
+from shoal.docker_client import archive
 from shoal.host import machine
 from shoal.host.machine import Machine
 from shoal.matrix.project import LAYERS, Project

@@ -17,9 +17,9 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal import engine
-from shoal.build import base, debianlock
-from shoal.build.base import BaseImage
+from shoal import docker_client
+from shoal.builds import base, debianlock
+from shoal.builds.base import BaseImage
 from shoal.commands import exchanging
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
@@ -202,7 +202,7 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     (tmp_path / "dockerfiles").mkdir()
     for path in project.templates.glob("*.j2"):
         (tmp_path / "dockerfiles" / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(engine, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
+    monkeypatch.setattr(docker_client, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
     monkeypatch.setattr(base, "ensure", lambda *_, **__: MINE)
     monkeypatch.setattr(debianlock, "in_base", in_base)
     monkeypatch.setattr(exchanging, "open_project", lambda: (copy, matrix))

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from shoal import engine
+from shoal import docker_client
 from shoal.commands import looking
-from shoal.engine import images as find_images
+from shoal.docker_client import images as find_images
 from shoal.errors import DifferenceError
 from shoal.inside import differences, exported
 from shoal.inside.differences import Differences
@@ -124,7 +124,7 @@ def test_the_command_fails_with_the_check_alone(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = {"a:1": Image(files={"/f": File(**FILE)}), "a:2": Image(files={})}
-    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
     monkeypatch.setattr(differences, "read", lambda _, tag: images[tag])
     monkeypatch.setattr(find_images, "find", lambda *_: True)
     monkeypatch.chdir(project.root)

@@ -30,9 +30,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shoal import doctor
-from shoal.build import base
+from shoal.builds import base
 from shoal.doctor import Result, Site
-from shoal.errors import DoctorError, EngineError
+from shoal.errors import DockerError, DoctorError
 from shoal.host import machine, reach
 from shoal.host.machine import Machine
 from shoal.matrix.project import Project
@@ -107,7 +107,7 @@ def site(fake: FakeEngine, project: Project) -> Site:
 
 
 def no_engine() -> docker.DockerClient:
-    raise EngineError("no Docker Engine answers at unix:///x: refused\nWhat to do: start one")
+    raise DockerError("no Docker Engine answers at unix:///x: refused\nWhat to do: start one")
 
 
 def with_machine(site: Site, **fields: Any) -> Site:

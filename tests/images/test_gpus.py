@@ -10,8 +10,8 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal.engine import containers
-from shoal.errors import EngineError, UsageError
+from shoal.docker_client import containers
+from shoal.errors import DockerError, UsageError
 from shoal.jobs import embedded, gpus
 
 HOSTS = ("algo-1", "algo-2")
@@ -95,12 +95,12 @@ def test_hosts_of_an_image_for_cpus_need_no_gpu_unless_some_are_asked_for() -> N
 
 @pytest.mark.parametrize("asked", ["all", "0,1"])
 def test_gpus_of_an_engine_that_gives_none_are_an_error(asked: str) -> None:
-    with pytest.raises(EngineError, match=f"--gpus {asked}: this engine cannot give GPUs to containers"):
+    with pytest.raises(DockerError, match=f"--gpus {asked}: this engine cannot give GPUs to containers"):
         divide(FakeEngine(None), asked)
 
 
 def test_gpus_that_cannot_be_counted_are_an_error() -> None:
-    with pytest.raises(EngineError, match=r"cannot be counted: .*no such file.*\nFix: name them, such as --gpus 0,1"):
+    with pytest.raises(DockerError, match=r"cannot be counted: .*no such file.*\nFix: name them, such as --gpus 0,1"):
         divide(FakeEngine(2, refuses="exec: nvidia-smi: no such file"), "all")
 
 
@@ -115,10 +115,10 @@ def test_what_a_container_is_given() -> None:
 
 
 def test_without_an_engine_a_process_sees_the_gpus_that_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave it out"):
+    with pytest.raises(DockerError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave it out"):
         embedded._visible_gpus("0,1", tmp_path)
     (tmp_path / "nvidiactl").touch()
-    with pytest.raises(EngineError, match="--gpus all"):
+    with pytest.raises(DockerError, match="--gpus all"):
         embedded._visible_gpus("all", tmp_path)
     (tmp_path / "nvidia0").touch()
     assert embedded._visible_gpus("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}

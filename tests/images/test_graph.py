@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.build import graph
+from shoal.builds import graph
 
 BELOW = {"a": None, "b": None, "a1": "a", "a2": "a", "a11": "a1", "c": "elsewhere"}
 

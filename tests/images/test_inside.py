@@ -16,10 +16,10 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal import engine
+from shoal import docker_client
 from shoal.commands import looking
-from shoal.engine import containers
-from shoal.engine import images as engine_images
+from shoal.docker_client import containers
+from shoal.docker_client import images as engine_images
 from shoal.errors import ImageError
 from shoal.inside import asking, manifest, probe, sbom, truth
 from shoal.inside import contents as inside
@@ -103,7 +103,7 @@ def test_what_an_image_says_commands_no_terminal() -> None:
 def test_the_manifest_as_json(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "connect", lambda: None)
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
     monkeypatch.setattr(engine_images, "find", lambda *_: True)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag, python="3.12.1"))
     monkeypatch.chdir(project.root)
@@ -163,7 +163,7 @@ class Empty:
 def test_only_an_image_of_the_matrix_is_said_to_be_built(
     project: Project, monkeypatch: pytest.MonkeyPatch, command: Callable[[str], None], tag: str, words: str
 ) -> None:
-    monkeypatch.setattr(engine, "connect", Empty)
+    monkeypatch.setattr(docker_client, "connect", Empty)
     monkeypatch.chdir(project.root)
     with pytest.raises(ImageError, match=words):
         command(tag)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.engine import archive
+from shoal.docker_client import archive
 from shoal.errors import UsageError
 from shoal.jobs import distribution, embedded, job, summary
 

@@ -10,8 +10,8 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal.build import base, labels
-from shoal.build.base import BaseImage
+from shoal.builds import base, labels
+from shoal.builds.base import BaseImage
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import provenance

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from shoal import engine
+from shoal import docker_client
 from shoal.commands import running
 from shoal.jobs import planning
 
@@ -52,7 +52,7 @@ class Engine:
 def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text("")
     here = Engine()
-    monkeypatch.setattr(engine, "connect", lambda: here)
+    monkeypatch.setattr(docker_client, "connect", lambda: here)
     with pytest.raises(typer.Exit) as ended:
         running.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
     told = capsys.readouterr()

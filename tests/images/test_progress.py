@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.build import buildkit, progress
-from shoal.build.events import Failed, Output, Step
-from shoal.build.progress import BuildProgress
+from shoal.builds import buildkit, progress
+from shoal.builds.events import Failed, Output, Step
+from shoal.builds.progress import BuildProgress
 from shoal.sources.steps import one_line
 
 from .buildkit_stream import field, log, stamp, trace, varint, vertex

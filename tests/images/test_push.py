@@ -12,8 +12,8 @@ import requests
 import urllib3.exceptions
 from rich.console import Console
 
-from shoal import engine as engines
-from shoal.build import push
+from shoal import docker_client
+from shoal.builds import push
 from shoal.commands import exchanging
 from shoal.errors import PushError
 from shoal.matrix.project import Project
@@ -101,7 +101,7 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_told(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     answers = Engine("denied: the first", "denied: the second")
-    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match="denied: the first"):
         exchanging.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
@@ -160,7 +160,7 @@ def test_an_engine_that_goes_away_is_told_for_each_image(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, back: bool
 ) -> None:
     answers = Leaving(error, back=back)
-    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match=r"pytorch.*the engine went away during the push: .* What to do: see that it"):
         exchanging.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shoal import engine
+from shoal import docker_client
 from shoal.errors import ImageError, UsageError
 from shoal.layers import deflate, inventory
 from shoal.layers.inventory import Inventory, Sum
@@ -692,7 +692,7 @@ def test_an_image_is_of_the_engine_by_its_tag_or_framework(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec
 ) -> None:
     fake = FakeEngine(matrix.defaults["pytorch"], oci([tar(TORCH)]))
-    monkeypatch.setattr(engine, "connect", lambda: fake)
+    monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
     for word in ("pytorch", matrix.defaults["pytorch"]):
         (found,), written = size.report([word], matrix, tmp_path / "size.html", False, console)

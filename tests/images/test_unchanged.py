@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.images.test_builds import ONE, FakeEngine, checkout, fake, shoal
 
-from shoal.build import unchanged
-from shoal.build.unchanged import Question
+from shoal.builds import unchanged
+from shoal.builds.unchanged import Question
 from shoal.matrix.project import Project
 
 __all__ = ["checkout", "fake"]

@@ -17,7 +17,7 @@ import docker
 import pytest
 from docker.models.containers import Container
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.inside import asking
 from shoal.matrix.spec import ImageSpec, load
 

@@ -20,8 +20,8 @@ import docker
 import docker.errors
 import pytest
 
-from shoal import engine
-from shoal.engine.images import find
+from shoal import docker_client
+from shoal.docker_client.images import find
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import bytecode
@@ -55,7 +55,7 @@ def probe(project: Project, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     link_cache(tmp_path, project)
     yield tmp_path
-    client = engine.connect()
+    client = docker_client.connect()
     if find(client, TAG):
         client.images.remove(TAG, force=True)
     for image_id in untagged(client, tmp_path):

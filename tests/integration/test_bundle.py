@@ -12,9 +12,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal import engine
-from shoal.build import bundled
-from shoal.engine.images import find
+from shoal import docker_client
+from shoal.builds import bundled
+from shoal.docker_client.images import find
 from shoal.matrix.project import LAYERS, Project
 
 from .test_build import link_cache
@@ -54,7 +54,7 @@ def offline(project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
     write_project(project, tmp_path)
     yield tmp_path
-    client = engine.connect()
+    client = docker_client.connect()
     for tag in TAGS:
         if find(client, tag):
             client.images.remove(tag, force=True)

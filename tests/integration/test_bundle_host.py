@@ -7,7 +7,7 @@ from pathlib import Path
 
 import docker
 
-from shoal.build import hostwheels
+from shoal.builds import hostwheels
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 

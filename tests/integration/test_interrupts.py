@@ -16,7 +16,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal.build import base
+from shoal.builds import base
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 

@@ -17,9 +17,9 @@ import docker
 import pytest
 from docker.utils import exclude_paths
 
-from shoal import engine
-from shoal.build import base, buildkit
-from shoal.build.events import Failed, Output
+from shoal import docker_client
+from shoal.builds import base, buildkit
+from shoal.builds.events import Failed, Output
 from shoal.host import machine
 from shoal.matrix.spec import BuildSpec
 
@@ -68,7 +68,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
 
     With BuildKit: its cache outlives the image, and no stage stays behind as one.
     """
-    client = engine.connect()
+    client = docker_client.connect()
     client.api.params = {"version": "2"}  # BuildKit: the SDK's own `build` has no word for it
     ignore = directory / ".dockerignore"
     patterns = ignore.read_text().splitlines() if ignore.exists() else []

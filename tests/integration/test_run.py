@@ -18,7 +18,7 @@ import docker
 import docker.errors
 import pytest
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times

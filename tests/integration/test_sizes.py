@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import docker
 import pytest
 
-from shoal.build import base
+from shoal.builds import base
 from shoal.inside import sizes
 from shoal.inside.sizes import MIB, Parts
 from shoal.matrix.spec import ImageSpec

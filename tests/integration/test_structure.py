@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from shoal.build import base
+from shoal.builds import base
 from shoal.matrix.spec import ImageSpec, System
 
 from .conftest import StartHost, write_tree

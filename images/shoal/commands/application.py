@@ -12,10 +12,10 @@ import docker.errors
 import requests
 import urllib3.exceptions
 
-from shoal.build.unchanged import Question
+from shoal.builds.unchanged import Question
 from shoal.commands import completion
 from shoal.commands.common import app
-from shoal.errors import EngineError, ShoalError, of_system
+from shoal.errors import DockerError, ShoalError, of_system
 
 _ROOMS = ("beginning", "building", "exchanging", "looking", "running")
 """The modules with commands; importing one adds its own to `app`."""
@@ -50,10 +50,10 @@ def _told(error: Exception) -> ShoalError | None:
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, docker.errors.APIError):
-        return EngineError(f"the engine refused: {error.explanation or error}")
+        return DockerError(f"the engine refused: {error.explanation or error}")
     # Before the system's: what requests raises is of that kind too.
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
-        return EngineError(f"the engine could not be asked: {error}")
+        return DockerError(f"the engine could not be asked: {error}")
     return of_system(error) if isinstance(error, OSError) else None
 
 

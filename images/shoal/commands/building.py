@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shoal import engine
-from shoal.build import builder, listing, unchanged
+from shoal import docker_client
+from shoal.builds import builder, listing, unchanged
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
 from shoal.commands.endings import judge
@@ -23,7 +23,7 @@ def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     _, matrix = open_project()
     chosen = matrix.choose(images or (), skip or ())
     try:
-        client = engine.connect(timeout=10)
+        client = docker_client.connect(timeout=10)
     except ShoalError:
         client = None
     found = list(listing.listed(matrix, chosen, client))

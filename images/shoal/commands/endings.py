@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from shoal.build import builder
+from shoal.builds import builder
 from shoal.commands.common import say
 
 

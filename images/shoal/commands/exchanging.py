@@ -12,8 +12,8 @@ import docker
 import typer
 from rich.console import Console
 
-from shoal import engine
-from shoal.build import bundle, debianlock, push
+from shoal import docker_client
+from shoal.builds import bundle, debianlock, push
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, open_project, say, screen
 from shoal.commands.endings import raise_first
@@ -126,7 +126,7 @@ def push_images(
     """Push built images to a registry, with the credentials of `docker login`; a network's hiccups are tried again."""
     _, matrix = open_project()
     targets = {image.tag: push.reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
-    client = engine.connect()
+    client = docker_client.connect()
     progress = screen(as_json)
     endings = [_pushed(client, tag, target, progress) for tag, target in targets.items()]
     if as_json:

@@ -10,11 +10,11 @@ import docker
 import typer
 from rich.console import Console
 
-from shoal import engine
+from shoal import docker_client
 from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
-from shoal.engine import images
-from shoal.engine.containers import shown
+from shoal.docker_client import images
+from shoal.docker_client.containers import shown
 from shoal.errors import ImageError, VulnerableError
 from shoal.inside import advisories, contents, differences, manifest, sbom
 from shoal.report import files, size
@@ -81,7 +81,7 @@ def audit_image(
 
 def _engine_with(*tags: str) -> docker.DockerClient:
     """Return a client of the engine. Raises ImageError, with what to do, for an image that it does not have."""
-    client = engine.connect()
+    client = docker_client.connect()
     for tag in tags:
         if images.find(client, tag) is None:
             raise ImageError(images.missing(client, tag, matrix_here()))

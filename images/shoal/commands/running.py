@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shoal.build import builder
+from shoal.builds import builder
 from shoal.commands import output
 from shoal.commands.common import AsJson, Image, app, console, open_project, reports, screen, tag_of, tell_written
 from shoal.commands.endings import judge

@@ -15,8 +15,8 @@ import docker
 import docker.errors
 from docker.types import LogConfig
 
-from shoal.engine import containers
-from shoal.engine.containers import shown
+from shoal.docker_client import containers
+from shoal.docker_client.containers import shown
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"

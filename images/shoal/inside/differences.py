@@ -80,7 +80,7 @@ class Differences:
 def read(client: docker.DockerClient, tag: str) -> Image:
     """Return the files of an image by path, its configuration as if it were some, and its packages.
 
-    Nothing of the image is run. Raises EngineError where there is no image.
+    Nothing of the image is run. Raises DockerError where there is no image.
     """
     found = exported.read(client, tag)
     found.files.update(_configuration(client.images.get(tag).attrs["Config"]))

@@ -12,7 +12,7 @@ from typing import IO, cast
 import docker
 import pydantic
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.layers import owners
 from shoal.layers.savedimage import Chunks, Entry, kind, plain
 
@@ -64,7 +64,7 @@ class Image(pydantic.BaseModel):
 
 
 def read(client: docker.DockerClient, tag: str) -> Image:
-    """Return what a container of the image would see. Raises EngineError if the engine does not have it."""
+    """Return what a container of the image would see. Raises DockerError if the engine does not have it."""
     label = containers.unique("files")
     settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.engine.containers import shown
+from shoal.docker_client.containers import shown
 from shoal.inside import truth
 from shoal.inside.contents import Contents, Distribution, Package
 from shoal.matrix.spec import ImageSpec

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shoal.errors import EngineError
+from shoal.errors import DockerError
 from shoal.jobs import distribution, gpus, job
 
 
 def run(request: job.JobRequest, console: Console) -> job.Outcome:
     """Run `request` here. Its hosts become one with all their ranks, so the job has the same world size.
 
-    `request` is checked by the caller. Raises `EngineError` where this environment has no `train`. An interrupt reaches
+    `request` is checked by the caller. Raises `DockerError` where this environment has no `train`. An interrupt reaches
     `train`, which ends its ranks.
     """
     train = Path(sys.executable).with_name("train")
     if not train.exists():
-        raise EngineError(f"no `train` beside {sys.executable}. Install the toolkit there: pip install ./toolkit")
+        raise DockerError(f"no `train` beside {sys.executable}. Install the toolkit there: pip install ./toolkit")
     name = job.new_name(request)
     directory = job.make_directory(request, name)
     folded = fold(request, console)
@@ -66,11 +66,11 @@ def fold(request: job.JobRequest, console: Console) -> job.JobRequest:
 
 
 def _visible_gpus(asked: str | None, devices: Path = Path("/dev")) -> dict[str, str]:
-    """Return the variable that lets a process of this machine see the GPUs of `--gpus`. Raises `EngineError`."""
+    """Return the variable that lets a process of this machine see the GPUs of `--gpus`. Raises `DockerError`."""
     if asked is None:
         return {}
     if asked != gpus.NONE and not list(devices.glob("nvidia[0-9]*")):
-        raise EngineError(f"--gpus {asked}: this machine has no NVIDIA GPU. Fix: leave it out, or use --gpus none")
+        raise DockerError(f"--gpus {asked}: this machine has no NVIDIA GPU. Fix: leave it out, or use --gpus none")
     return {} if asked == gpus.ALL else {"CUDA_VISIBLE_DEVICES": "" if asked == gpus.NONE else asked}
 
 

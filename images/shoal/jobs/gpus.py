@@ -13,9 +13,9 @@ import docker
 import docker.errors
 from docker.types import DeviceRequest
 
-from shoal import engine
-from shoal.engine import containers
-from shoal.errors import EngineError, UsageError
+from shoal import docker_client
+from shoal.docker_client import containers
+from shoal.errors import DockerError, UsageError
 
 ALL, NONE = "all", "none"
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
@@ -55,12 +55,12 @@ def divide(
 
     Raises:
         UsageError: If the engine has fewer GPUs than there are hosts.
-        EngineError: If it cannot give GPUs to containers, but some are asked for; or its GPUs cannot be counted.
+        DockerError: If it cannot give GPUs to containers, but some are asked for; or its GPUs cannot be counted.
     """
     if asked == NONE or (asked is None and not _has_use(client, image, len(hosts))):
         return [()] * len(hosts)
-    if not engine.has_gpus(client):
-        raise EngineError(
+    if not docker_client.has_gpus(client):
+        raise DockerError(
             f"--gpus {asked}: this engine cannot give GPUs to containers; it has no NVIDIA runtime. Fix: install"
             " NVIDIA's container toolkit on the engine's machine, or use --gpus none"
         )
@@ -94,7 +94,7 @@ def variables(devices: Devices) -> dict[str, str]:
 
 def _has_use(client: docker.DockerClient, image: str, hosts: int) -> bool:
     """Return whether hosts get GPUs if `--gpus` does not say so: several hosts of an image for CPUs need none."""
-    if not engine.has_gpus(client):
+    if not docker_client.has_gpus(client):
         return False
     try:
         return hosts == 1 or _CPU_LABEL not in client.images.get(image).labels
@@ -121,7 +121,7 @@ def _count(client: docker.DockerClient, image: str) -> list[str]:
             code, said = 1, str(error.explanation)
     found = said.split()
     if code or not all(map(str.isdecimal, found)):
-        raise EngineError(
+        raise DockerError(
             f"the engine's GPUs cannot be counted: nvidia-smi in a container of {image}: {said.strip()[-400:]}"
             "\nFix: name them, such as --gpus 0,1, or use --gpus none"
         )

@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 import docker.utils
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import docker.types
 from rich.console import Console
 
-from shoal import engine
-from shoal.engine import containers
+from shoal import docker_client
+from shoal.docker_client import containers
 from shoal.errors import UsageError
 
 _COMMAND = ("-m", "smdistributed.modelparallel", "plan")
@@ -31,14 +31,14 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console, *
     """Run it in a container of `image`, without a network. The directory that the file is in is mounted, read-only.
 
     With `as_json`, its standard output is a document, which is printed whole at the end; `console` has the rest.
-    Returns its exit code. Raises `UsageError` when the file is not there, `EngineError` without an engine or image.
+    Returns its exit code. Raises `UsageError` when the file is not there, `DockerError` without an engine or image.
     """
     where, _, name = factory.rpartition(":")
     path = Path(where)
     if not where or not path.is_file():
         raise UsageError(f"{factory}: expected FILE.py:NAME, a file of this machine and a function in it")
     label = containers.unique("plan")
-    client = engine.connect()
+    client = docker_client.connect()
     settings = {
         "entrypoint": ["python"],
         "mounts": [docker.types.Mount(_ROOM, str(path.parent.resolve()), type="bind", read_only=True)],

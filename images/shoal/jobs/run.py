@@ -26,9 +26,9 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 from rich.console import Console
 
-from shoal import engine
-from shoal.engine import archive, containers
-from shoal.errors import EngineError
+from shoal import docker_client
+from shoal.docker_client import archive, containers
+from shoal.errors import DockerError
 from shoal.jobs import gpus, job
 
 STOP_SECONDS = 30
@@ -51,10 +51,10 @@ class _Ended:
 def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     """Run `request` in containers of `image`; stream their logs with the host in front; return the outcome.
 
-    `request` is checked by the caller. Raises `EngineError` when the engine refuses. An interrupt stops the hosts,
+    `request` is checked by the caller. Raises `DockerError` when the engine refuses. An interrupt stops the hosts,
     removes them and the network, and is raised again; a second one removes them at once.
     """
-    client = engine.connect()
+    client = docker_client.connect()
     name = job.new_name(request)
     directory = job.make_directory(request, name)
     with containers.removing(client, name):
@@ -151,7 +151,7 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
 
     def follow() -> None:
         try:
-            api = engine.connect(timeout=None).api  # a client of its own: one a thread
+            api = docker_client.connect(timeout=None).api  # a client of its own: one a thread
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
@@ -180,7 +180,7 @@ def _wait(hosts: dict[str, Container]) -> dict[str, _Ended]:
                 deadline = None
                 continue
             if isinstance(end, Exception):
-                raise EngineError(f"the engine was lost while {host} ran: {end}") from end
+                raise DockerError(f"the engine was lost while {host} ran: {end}") from end
             ended[host] = end
             deadline = time.monotonic() + STRAGGLER_SECONDS
     except BaseException:
@@ -193,11 +193,11 @@ def _wait(hosts: dict[str, Container]) -> dict[str, _Ended]:
 def _report_end(host: str, container_id: str, arrivals: queue.SimpleQueue[tuple[str, _Ended | Exception]]) -> None:
     try:
         # A client of its own, and no limit: training is silent for as long as it likes.
-        api = engine.connect(timeout=None).api
+        api = docker_client.connect(timeout=None).api
         code = int(api.wait(container_id)["StatusCode"])
         state = api.inspect_container(container_id)["State"]
         arrivals.put((host, _Ended(code, bool(state.get("OOMKilled")))))
-    except (docker.errors.DockerException, requests.RequestException, EngineError) as error:
+    except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
         arrivals.put((host, error))
 
 
@@ -211,8 +211,8 @@ def _stop(containers: Iterable[Container]) -> None:
 
 
 def _stop_one(container_id: str) -> None:
-    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, EngineError):
-        engine.connect().api.stop(
+    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
+        docker_client.connect().api.stop(
             container_id, timeout=STOP_SECONDS + _STOP_MARGIN
         )  # what does not stop is removed by force
 

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shoal import engine
-from shoal.engine.containers import shown
-from shoal.engine.images import find, missing
+from shoal import docker_client
+from shoal.docker_client.containers import shown
+from shoal.docker_client.images import find, missing
 from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
@@ -129,7 +129,7 @@ def _find(word: str, matrix: BuildSpec | None) -> _Archive:
                 f"{word}: cannot be read: {error.strerror}. Write one: docker save -o {word} TAG"
             ) from error
     tag = matrix.defaults.get(word, word) if matrix else word
-    client = engine.connect()
+    client = docker_client.connect()
     image = find(client, tag)
     if image is None:
         raise UsageError(missing(client, tag, matrix))

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 import tomllib
 
-from shoal.engine import archive
+from shoal.docker_client import archive
 from shoal.sources import bytecode
 
 VENV = "opt/venv"

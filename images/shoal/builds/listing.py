@@ -8,7 +8,7 @@ from typing import Literal
 
 import docker
 
-from shoal.engine.images import find
+from shoal.docker_client.images import find
 from shoal.matrix.spec import Axes, BuildSpec, ImageSpec
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.build.base import BaseImage
+from shoal.builds.base import BaseImage
 from shoal.sources.provenance import Provenance
 
 _OCI = "org.opencontainers.image"

@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import docker
 from docker.models.containers import Container
 
-from shoal import engine
-from shoal.build import base, bundled, debianlock, hostwheels
-from shoal.build.base import Say
-from shoal.build.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
-from shoal.engine import archive
+from shoal import docker_client
+from shoal.builds import base, bundled, debianlock, hostwheels
+from shoal.builds.base import Say
+from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
+from shoal.docker_client import archive
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_full
 from shoal.host import machine
 from shoal.matrix.project import Project
@@ -65,12 +65,12 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
 
     What lies there already stays, and nothing that is cut off: each file comes to its place when it is whole. Raises
     BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, BundleError for a bundle whose
-    files have changed since it was made, EngineError, BaseImageError.
+    files have changed since it was made, DockerError, BaseImageError.
     """
     wanted = spec.with_parents(images)
     _make(directory)
     _check_unchanged(directory)
-    client = engine.connect()
+    client = docker_client.connect()
     bases: list[str] = []
     packages: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):

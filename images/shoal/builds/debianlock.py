@@ -12,10 +12,10 @@ from pathlib import Path
 import docker
 from docker.models.containers import Container
 
-from shoal import engine
-from shoal.build import base
-from shoal.build.base import BaseImage, Say
-from shoal.engine import archive, containers
+from shoal import docker_client
+from shoal.builds import base
+from shoal.builds.base import BaseImage, Say
+from shoal.docker_client import archive, containers
 from shoal.errors import BuildError
 from shoal.host import machine
 from shoal.matrix.project import Project
@@ -50,9 +50,9 @@ def installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[str, 
 def lock(project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool) -> Iterator[Locked]:
     """Yield the lock of each system as its registry and mirror would have it now; `write` it where it changed.
 
-    Raises BuildError with apt's words, EngineError, BaseImageError.
+    Raises BuildError with apt's words, DockerError, BaseImageError.
     """
-    client = engine.connect()
+    client = docker_client.connect()
     for system in systems:
         images = [image for image in spec.images if image.system == system]
         found = base.ensure(client, system, machine.read, project.cache, say, newest=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from shoal.build.events import Event, Failed, Output, Step
+from shoal.builds.events import Event, Failed, Output, Step
 from shoal.sources.debian import NOT_LOCKED
 from shoal.sources.steps import one_line
 

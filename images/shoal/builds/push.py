@@ -16,7 +16,7 @@ import urllib3.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.errors import PushError
 
 TRIES = 5

@@ -17,8 +17,8 @@ from typing import IO, Any, Literal
 
 import docker
 
-from shoal.build import base
-from shoal.engine import archive
+from shoal.builds import base
+from shoal.docker_client import archive
 from shoal.errors import BundleError, UsageError
 from shoal.host.machine import Machine
 from shoal.matrix.spec import System

@@ -20,11 +20,11 @@ from docker.types import CancellableStream
 from rich.console import Console
 from rich.progress import Progress
 
-from shoal import engine
-from shoal.build import base, buildkit, bundled, debianlock, graph, labels
-from shoal.build.progress import BuildProgress, screen
-from shoal.engine import archive
-from shoal.engine.images import find, remove_replaced
+from shoal import docker_client
+from shoal.builds import base, buildkit, bundled, debianlock, graph, labels
+from shoal.builds.progress import BuildProgress, screen
+from shoal.docker_client import archive
+from shoal.docker_client.images import find, remove_replaced
 from shoal.errors import BuildError, DiskError
 from shoal.host import machine
 from shoal.host.machine import Machine
@@ -110,12 +110,12 @@ def build_all(
     `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off, once its
     files are those that it was made with. `bundle_digest`: what `shoal bundle` printed.
 
-    Raises what concerns all of them before any is built: `EngineError`, `SpecError`, `BaseImageError`, `BundleError`,
+    Raises what concerns all of them before any is built: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`,
     and `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
-    client = engine.connect()
-    engine.check_buildkit(client)
+    client = docker_client.connect()
+    docker_client.check_buildkit(client)
     sources = _gather(project, spec, wanted.values())
 
     def say(text: str) -> None:
@@ -164,9 +164,9 @@ def _in_turn(images: Iterable[ImageSpec]) -> list[ImageSpec]:
 def build(site: Site, image: ImageSpec) -> Built:
     """Bring one image up to date on the engine; what it extends is there.
 
-    Raises `BuildError` with the failing step and its last lines, and `EngineError`, `DiskError`.
+    Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
     """
-    client = engine.connect()  # one a thread
+    client = docker_client.connect()  # one a thread
     beneath = _parent(client, image.extends) if image.extends else site.bases[image.system]
     sources = site.sources[image.tag]
     record = sources.record(beneath.identity)
@@ -174,7 +174,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     if present is not None and record.made(present.labels):
         return Built(str(present.id), up_to_date=True)
     if present is None:
-        engine.check_disk(client, image.disk_gib)
+        docker_client.check_disk(client, image.disk_gib)
     host = site.host()
     inherited = client.images.get(beneath.reference).labels
     options = {
@@ -208,7 +208,7 @@ def build(site: Site, image: ImageSpec) -> Built:
 
 def decisive(images: Iterable[ImageSpec], endings: Iterable[Ending]) -> dict[str, str | None]:
     """Return the IDs, by tag, that decide whether these images are up to date: theirs, and those of their bases."""
-    client = engine.connect()
+    client = docker_client.connect()
     systems = dict.fromkeys(image.system for image in images)
     bases: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
     found = filter(None, (base.find(client, system) for system in systems))
@@ -249,10 +249,10 @@ def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
 def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[changes.Plan]:
     """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
     wanted = spec.with_parents(images)
-    client = engine.connect()
+    client = docker_client.connect()
     bases = {image.system: base.find(client, image.system) for image in wanted}
     plans: dict[str, changes.Plan] = {}
-    engine.check_buildkit(client)
+    docker_client.check_buildkit(client)
     sources = _gather(project, spec, wanted)
     for image in wanted:
         if image.extends is None:

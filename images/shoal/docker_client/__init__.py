@@ -11,7 +11,7 @@ import docker.errors
 import requests
 from packaging.version import Version
 
-from shoal.errors import DiskError, EngineError
+from shoal.errors import DiskError, DockerError
 
 GIB = 1024**3
 LEAST_API = "1.40"
@@ -19,7 +19,7 @@ LEAST_API = "1.40"
 
 
 def connect(timeout: int | None = 600) -> docker.DockerClient:
-    """Return a client of the engine that the environment names. Raises `EngineError`. One client a thread.
+    """Return a client of the engine that the environment names. Raises `DockerError`. One client a thread.
 
     `timeout` is in seconds and bounds the silence on one connection (None: no bound).
     """
@@ -28,7 +28,7 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         return docker.from_env(timeout=timeout)  # type: ignore[arg-type]
     except (docker.errors.DockerException, requests.RequestException) as error:
         where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-        raise EngineError(
+        raise DockerError(
             f"no Docker Engine answers at {where}: {error}\n"
             "What to do: start one (as root on Debian or Ubuntu: scripts/engine.sh installs and starts it), point"
             " DOCKER_HOST at one, or run the same job without Docker: make train ENGINE=none"
@@ -36,21 +36,21 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
 
 
 def check_buildkit(client: docker.DockerClient) -> None:
-    """Raise `EngineError` if BuildKit cannot build images: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
+    """Raise `DockerError` if BuildKit cannot build images: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
 
     Docker's own engine has it since API 1.39. The `Builder-Version` of its ping is no sign of it: Engine 20.10 has
     BuildKit, but names it only when it is the command line's default. Engines that only speak Docker's API (Podman's)
     say so in the name of their component. Why no other builder will do: docs/decisions/buildkit-over-http.md.
     """
     if os.environ.get("DOCKER_BUILDKIT") == "0":
-        raise EngineError(
+        raise DockerError(
             "DOCKER_BUILDKIT=0 asks for Docker's classic builder, which Shoal does not use: it keeps the passwords of"
             " package indexes in untagged images. Fix: unset DOCKER_BUILDKIT"
         )
     version = client.version()
     names = {component["Name"] for component in version.get("Components", ())}
     if "Engine" not in names or Version(version["ApiVersion"]) < Version("1.39"):
-        raise EngineError(
+        raise DockerError(
             f"this engine has no BuildKit: {', '.join(sorted(names)) or 'unknown'}, API {version['ApiVersion']}; builds"
             " need Docker Engine 18.09 or later. Fix: point DOCKER_HOST at one"
         )

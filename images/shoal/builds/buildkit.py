@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shoal.build.events import Event, Failed, Output, Step
+from shoal.builds.events import Event, Failed, Output, Step
 
 Fields = dict[int, list[Any]]
 _STEP = re.compile(r"^\[(?:[\w.-]+ +)?(\d+)/(\d+)\] (.*)$", re.DOTALL)

@@ -16,7 +16,7 @@ import docker.errors
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from shoal.errors import EngineError
+from shoal.errors import DockerError
 
 JOB_LABEL = "shoal.job"
 HANGS = 10
@@ -90,12 +90,12 @@ def _remove(network: Network) -> None:
 
 
 def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
-    """Create (not start) a container. Raises `EngineError` when the engine does not have the image."""
+    """Create (not start) a container. Raises `DockerError` when the engine does not have the image."""
     try:
         with uninterrupted():
             return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
-        raise EngineError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
+        raise DockerError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
 
 
 def shown(text: str) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.docker_client.archive import Content
-from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.network.settings import NetworkSettings
 from shoal.sources import bytecode, debian, packages, steps, wheels
 from shoal.sources.pins import Pin, read_image
 from shoal.sources.render import render, templates
@@ -60,7 +60,7 @@ def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str
     )
 
 
-def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine) -> dict[str, Content]:
+def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: NetworkSettings) -> dict[str, Content]:
     """Return the files of the build context, by path."""
     context: dict[str, Content] = {"Dockerfile": sources.dockerfile}
     for layer, pins in sources.locks.items():
@@ -75,7 +75,7 @@ def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine)
     context |= {f"{layer}/installed.tar": content for layer, content in sources.own.items()}
     suite = image.system.suite
     context |= {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
-    return context | {f"machine/{name}": content for name, content in machine.files(suite).items()}
+    return context | {f"machine/{name}": content for name, content in machine.build_files(suite).items()}
 
 
 def _engine(native: Path) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ from typing import Any
 from report import Figure, finish, print_machine
 
 from shoal.report import trace
-from shoal.report.analysis import Analysis, analyse
+from shoal.report.timeline_analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"

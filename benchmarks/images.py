@@ -19,8 +19,8 @@ from report import Figure, finish, print_machine
 
 from shoal import docker_client
 from shoal.builds import base
-from shoal.inside import sizes as inside
-from shoal.inside.sizes import MIB
+from shoal.inspection import sizes as inside
+from shoal.inspection.sizes import MIB
 from shoal.matrix import project
 from shoal.matrix.spec import ImageSpec, load
 

@@ -17,9 +17,9 @@ import docker
 from shoal import docker_client
 from shoal.builds import base
 from shoal.docker_client.images import find
-from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
+from shoal.network.settings import read_network_settings
 from shoal.sources.pins import read_image
 
 PLAIN = "shoal-bench:plain"
@@ -73,7 +73,7 @@ class Plain:
         pins = read_image(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
         (directory / "machine").mkdir()
-        for name, content in machine.read().files(image.system.suite).items():
+        for name, content in read_network_settings().build_files(image.system.suite).items():
             (directory / "machine" / name).write_bytes(content)
         found = base.find(docker_client.connect(), image.system)
         assert found is not None

@@ -16,9 +16,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for floor in (
         "errors",
         "matrix",
-        "host docker_client layers",
+        "network docker_client layers",
         "sources",
-        "builds jobs inside report scaffold",
+        "builds jobs inspection report scaffold",
         "doctor",
         "commands",
         "cli",

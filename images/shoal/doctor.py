@@ -30,8 +30,8 @@ from shoal.builds import base
 from shoal.docker_client import containers
 from shoal.docker_client.images import find
 from shoal.errors import DockerError, DoctorError, ShoalError
-from shoal.host import machine, reach
 from shoal.matrix import project, spec
+from shoal.network import reachability, settings
 
 LIMIT = 30.0
 """Seconds that all checks together may take."""
@@ -77,7 +77,7 @@ class Site:
 
     start: Path
     connect: Callable[[], docker.DockerClient] = _connect
-    machine: Callable[[], machine.Machine] = machine.read
+    machine: Callable[[], settings.NetworkSettings] = settings.read_network_settings
 
     @property
     def project(self) -> project.Project:
@@ -155,30 +155,30 @@ def memory(site: Site) -> Result:
 
 def package_index(site: Site) -> Result:
     """Whether the indexes that pip asks in builds answer; only the first must have a page of pip, as PyPI has."""
-    answers = reach.indexes(site.machine())
+    answers = reachability.check_indexes(site.machine())
     if not answers:
         return Result("ok", "none is asked: pip's no-index is set")
-    broken = [answer for answer in answers if answer.status != requests.codes.not_found and not answer.good]
-    if not broken and not answers[0].good:
+    broken = [answer for answer in answers if answer.status != requests.codes.not_found and not answer.is_ok]
+    if not broken and not answers[0].is_ok:
         return Result("remark", f"{answers[0]}: it answers, but has no page of pip, as an index of packages has")
     advice = "look at pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle"
-    return _reached(broken or [answer for answer in answers if answer.good], advice)
+    return _reached(broken or [answer for answer in answers if answer.is_ok], advice)
 
 
 def debian_mirror(site: Site) -> Result:
     """Whether the Debian mirrors that builds install from answer."""
     here = site.machine()
-    answers = [answer for system in site.matrix.systems() for answer in reach.mirrors(here, system.suite)]
+    answers = [answer for system in site.matrix.systems() for answer in reachability.check_mirrors(here, system.suite)]
     return _reached(answers, "look at /etc/apt/sources.list and sources.list.d, and the proxies (HTTP_PROXY, apt's)")
 
 
-def _reached(answers: list[reach.Answer], advice: str) -> Result:
-    if bad := [answer for answer in answers if not answer.good]:
+def _reached(answers: list[reachability.Answer], advice: str) -> Result:
+    if bad := [answer for answer in answers if not answer.is_ok]:
         return Result("failed", _joined(bad), advice)
     return Result("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to ask")
 
 
-def _joined(answers: Iterable[reach.Answer]) -> str:
+def _joined(answers: Iterable[reachability.Answer]) -> str:
     return "; ".join(dict.fromkeys(map(str, answers)))
 
 

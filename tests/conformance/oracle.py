@@ -23,9 +23,9 @@ import requests
 from shoal import docker_client
 from shoal.docker_client import archive
 from shoal.errors import BuildError
-from shoal.host import machine
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
+from shoal.network.settings import read_network_settings
 
 RECIPE = Path(__file__).with_name("image")
 REPOSITORY = "shoal-oracle"
@@ -61,9 +61,9 @@ def _tag(client: docker.DockerClient, parent: ImageSpec) -> str:
 
 
 def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_parent: ImageSpec) -> None:
-    host = machine.read()
+    host = read_network_settings()
     files: dict[str, bytes | Path] = {path.name: path for path in RECIPE.iterdir()}
-    files |= {f"machine/{name}": content for name, content in host.files(parent.system.suite).items()}
+    files |= {f"machine/{name}": content for name, content in host.build_files(parent.system.suite).items()}
     arguments = {
         "PARENT": parent.tag,
         "PARTS_PARENT": parts_parent.tag,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.images.test_inside import contents
 
-from shoal.commands import looking
-from shoal.errors import SpecError, VulnerableError
-from shoal.inside import advisories
-from shoal.inside import contents as inside
-from shoal.inside.advisories import Accepted
+from shoal.commands import inspection
+from shoal.errors import SpecError, VulnerabilityError
+from shoal.inspection import advisories
+from shoal.inspection import facts as inside
+from shoal.inspection.advisories import Accepted
 
 KNOWN = {
     "dependencies": [
@@ -91,13 +91,13 @@ def test_an_allow_list_is_checked(tmp_path: Path) -> None:
 def test_json_has_what_counts_and_what_is_accepted(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(looking, "_engine_with", lambda _: None)
+    monkeypatch.setattr(inspection, "_engine_with", lambda _: None)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag))
     allow = tmp_path / "allow.yml"
     entries = [{"id": name, "reason": "not reached", "expires": "9999-01-01"} for name in ("CVE-1", "CVE-9")]
     allow.write_text(json.dumps({"accepted": entries}).replace('"9999-01-01"', "9999-01-01"))
-    with pytest.raises(VulnerableError, match="a:1: 1 known vulnerabilities"):
-        looking.audit_image("a:1", file, allow, as_json=True)
+    with pytest.raises(VulnerabilityError, match="a:1: 1 known vulnerabilities"):
+        inspection.audit_image("a:1", file, allow, as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
     first, second = document["findings"]

@@ -13,10 +13,10 @@ import docker.errors
 import pytest
 
 from shoal.builds import base
-from shoal.host.machine import Machine
 from shoal.matrix.spec import BuildSpec, System
+from shoal.network.settings import NetworkSettings
 
-HOST = Machine((), (), ("deb http://one.example/debian bookworm main",), (), None, (), (), release="bookworm")
+HOST = NetworkSettings((), (), ("deb http://one.example/debian bookworm main",), (), None, (), (), release="bookworm")
 MMDEBSTRAP = """\
 #!/bin/sh
 for word; do last=$word; echo "$word" >> {log}; done

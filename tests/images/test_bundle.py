@@ -17,7 +17,7 @@ import pytest
 
 from shoal import docker_client
 from shoal.builds import base, bundle, bundled, hostwheels
-from shoal.commands import exchanging
+from shoal.commands import dependencies
 from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -239,7 +239,7 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
     monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir() or "")
     monkeypatch.chdir(project.root)
-    exchanging.bundle_images(tmp_path, ["huggingface"], as_json=True)
+    dependencies.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
     assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
@@ -273,7 +273,7 @@ def test_a_file_is_refused_before_the_engine_is_asked(
     (tmp_path / "file").write_text("precious")
     monkeypatch.chdir(project.root)
     with pytest.raises(UsageError, match="file: is a file; expected a directory, new or of a bundle"):
-        exchanging.bundle_images(tmp_path / "file", ["pytorch"])
+        dependencies.bundle_images(tmp_path / "file", ["pytorch"])
     assert (tmp_path / "file").read_text() == "precious"
 
 

@@ -19,7 +19,7 @@ import urllib3.exceptions
 
 import shoal as package
 from shoal import docker_client
-from shoal.commands import application, building, exchanging
+from shoal.commands import application, dependencies, images
 from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError, SpecError
 from shoal.matrix import selectors
@@ -272,7 +272,7 @@ def test_lock_as_json_has_the_locks_and_the_rendered_files(
     (path,) = (tmp_path / "dockerfiles" / "requirements").glob("pytorch-training-2.0.1-gpu*/mpi.txt")
     monkeypatch.setattr(lock, "lock_image", lambda *_: [path])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(["pytorch"], as_json=True)
+    dependencies.lock_images(["pytorch"], as_json=True)
     document = json.loads(capsys.readouterr().out)
     tag = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
     assert document["locks"] == [{"tag": tag, "path": str(path), "pins": 2}]
@@ -290,7 +290,7 @@ def test_a_locked_image_is_rendered_in_all_variants(
         path.unlink()
     monkeypatch.setattr(lock, "lock_image", lambda *_: [])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(["pytorch"])
+    dependencies.lock_images(["pytorch"])
     assert all(path.exists() for path in rendered)
 
 
@@ -329,7 +329,7 @@ def test_what_extends_an_image_is_locked_after_it(
     monkeypatch.setattr(lock, "lock_image", resolve)
     monkeypatch.setattr(render, "write", lambda _: [])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(words, skip)
+    dependencies.lock_images(words, skip)
     assert len(made) == len(locked)
     assert all(selectors.matches(glob, tag) for glob, tag in zip(locked, made)), made
 
@@ -350,7 +350,7 @@ def test_a_child_that_cannot_be_locked_keeps_nothing_from_its_parent(
     monkeypatch.setattr(lock, "lock_image", resolve)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match="pip cannot resolve it"):
-        exchanging.lock_images(["pytorch-*-2.13.0-cpu-*", "huggingface-*-cpu-*"])
+        dependencies.lock_images(["pytorch-*-2.13.0-cpu-*", "huggingface-*-cpu-*"])
     assert rendered.exists()
 
 
@@ -460,7 +460,7 @@ def test_an_interrupt_while_the_command_loads_ends_it_whoever_would_swallow_it(p
 def test_only_what_a_command_needs_is_loaded() -> None:
     """The names that choose the module are those of its commands, and it loads less than the others."""
     commands = {command.name: command.callback.__module__ for command in app.registered_commands if command.callback}
-    own = {name for name, module in commands.items() if module == building.__name__}
-    assert own == application._BUILDING
-    code = "import sys, shoal.commands.building; print({'shoal.builds.bundle', 'shoal.sources.lock'} & {*sys.modules})"
+    own = {name for name, module in commands.items() if module == images.__name__}
+    assert own == application._IMAGE_COMMANDS
+    code = "import sys, shoal.commands.images; print({'shoal.builds.bundle', 'shoal.sources.lock'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

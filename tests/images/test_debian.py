@@ -20,7 +20,7 @@ import pytest
 from shoal import docker_client
 from shoal.builds import base, debianlock
 from shoal.builds.base import BaseImage
-from shoal.commands import exchanging
+from shoal.commands import dependencies
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, System
@@ -205,19 +205,19 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     monkeypatch.setattr(docker_client, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
     monkeypatch.setattr(base, "ensure", lambda *_, **__: MINE)
     monkeypatch.setattr(debianlock, "in_base", in_base)
-    monkeypatch.setattr(exchanging, "open_project", lambda: (copy, matrix))
+    monkeypatch.setattr(dependencies, "open_project", lambda: (copy, matrix))
     where = debian.path(copy, "bookworm")
     with pytest.raises(
         SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"
     ):
-        exchanging.lock_images(["pytorch"], bases=True, check=True)
+        dependencies.lock_images(["pytorch"], bases=True, check=True)
     assert not where.exists()
-    exchanging.lock_images(["pytorch"], bases=True)
+    dependencies.lock_images(["pytorch"], bases=True)
     assert debian.read(copy, "bookworm") == DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
     assert "--print-uris -o Acquire::ForceHash=SHA256 ca-certificates python3 python3-venv" in scripts[0]
     assert scripts[0].endswith(" gcc libc6-dev")
     capsys.readouterr()
-    exchanging.lock_images(["pytorch"], bases=True, check=True, as_json=True)
+    dependencies.lock_images(["pytorch"], bases=True, check=True, as_json=True)
     (document,) = json.loads(capsys.readouterr().out)
     assert (document["suite"], document["packages"], document["changes"], document["written"]) == (
         "bookworm",
@@ -227,7 +227,7 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     )
     listed = listed.replace(ONE, "MD5Sum:0123")
     with pytest.raises(BuildError, match="names no packages with their SHA-256"):
-        exchanging.lock_images(["pytorch"], bases=True)
+        dependencies.lock_images(["pytorch"], bases=True)
 
 
 def test_how_a_lock_changed_is_told() -> None:

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from shoal import docker_client
-from shoal.commands import looking
+from shoal.commands import inspection
 from shoal.docker_client import images as find_images
 from shoal.errors import DifferenceError
-from shoal.inside import differences, exported
-from shoal.inside.differences import Differences
-from shoal.inside.exported import File, Image
+from shoal.inspection import differences, filesystem
+from shoal.inspection.differences import Differences
+from shoal.inspection.filesystem import File, Image
 from shoal.matrix.project import Project
 
 FILE: dict[str, Any] = {"mode": 0o100644, "uid": 0, "gid": 0, "time": 5, "content": "ab", "source_time": 0}
@@ -39,7 +39,7 @@ def archived(directory: Path) -> Iterator[bytes]:
 
 
 def read(directory: Path) -> dict[str, File]:
-    return exported.of_archive(archived(directory)).files
+    return filesystem.of_archive(archived(directory)).files
 
 
 def compare(old: dict[str, File], new: dict[str, File], *packages: dict[str, str]) -> Differences:
@@ -128,10 +128,10 @@ def test_the_command_fails_with_the_check_alone(
     monkeypatch.setattr(differences, "read", lambda _, tag: images[tag])
     monkeypatch.setattr(find_images, "find", lambda *_: True)
     monkeypatch.chdir(project.root)
-    looking.report_differences("a:1", "a:2")
+    inspection.report_differences("a:1", "a:2")
     capsys.readouterr()
     with pytest.raises(DifferenceError):
-        looking.report_differences("a:1", "a:2", check=True, as_json=True)
+        inspection.report_differences("a:1", "a:2", check=True, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["unexpected"] == document["unexplained"] == {"/f": "removed"}
 
@@ -182,7 +182,7 @@ def test_extended_attributes_are_read(tmp_path: Path) -> None:
         value = b"\x01\xff".decode("utf-8", "surrogateescape")
         entry.pax_headers = {"SCHILY.xattr.security.capability": value, "SCHILY.xattr.security.selinux": "the engine's"}
         archive.addfile(entry)
-    assert exported.of_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
+    assert filesystem.of_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
 
 
 def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
     (info / "libc6:amd64.md5sums").write_text("")
     for name in ("python3", "python3.11"):
         (info / f"{name}.list").write_text("")
-    found = exported.of_archive(archived(tmp_path))
+    found = filesystem.of_archive(archived(tmp_path))
     assert found.packages == {"libc6": "2:2.36"}
     assert {path: file.package for path, file in found.files.items() if file.package} == {
         "/usr/lib/libc.so": "libc6",

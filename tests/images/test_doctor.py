@@ -33,12 +33,12 @@ from shoal import doctor
 from shoal.builds import base
 from shoal.doctor import Result, Site
 from shoal.errors import DockerError, DoctorError
-from shoal.host import machine, reach
-from shoal.host.machine import Machine
 from shoal.matrix.project import Project
+from shoal.network import reachability, settings
+from shoal.network.settings import NetworkSettings
 
 SHOAL = Path(sys.executable).with_name("shoal")
-PLAIN = Machine((), (), (), (), None, (), ())
+PLAIN = NetworkSettings((), (), (), (), None, (), ())
 GIB = 1024**3
 VERSION = {"ApiVersion": "1.41", "Version": "20.10.24", "Arch": "amd64", "Components": [{"Name": "Engine"}]}
 INFO = {"DockerRootDir": "/nonexistent", "MemTotal": 8 * GIB, "NCPU": 4, "Runtimes": {"runc": {}, "nvidia": {}}}
@@ -294,7 +294,7 @@ def test_an_extra_index_need_not_have_everything(site: Site, server: Server, clo
 
 def test_a_server_that_hangs_is_not_waited_for(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.status = 0
-    monkeypatch.setattr(reach, "SECONDS", 0.2)
+    monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.2)
     began = time.monotonic()
     state, found, _ = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert (state, time.monotonic() - began < 20) == ("failed", True)  # the server hangs for 30 s
@@ -383,9 +383,9 @@ def test_a_ca_bundle_that_is_not_there_is_found(site: Site, tmp_path: Path, monk
     (tmp_path / "ca.crt").write_bytes(certificate("good", 9))
     monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.crt"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.crt"))
-    machine.read.cache_clear()
-    here = machine.read()
-    machine.read.cache_clear()
+    settings.read_network_settings.cache_clear()
+    here = settings.read_network_settings()
+    settings.read_network_settings.cache_clear()
     assert here.ca_origin == f"pip's cert {tmp_path / 'ca.crt'}"
     state, found, _ = doctor.ca_bundle(replace(site, machine=lambda: here))
     assert (state, found) == ("failed", f"no such file: SSL_CERT_FILE {tmp_path / 'gone.crt'}")

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import embedded, gpus
+from shoal.jobs import gpus, local_job
 
 HOSTS = ("algo-1", "algo-2")
 CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}
@@ -116,11 +116,11 @@ def test_what_a_container_is_given() -> None:
 
 def test_without_an_engine_a_process_sees_the_gpus_that_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DockerError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave it out"):
-        embedded._visible_gpus("0,1", tmp_path)
+        local_job._visible_gpus("0,1", tmp_path)
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(DockerError, match="--gpus all"):
-        embedded._visible_gpus("all", tmp_path)
+        local_job._visible_gpus("all", tmp_path)
     (tmp_path / "nvidia0").touch()
-    assert embedded._visible_gpus("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert embedded._visible_gpus("all", tmp_path) == embedded._visible_gpus(None, tmp_path) == {}
-    assert embedded._visible_gpus("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert local_job._visible_gpus("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert local_job._visible_gpus("all", tmp_path) == local_job._visible_gpus(None, tmp_path) == {}
+    assert local_job._visible_gpus("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}

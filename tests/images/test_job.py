@@ -16,7 +16,7 @@ from rich.console import Console
 
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import distribution, embedded, job, summary
+from shoal.jobs import distribution, job, local_job, summary
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 
@@ -316,7 +316,7 @@ def test_a_loss_that_is_no_number_is_a_text(tmp_path: Path) -> None:
 
 def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.JobRequest) -> None:
     screen = io.StringIO()
-    folded = embedded.fold(request_, Console(file=screen, width=200))
+    folded = local_job.fold(request_, Console(file=screen, width=200))
     assert folded.hosts == 1
     assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in screen.getvalue()
     sent = folded.encoded_hyperparameters("j")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import scaffold
-from shoal.commands import beginning
+from shoal.commands import setup
 from shoal.errors import UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
@@ -33,7 +33,7 @@ def test_json_has_the_files(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project.root)
-    beginning.new_project(tmp_path / "mine", as_json=True)
+    setup.new_project(tmp_path / "mine", as_json=True)
     written = {Path(path) for path in json.loads(capsys.readouterr().out)}
     assert written == set((tmp_path / "mine").iterdir())
 

@@ -29,9 +29,9 @@ from shoal.layers import deflate, inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
 from shoal.matrix.spec import BuildSpec
-from shoal.report import size, sizefigures, sizepage, treemap
-from shoal.report.comparison import compare, title
-from shoal.report.figures import amount
+from shoal.report import size, size_page, size_text, treemap
+from shoal.report.size_comparison import compare, title
+from shoal.report.timeline_text import amount
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
@@ -327,7 +327,7 @@ def test_long_and_odd_names_and_empty_layers_add_up(layout: Any) -> None:
     found = read(layout(layers))
     assert [layer.sum.bytes for layer in found.layers] == [len(layer) for layer in layers]
     assert {owner.name for owner in found.owners} >= {"caf?", "ünï"}
-    assert sizepage.render([found]).encode()
+    assert size_page.render([found]).encode()
 
 
 names = st.sampled_from(["a", "b", "a/b", "a/c", "c/d/e/f/g", ".wh.a", "a/.wh.b", "a/.wh..wh..opq", "c/.wh.d"])
@@ -444,7 +444,7 @@ def test_an_image_does_not_differ_from_itself() -> None:
     one, _ = two_images()
     comparison = compare(one, one)
     assert not any(change.is_told for change in (*comparison.packages, *comparison.layers))
-    assert next(sizefigures.verdict(comparison)) == "one:1 is as large as one:1."
+    assert next(size_text.verdict(comparison)) == "one:1 is as large as one:1."
 
 
 class Parsed(HTMLParser):
@@ -472,7 +472,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
-    html = sizepage.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
+    html = size_page.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
     page = Parsed(html)
     for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "big-torch · RUN pip install big-torch"):
         assert words in page.words
@@ -488,7 +488,7 @@ def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None
 
 def test_the_page_of_two_images_shows_the_difference() -> None:
     before, after = two_images()
-    page = Parsed(sizepage.render([before, after], compare(before, after)))
+    page = Parsed(size_page.render([before, after], compare(before, after)))
     for words in ("other:2 is", "than one:1", "2.0.1+cu117 → 2.1.0", "COPY old /", "gone", "new", "grown"):
         assert words in page.words
     assert f"+{taken(NEW) / 1000:.2f} kB" in page.words
@@ -502,7 +502,7 @@ def test_nasty_names_are_escaped() -> None:
         ("[red]/x", NOTES),
     ]
     found = read(oci([tar(files)], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>")
-    html = sizepage.render([found, found], compare(found, found))
+    html = size_page.render([found, found], compare(found, found))
     assert not re.search(r"<script|<i>name|<b>echo", html)
     assert "<script>alert(1)<" in Parsed(html).words
     console = Console(width=200, record=True, file=io.StringIO())
@@ -514,7 +514,7 @@ def test_nasty_names_are_escaped() -> None:
 
 def test_a_long_list_of_packages_is_folded() -> None:
     files: list[tuple[str, Content]] = [(f"dir{number}/x", NOTES) for number in range(60)]
-    page = Parsed(sizepage.render([read(oci([tar(files)]))]))
+    page = Parsed(size_page.render([read(oci([tar(files)]))]))
     assert "21 more" in page.words
     assert "dir59" in page.words
 
@@ -713,8 +713,8 @@ def test_an_image_is_of_the_engine_by_its_tag_or_framework(
 
 def test_sums_add() -> None:
     assert Sum(1, 2, 3, 4, 5) + Sum(10, 20, 30, 40, 50) == Sum(11, 22, 33, 44, 55)
-    assert (sizefigures.signed(1500), sizefigures.signed(-20), sizefigures.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
-    assert (sizefigures.share(1, 1000), sizefigures.share(500, 1000)) == ("less than 1%", "50%")
+    assert (size_text.signed(1500), size_text.signed(-20), size_text.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
+    assert (size_text.share(1, 1000), size_text.share(500, 1000)) == ("less than 1%", "50%")
 
 
 def test_names_in_an_image_command_no_terminal() -> None:

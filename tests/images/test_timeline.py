@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError, TraceError, UsageError
-from shoal.report import figures, page, trace
-from shoal.report.analysis import Analysis, analyse, notes
+from shoal.report import timeline_page, timeline_text, trace
 from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
 from shoal.report.timeline import report
+from shoal.report.timeline_analysis import Analysis, analyse, notes
 
 EPOCH = 1_700_000_000_000_000
 COMMUNICATION, COMPUTE, WAIT, STEP = "communication", "compute", "wait", "step"
@@ -119,8 +119,8 @@ def test_overlap_without_compute_spans_is_by_the_waits(tmp_path: Path) -> None:
 def test_no_communication_has_no_overlap(tmp_path: Path) -> None:
     analysis = analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 10)]))
     assert analysis.ranks[0].overlap is None
-    assert "No communication is recorded." in list(figures.headline(analysis))
-    assert "–" in page.render(analysis)
+    assert "No communication is recorded." in list(timeline_text.headline(analysis))
+    assert "–" in timeline_page.render(analysis)
 
 
 def test_files_that_began_at_different_times_are_put_on_one_clock(tmp_path: Path) -> None:
@@ -184,7 +184,9 @@ def test_the_straggler_is_named(tmp_path: Path) -> None:
     assert analysis.shares == {0: 0, 1: 0, 2: 1, 3: 0}
     assert [of.last_to for of in analysis.ranks][2] == 10
     assert [of.lateness for of in analysis.ranks] == [0, 0, 5000, 0]
-    assert "Rank 2 is the straggler: it comes last to 10 of 10 collectives" in " ".join(figures.headline(analysis))
+    assert "Rank 2 is the straggler: it comes last to 10 of 10 collectives" in " ".join(
+        timeline_text.headline(analysis)
+    )
 
 
 def test_ranks_that_are_late_in_turn_are_no_stragglers(tmp_path: Path) -> None:
@@ -306,13 +308,13 @@ def test_a_path_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) ->
 
 
 def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path) -> None:
-    html = page.render(analysis_of(*four_ranks(tmp_path, host="<algo>")))
+    html = timeline_page.render(analysis_of(*four_ranks(tmp_path, host="<algo>")))
     for rank in range(4):
         assert f">rank {rank}</b>" in html
     bars = re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', html)
     whole, usual, longest = 40, 4, 4
     assert sum(kind == "communication" for kind, *_ in bars) == whole + usual + longest
-    assert all(float(x) >= 0 and float(x) + float(width) <= page.UNITS + 0.02 for _, x, _, width in bars)
+    assert all(float(x) >= 0 and float(x) + float(width) <= timeline_page.UNITS + 0.02 for _, x, _, width in bars)
     assert "1.00 kB in 30.0 µs, 0.0333 GB/s" in html
     assert "<td>100%</td>" in html
     assert "&lt;algo&gt;" in html
@@ -321,7 +323,7 @@ def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path)
 
 
 def test_the_exposed_part_is_drawn_over_its_span(tmp_path: Path) -> None:
-    html = page.render(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
+    html = timeline_page.render(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
     assert re.search(r'<rect class="communication" x="4000.0" y="(\d+)" width="6000.0"', html)
     assert re.search(r'<rect class="exposed" x="6000.0" y="(\d+)" width="4000.0"', html)
     assert "40.0 µs of it exposed" in html
@@ -330,9 +332,9 @@ def test_the_exposed_part_is_drawn_over_its_span(tmp_path: Path) -> None:
 def test_a_long_recording_is_drawn_with_a_bounded_number_of_bars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "_MOST_BARS", 300)
+    monkeypatch.setattr(timeline_page, "_MOST_BARS", 300)
     events = [reduce(at, at + 1, size=10) for at in range(0, 40_000, 2)]
-    html = page.render(analysis_of(write(tmp_path, 0, events)))
+    html = timeline_page.render(analysis_of(write(tmp_path, 0, events)))
     assert html.count("<rect") < 3 * 300
     assert "spans, the longest all_reduce, bucket" not in html  # a bucket's number would be that of one of them
     assert "spans, the longest all_reduce\n" in html
@@ -341,7 +343,7 @@ def test_a_long_recording_is_drawn_with_a_bounded_number_of_bars(
 def test_steps_that_are_not_recorded_are_found_by_the_most_frequent_collective(tmp_path: Path) -> None:
     events = [reduce(at + 10 * bucket, at + 10 * bucket + 5, bucket) for at in (0, 100, 220) for bucket in (0, 1)]
     timeline = trace.read([write(tmp_path, 0, events)])
-    assert page.steps(timeline) == [(0, 100_000), (100_000, 220_000)]
+    assert timeline_page.steps(timeline) == [(0, 100_000), (100_000, 220_000)]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,7 @@ def test_steps_that_are_not_recorded_are_found_by_the_most_frequent_collective(t
     ],
 )
 def test_ticks_are_round_and_few(width: int, last: str, count: int) -> None:
-    found = list(page.ticks(width))
+    found = list(timeline_page.ticks(width))
     assert len(found) == count
     assert found[0][0] == 0
     assert found[-1] == (width, last)
@@ -366,7 +368,7 @@ def test_ticks_are_round_and_few(width: int, last: str, count: int) -> None:
     [(0, "0 ns"), (999, "999 ns"), (1500, "1.50 µs"), (12_345_678, "12.3 ms"), (999_400_000, "999 ms"), (None, "–")],
 )
 def test_times_have_three_digits(nanoseconds: int | None, text: str) -> None:
-    assert figures.time(nanoseconds) == text
+    assert timeline_text.time(nanoseconds) == text
 
 
 @pytest.mark.parametrize("as_json", [False, True])

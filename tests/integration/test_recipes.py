@@ -20,8 +20,8 @@ from docker.utils import exclude_paths
 from shoal import docker_client
 from shoal.builds import base, buildkit
 from shoal.builds.events import Failed, Output
-from shoal.host import machine
 from shoal.matrix.spec import BuildSpec
+from shoal.network.settings import read_network_settings
 
 from .conftest import ROOT, StartHost, write_tree
 
@@ -84,7 +84,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
             tag=tag,
             rm=True,
             forcerm=True,
-            buildargs={**arguments, **dict(machine.read().proxies)},
+            buildargs={**arguments, **dict(read_network_settings().proxies)},
             decode=True,
         )
         events = list(buildkit.events(answer))
@@ -100,7 +100,7 @@ def write_context(directory: Path, dockerfile: str) -> Path:
     """A context with the Dockerfile and the machine's configuration for Debian 12, which these images stand on."""
     (directory / "machine").mkdir()
     (directory / "Dockerfile").write_text(dockerfile)
-    for name, content in machine.read().files("bookworm").items():
+    for name, content in read_network_settings().build_files("bookworm").items():
         (directory / "machine" / name).write_bytes(content)
     return directory
 
@@ -203,7 +203,7 @@ def test_requirements_beside_the_script_are_installed_first(
 ) -> None:
     tree = write_tree(tmp_path / "ml", (REQUIREMENTS / "train.py").read_text(), TWO_RANKS)
     shutil.copy(REQUIREMENTS / "requirements.txt", tree / "code")
-    ended = start_host(between, tree=tree, env=dict(machine.read().proxies)).wait()
+    ended = start_host(between, tree=tree, env=dict(read_network_settings().proxies)).wait()
     assert ended.code == 0, ended.output
     assert "Successfully installed einops-" in ended.output
     check_accuracy(ended.output, ranks=2)

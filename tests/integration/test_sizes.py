@@ -15,8 +15,8 @@ import docker
 import pytest
 
 from shoal.builds import base
-from shoal.inside import sizes
-from shoal.inside.sizes import MIB, Parts
+from shoal.inspection import sizes
+from shoal.inspection.sizes import MIB, Parts
 from shoal.matrix.spec import ImageSpec
 
 from .image_containers import each

@@ -12,7 +12,7 @@ import pytest
 from tests.library.conftest import Python, clean_environment
 
 from shoal.report import trace
-from shoal.report.analysis import analyse, notes
+from shoal.report.timeline_analysis import analyse, notes
 
 SCRIPT = Path(__file__).parent / "ranks" / "profiled.py"
 AHEAD = 5.0  # seconds, of the second host's clock

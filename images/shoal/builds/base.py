@@ -28,8 +28,8 @@ import docker
 import docker.errors
 
 from shoal.errors import BaseImageError
-from shoal.host.machine import Machine
 from shoal.matrix.spec import System
+from shoal.network.settings import NetworkSettings
 from shoal.sources.packages import SOURCE_DATE_EPOCH
 
 _REGISTRY = "docker.io/library"
@@ -125,7 +125,7 @@ def beneath(client: docker.DockerClient, tag: str, system: System) -> str:
 def ensure(
     client: docker.DockerClient,
     system: System,
-    machine: Callable[[], Machine],
+    machine: Callable[[], NetworkSettings],
     cache: Path,
     say: Say,
     *,
@@ -187,7 +187,9 @@ def _bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | No
     return BaseImage(tagged[0], str(image.id), tagged[0])
 
 
-def _bootstrap(client: docker.DockerClient, system: System, machine: Machine, cache: Path, say: Say) -> BaseImage:
+def _bootstrap(
+    client: docker.DockerClient, system: System, machine: NetworkSettings, cache: Path, say: Say
+) -> BaseImage:
     kept = kept_archive(cache, system)
     if not kept.is_file():
         _run_mmdebstrap(system, machine, kept, say)
@@ -201,7 +203,7 @@ def _bootstrap(client: docker.DockerClient, system: System, machine: Machine, ca
     return base
 
 
-def _run_mmdebstrap(system: System, machine: Machine, archive: Path, say: Say) -> None:
+def _run_mmdebstrap(system: System, machine: NetworkSettings, archive: Path, say: Say) -> None:
     _need_mmdebstrap(system, say)
     archive.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=archive.parent, prefix="base-") as name:  # two builds at once do not share a file
@@ -209,8 +211,8 @@ def _run_mmdebstrap(system: System, machine: Machine, archive: Path, say: Say) -
         (scratch / "ca.crt").write_bytes(machine.ca_bundle or b"")
         options = [f"--aptopt={line.rstrip(';')}" for line in machine.apt_proxies]
         options += [f'--aptopt=Acquire::https::CAInfo "{scratch}/ca.crt"'] if machine.ca_bundle else []
-        sources = machine.sources(system.suite)
-        if auth := machine.auth(sources):
+        sources = machine.select_sources(system.suite)
+        if auth := machine.select_auth(sources):
             (scratch / "auth.conf").write_text(auth)
             options.append(f'--aptopt=Dir::Etc::Netrc "{scratch}/auth.conf"')
         command = ["mmdebstrap", *options, *recipe(system), str(scratch / "base.tar")]

@@ -26,10 +26,9 @@ from shoal.builds.progress import BuildProgress, screen
 from shoal.docker_client import archive
 from shoal.docker_client.images import find, remove_replaced
 from shoal.errors import BuildError, DiskError
-from shoal.host import machine
-from shoal.host.machine import Machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
+from shoal.network.settings import NetworkSettings, read_network_settings
 from shoal.sources import context, debian, provenance
 from shoal.sources.context import Sources
 from shoal.sources.record import Plan, make_plan
@@ -65,7 +64,7 @@ class Site:
     sources: Mapping[str, Sources]
     live: Progress
     streams: Streams
-    host: Callable[[], Machine]
+    host: Callable[[], NetworkSettings]
     network: str
     provenance: Callable[[], provenance.Provenance]
 
@@ -128,7 +127,7 @@ def build_all(
         hint = "" if bundle_digest else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
         say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
         bundled.load_bases(client, bundle, systems)
-    host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else machine.read
+    host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else read_network_settings
     locks = {system: debian.read(project, system.suite) for system in systems}
     bases = {
         system: base.ensure(client, system, host, project.cache, say, pin=lock.bases.get(system.upstream, ""))

@@ -25,10 +25,10 @@ from shoal.builds import base, bundled, debianlock, hostwheels
 from shoal.builds.base import Say
 from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
 from shoal.docker_client import archive
-from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_full
-from shoal.host import machine
+from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.network.settings import read_network_settings
 from shoal.sources import debian, lock, pins, wheels
 
 _HOST = "host"
@@ -75,7 +75,7 @@ def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], dire
     packages: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):
         pin = debian.read(project, system.suite).bases.get(system.upstream, "")
-        found = base.ensure(client, system, machine.read, project.cache, say, pin=pin)
+        found = base.ensure(client, system, read_network_settings, project.cache, say, pin=pin)
         own = directory / system.suite
         (own / DEBS).mkdir(parents=True, exist_ok=True)
         say(f"base: {found.reference}")
@@ -128,7 +128,7 @@ def _scratch(directory: Path) -> Iterator[Path]:
         with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
             yield Path(name)
     except OSError as error:
-        if is_full(error):
+        if is_disk_full(error):
             raise DiskError(f"{directory}: {error.strerror}. {_WHEN_FULL}") from error
         raise
 

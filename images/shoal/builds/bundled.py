@@ -20,8 +20,8 @@ import docker
 from shoal.builds import base
 from shoal.docker_client import archive
 from shoal.errors import BundleError, UsageError
-from shoal.host.machine import Machine
 from shoal.matrix.spec import System
+from shoal.network.settings import NetworkSettings
 
 WHEELS = "wheels"
 BASE, DEBS, INDEX = "base.tar", "debs", "Packages"
@@ -120,7 +120,7 @@ def _no_bundle(directory: Path) -> UsageError:
     )
 
 
-def read(directory: Path) -> Machine:
+def read(directory: Path) -> NetworkSettings:
     """Return what a build is given in place of this machine's configuration, of a bundle that `check` has passed.
 
     apt is told to trust the bundle's packages: their index has been checked, and apt checks them against it. Raises
@@ -129,7 +129,7 @@ def read(directory: Path) -> Machine:
     suites = [path.parent for path in directory.glob(f"*/{BASE}") if (path.parent / DEBS / INDEX).is_file()]
     if not suites:
         raise _no_bundle(directory)
-    return Machine(
+    return NetworkSettings(
         pip=(("no-index", "true"),),
         find_links=(directory / WHEELS,),
         apt_sources=(),

@@ -17,9 +17,9 @@ from shoal.builds import base
 from shoal.builds.base import BaseImage, Say
 from shoal.docker_client import archive, containers
 from shoal.errors import BuildError
-from shoal.host import machine
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
+from shoal.network.settings import read_network_settings
 from shoal.sources import debian, render
 from shoal.sources.debian import DebianLock
 
@@ -54,7 +54,7 @@ def lock(project: Project, spec: BuildSpec, systems: Iterable[System], say: Say,
     client = docker_client.connect()
     for system in systems:
         images = [image for image in spec.images if image.system == system]
-        found = base.ensure(client, system, machine.read, project.cache, say, newest=True)
+        found = base.ensure(client, system, read_network_settings, project.cache, say, newest=True)
         before = debian.read(project, system.suite)
         packages = _packages(client, found, system, installed(project, images))
         after = DebianLock({**before.bases, **identity(client, found, system)}, packages)
@@ -111,9 +111,9 @@ def in_base(client: docker.DockerClient, reference: str, suite: str, script: str
 
     Raises BuildError with its last words where it failed at `doing`.
     """
-    host = machine.read()
+    host = read_network_settings()
     files = io.BytesIO()
-    archive.write({f"machine/{name}": content for name, content in host.files(suite).items()}, files)
+    archive.write({f"machine/{name}": content for name, content in host.build_files(suite).items()}, files)
     label = containers.unique("debian")
     settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
     script = f"export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive\napt-get update -qq\n{script}"

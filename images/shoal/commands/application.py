@@ -15,12 +15,12 @@ import urllib3.exceptions
 from shoal.builds.unchanged import Question
 from shoal.commands import completion
 from shoal.commands.common import app
-from shoal.errors import DockerError, ShoalError, of_system
+from shoal.errors import DockerError, ShoalError, convert_os_error
 
-_ROOMS = ("beginning", "building", "exchanging", "looking", "running")
-"""The modules with commands; importing one adds its own to `app`."""
-_BUILDING = frozenset({"build", "list", "plan", "render"})
-"""The commands of that module. What the others import takes longer than these commands themselves."""
+_MODULES = ("dependencies", "images", "inspection", "jobs", "setup")
+"""The modules that define commands; importing one adds its commands to `app`."""
+_IMAGE_COMMANDS = frozenset({"build", "list", "plan", "render"})
+"""The commands in the module `images`. Importing the other modules takes longer than running these commands."""
 
 
 def main(asked: Question | None) -> None:
@@ -30,8 +30,8 @@ def main(asked: Question | None) -> None:
     is stopped and removed on the way out.
     """
     completion.join_words(os.environ)
-    for room in ("building",) if _BUILDING & {*sys.argv[1:2]} else _ROOMS:
-        importlib.import_module(f"shoal.commands.{room}")
+    for module in ("images",) if _IMAGE_COMMANDS & {*sys.argv[1:2]} else _MODULES:
+        importlib.import_module(f"shoal.commands.{module}")
     _hear()
     gc.freeze()
     gc.enable()
@@ -54,7 +54,7 @@ def _told(error: Exception) -> ShoalError | None:
     # Before the system's: what requests raises is of that kind too.
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
         return DockerError(f"the engine could not be asked: {error}")
-    return of_system(error) if isinstance(error, OSError) else None
+    return convert_os_error(error) if isinstance(error, OSError) else None
 
 
 def _hear() -> None:

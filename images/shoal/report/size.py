@@ -21,9 +21,9 @@ from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.matrix.spec import BuildSpec
-from shoal.report import files, sizefigures, sizepage
-from shoal.report.comparison import Change, Comparison, compare, title
-from shoal.report.figures import amount
+from shoal.report import output_files, size_page, size_text
+from shoal.report.size_comparison import Change, Comparison, compare, title
+from shoal.report.timeline_text import amount
 
 _READ = 1024 * 1024  # bytes at once
 _BRIEF = 10  # rows of a table on the terminal
@@ -47,14 +47,14 @@ def report(
     Raises `UsageError` for an image that is not there and for a file that cannot be written, both before the long
     reading, and `ImageError` for an archive that is no image.
     """
-    page, *others = files.targets(output, as_json, [Path(word) for word in words])
+    page, *others = output_files.targets(output, as_json, [Path(word) for word in words])
     archives = [_find(word, matrix) for word in words]
     inventories = [_inventory(archive, console) for archive in archives]
     comparison = compare(*inventories) if len(inventories) == 2 else None
-    texts = {page: sizepage.render(inventories, comparison)}
+    texts = {page: size_page.render(inventories, comparison)}
     for beside in others:
         texts[beside] = json.dumps(document(inventories, comparison), indent=2) + "\n"
-    files.write(output, texts)
+    output_files.write(output, texts)
     return inventories, list(texts)
 
 
@@ -62,12 +62,12 @@ def show(console: Console, inventories: Sequence[Inventory]) -> None:
     """Print how large the images are, what in them, and how they differ."""
     if len(inventories) == 2:
         comparison = compare(*inventories)
-        _say(console, (sentence for of in inventories for sentence in sizefigures.headline(of)))
-        _say(console, sizefigures.verdict(comparison))
+        _say(console, (sentence for of in inventories for sentence in size_text.headline(of)))
+        _say(console, size_text.verdict(comparison))
         _show_changes(console, comparison)
         return
     for of in inventories:
-        _say(console, sizefigures.headline(of))
+        _say(console, size_text.headline(of))
         layers = sorted(of.layers, key=lambda layer: -layer.sum.bytes)
         _table(console, "layer", [(title(layer), layer.sum) for layer in layers])
         _table(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
@@ -190,7 +190,7 @@ def _show_changes(console: Console, comparison: Comparison) -> None:
         table = _columns(console, name, "state", "change", "compressed")
         for change in told[:_BRIEF]:
             text = escape(shown(f"{change.name} {change.version}".strip()))
-            table.add_row(text, change.state, sizefigures.signed(change.bytes), sizefigures.signed(change.compressed))
+            table.add_row(text, change.state, size_text.signed(change.bytes), size_text.signed(change.compressed))
         if told:
             console.print(table)
         if len(told) > _BRIEF:

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.report import figures, files, page, trace
-from shoal.report.analysis import Analysis, analyse, notes
+from shoal.report import output_files, timeline_page, timeline_text, trace
+from shoal.report.timeline_analysis import Analysis, analyse, notes
 
 
 def report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
@@ -19,19 +19,22 @@ def report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis
     timelines or of several jobs.
     """
     read = trace.find(paths)
-    page_file, *others = files.targets(output, as_json, read)
+    page_file, *others = output_files.targets(output, as_json, read)
     analysis = analyse(trace.read(read))
-    texts = {page_file: page.render(analysis), **{beside: trace.merged(analysis.timeline) for beside in others}}
-    files.write(output, texts)
+    texts = {
+        page_file: timeline_page.render(analysis),
+        **{beside: trace.merged(analysis.timeline) for beside in others},
+    }
+    output_files.write(output, texts)
     return analysis, list(texts)
 
 
 def show(console: Console, analysis: Analysis) -> None:
     """Print what the timeline shows."""
-    for sentence in (*figures.headline(analysis), *notes(analysis)):
+    for sentence in (*timeline_text.headline(analysis), *notes(analysis)):
         console.print(sentence, markup=False, soft_wrap=True)
     table = Table(box=None)
-    columns = [column for column in figures.COLUMNS if column.is_brief]
+    columns = [column for column in timeline_text.COLUMNS if column.is_brief]
     for column in columns:
         table.add_column(column.name, justify="right", no_wrap=True)
     for of in analysis.ranks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.docker_client.archive import Content
-from shoal.host.machine import Machine
+from shoal.network.settings import NetworkSettings
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import bytecode, debian, packages, record, render, wheels
@@ -41,7 +41,7 @@ class Sources:
         contents |= {layer: packages.contents(content) for layer, content in self.own.items()}
         return record.make_record(self.steps, contents, base, self.templates)
 
-    def files(self, spec: BuildSpec, machine: Machine) -> dict[str, Content]:
+    def files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
         """Return the files of the build context, by path."""
         context: dict[str, Content] = {"Dockerfile": self.dockerfile}
         for layer, pins in self.locks.items():
@@ -53,7 +53,7 @@ class Sources:
             context |= {f"{layer}/{path.name}": path for path in local}
         context |= {f"{layer}/installed.tar": content for layer, content in self.own.items()}
         suite = self.image.system.suite
-        for folder, files in (("engine", self.engine), ("debian", self.debian), ("machine", machine.files(suite))):
+        for folder, files in (("engine", self.engine), ("debian", self.debian), ("machine", machine.build_files(suite))):
             context |= {f"{folder}/{name}": content for name, content in files.items()}
         return context | {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.docker_client.containers import shown
-from shoal.inside import truth
-from shoal.inside.contents import Contents, Distribution, Package
+from shoal.inspection import truth
+from shoal.inspection.facts import Contents, Distribution, Package
 from shoal.matrix.spec import ImageSpec
 
 MIB = 1024**2

@@ -9,8 +9,8 @@ import jinja2
 
 from shoal.layers.inventory import Inventory, Layer, Sum, total
 from shoal.layers.owners import Owner
-from shoal.report import figures, sizefigures
-from shoal.report.comparison import Change, Comparison, title
+from shoal.report import size_text, timeline_text
+from shoal.report.size_comparison import Change, Comparison, title
 from shoal.report.treemap import Box, squarified
 
 _CANVAS = Box(0, 0, 1440, 620)  # about the pixels that it gets: squares are to be square there
@@ -78,14 +78,14 @@ def render(inventories: Sequence[Inventory], comparison: Comparison | None = Non
     return environment.get_template("size.html.j2").render(
         images=[_image(inventory) for inventory in inventories],
         comparison=comparison,
-        verdict=list(sizefigures.verdict(comparison)) if comparison else [],
+        verdict=list(size_text.verdict(comparison)) if comparison else [],
         changes=told,
         layer_changes=comparison.layers if comparison else (),
         length=_length_of_changes([*told, *(comparison.layers if comparison else ())]),
-        amount=figures.amount,
-        signed=sizefigures.signed,
-        share=sizefigures.share,
-        kinds=sizefigures.KINDS,
+        amount=timeline_text.amount,
+        signed=size_text.signed,
+        share=size_text.share,
+        kinds=size_text.KINDS,
         most_rows=_MOST_ROWS,
         aspect=f"{_CANVAS.width:.0f} / {_CANVAS.height:.0f}",
     )
@@ -93,13 +93,13 @@ def render(inventories: Sequence[Inventory], comparison: Comparison | None = Non
 
 def _image(inventory: Inventory) -> Image:
     owners = inventory.owners
-    by_kind = {kind: total(of for owner, of in owners.items() if owner.kind == kind) for kind in sizefigures.KINDS}
+    by_kind = {kind: total(of for owner, of in owners.items() if owner.kind == kind) for kind in size_text.KINDS}
     versions = inventory.versions
     longest_layer = max((layer.sum.bytes for layer in inventory.layers), default=0)
     longest = max((of.bytes for of in owners.values()), default=0)
     return Image(
         name=inventory.name,
-        headline=tuple(sizefigures.headline(inventory)),
+        headline=tuple(size_text.headline(inventory)),
         layers=tuple(_layer(number, layer, longest_layer) for number, layer in enumerate(inventory.layers, 1)),
         cells=tuple(_cells(owners, by_kind)),
         packages=tuple(
@@ -112,12 +112,12 @@ def _image(inventory: Inventory) -> Image:
             )
             for owner, of in owners.items()
         ),
-        kinds=tuple((kind, name, by_kind[kind]) for kind, name in sizefigures.KINDS.items() if by_kind[kind].bytes),
+        kinds=tuple((kind, name, by_kind[kind]) for kind, name in size_text.KINDS.items() if by_kind[kind].bytes),
     )
 
 
 def _layer(number: int, layer: Layer, longest: int) -> Row:
-    kinds = {kind: total(of for owner, of in layer.owners.items() if owner.kind == kind) for kind in sizefigures.KINDS}
+    kinds = {kind: total(of for owner, of in layer.owners.items() if owner.kind == kind) for kind in size_text.KINDS}
     shown = {kind: Sum(of.bytes - of.hidden, of.compressed) for kind, of in kinds.items()}
     hidden = Sum(layer.sum.hidden, layer.sum.hidden_compressed)
     parts = tuple(_part(kind, of, longest) for kind, of in {**shown, "hidden": hidden}.items() if of.bytes)
@@ -132,8 +132,8 @@ def _named(layer: Layer) -> str:
 
 
 def _part(kind: str, of: Sum, longest: int) -> Part:
-    name = sizefigures.KINDS.get(kind, "hidden by a later layer")
-    return Part(kind, _percent(of.bytes, longest), f"{name}: {figures.amount(of.bytes)}")
+    name = size_text.KINDS.get(kind, "hidden by a later layer")
+    return Part(kind, _percent(of.bytes, longest), f"{name}: {timeline_text.amount(of.bytes)}")
 
 
 def _percent(part: float, whole: float) -> float:
@@ -155,7 +155,7 @@ def _gathered(items: list[tuple[str, Sum]], least: float) -> list[tuple[str, Sum
     large = [item for item in items if item[1].bytes >= least]
     small = [of for _, of in items if of.bytes < least]
     if small:
-        large.append((f"{figures.counted(len(small), 'smaller one')}", total(small)))
+        large.append((f"{timeline_text.counted(len(small), 'smaller one')}", total(small)))
     return sorted(large, key=lambda item: -item[1].bytes)
 
 
@@ -166,15 +166,15 @@ def _cell(kind: str, name: str, of: Sum, box: Box) -> Cell:
         _percent(box.width, _CANVAS.width),
         _percent(box.height, _CANVAS.height),
     )
-    sizes = f"{figures.amount(of.bytes)}, {figures.amount(of.compressed)} compressed"
-    hidden = f"\n{figures.amount(of.hidden)} hidden by a later layer" if of.hidden else ""
+    sizes = f"{timeline_text.amount(of.bytes)}, {timeline_text.amount(of.compressed)} compressed"
+    hidden = f"\n{timeline_text.amount(of.hidden)} hidden by a later layer" if of.hidden else ""
     fits = box.width >= min(len(name), 6) * _LETTER and box.height >= _LINE
     return Cell(
         kind=kind,
         box=percent,
-        title=f"{name}\n{sizefigures.KINDS[kind]}\n{sizes}{hidden}",
+        title=f"{name}\n{size_text.KINDS[kind]}\n{sizes}{hidden}",
         label=name if fits else "",
-        size=figures.amount(of.bytes) if fits else "",
+        size=timeline_text.amount(of.bytes) if fits else "",
         hidden=_percent(of.hidden, of.bytes),
     )
 

@@ -17,8 +17,8 @@ from shoal.commands import output
 from shoal.commands.common import AsJson, Image, app, console, open_project, reports, screen, tag_of, tell_written
 from shoal.commands.endings import judge
 from shoal.errors import UsageError
-from shoal.jobs import embedded, planning, summary
-from shoal.jobs import run as runner
+from shoal.jobs import docker_job as runner
+from shoal.jobs import local_job, model_plan, summary
 from shoal.jobs.job import SHM_SIZE, JobRequest
 from shoal.report import timeline
 
@@ -81,7 +81,7 @@ def run_job(
     if engine_kind is Engine.none:
         tag_of(image)
         _refuse_limits({"--shm-size": shm_size, "--memory": memory})
-        outcome = embedded.run(request, progress)
+        outcome = local_job.run(request, progress)
     else:
         tag, build_seconds = _built(image, progress) if build else (tag_of(image), None)
         outcome = runner.run(tag, request, progress)
@@ -104,9 +104,9 @@ def plan_model(
     Memory of each stage, idle time and the partition, from a run on the meta device: a model of any size will do.
     """
     if engine_kind is Engine.none:
-        code = planning.run_here(factory, options or [], as_json=as_json)
+        code = model_plan.run_here(factory, options or [], as_json=as_json)
     else:
-        code = planning.run_in(tag_of(image), factory, options or [], screen(as_json), as_json=as_json)
+        code = model_plan.run_in(tag_of(image), factory, options or [], screen(as_json), as_json=as_json)
     raise typer.Exit(code)
 
 

@@ -11,8 +11,8 @@ import pytest
 import typer
 
 from shoal import docker_client
-from shoal.commands import running
-from shoal.jobs import planning
+from shoal.commands import jobs
+from shoal.jobs import model_plan
 
 
 class Container:
@@ -54,20 +54,20 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     here = Engine()
     monkeypatch.setattr(docker_client, "connect", lambda: here)
     with pytest.raises(typer.Exit) as ended:
-        running.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
+        jobs.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
     told = capsys.readouterr()
     assert (ended.value.exit_code, json.loads(told.out), told.err) == (1, {"plans": []}, "a warning\n")
     assert here.commands == [
         ["-m", "smdistributed.modelparallel", "plan", "model.py:make", "--devices", "2", "--json"],
     ]
     with pytest.raises(typer.Exit):
-        running.plan_model("a:1", f"{tmp_path}/model.py:make")
+        jobs.plan_model("a:1", f"{tmp_path}/model.py:make")
     assert "a warning" in capsys.readouterr().out
     assert "--json" not in here.commands[-1]
 
 
 def test_with_this_machines_python(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(planning, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
+    monkeypatch.setattr(model_plan, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
     with pytest.raises(typer.Exit):
-        running.plan_model("pytorch", "m.py:f", engine_kind=running.Engine.none, as_json=True)
+        jobs.plan_model("pytorch", "m.py:f", engine_kind=jobs.Engine.none, as_json=True)
     assert capfd.readouterr().out == "['m.py:f', '--json']\n"

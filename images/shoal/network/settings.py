@@ -1,8 +1,7 @@
-"""What this machine knows about its networks, read so that builds are served by it too.
+"""The network settings of this machine that builds use: package mirrors, pip, credentials, CA bundle, proxies.
 
-Package mirrors, pip's configuration, credentials for both, the CA bundle and proxies enter a build as files under
-`machine/` of the context, mounted for the length of a step, and as the proxy build arguments that an engine never
-records.
+They enter a build as files in the context's `machine/` directory, which is mounted only while a step runs, and as proxy
+build arguments, which Docker never records.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.host import credentials, pipconfig
+from shoal.network import credentials, pip_settings
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
-# What of pip's configuration a build step can use as it is. Where one of its words is a local path, that word is left
-# out and said so; wheels in local find-links directories enter the context instead.
+# pip's settings that builds can use. Local paths in them are left out and reported; the wheels of local find-links
+# directories are copied into the context instead.
 _PIP_KEYS = (
     *("index-url", "extra-index-url", "find-links", "no-index", "proxy", "trusted-host"),
     *("timeout", "default-timeout", "retries"),
@@ -30,59 +29,65 @@ _UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feat
 _URL_KEYS = ("index-url", "extra-index-url", "find-links")
 _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
-# What Debian calls a suite's own parts; backports and the suites of others are no part of a build.
+# The parts of a Debian suite that builds use; not backports, and no suites of other vendors.
 _POCKETS = ("", "-updates", "-security")
-# Nothing signs a bundle's index of packages: whoever makes a `Machine` with `debs` has checked its SHA-256.
+# The package index of a bundle has no signature. Whoever sets `debs` has checked its SHA-256.
 _BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
 _ADDED_CA = Path("/usr/local/share/ca-certificates")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The host's configuration, as far as builds use it.
-
-    `find_links` are directories with wheels; `apt_sources` are all of apt's sources, in one-line form, and `release`
-    is the suite of this machine itself where that is Debian; `left_out` says in words what of the configuration a
-    container cannot use. `ca_origin` is the setting that names the bundle, and `ca_missing` are settings that name a
-    file which is not there.
-    """
+class NetworkSettings:
+    """This machine's network settings, as far as builds use them."""
 
     pip: tuple[tuple[str, str], ...]
+    """pip's options and values. URLs have their credentials."""
     find_links: tuple[Path, ...]
+    """Local directories with wheels."""
     apt_sources: tuple[str, ...]
+    """All of apt's sources, in one-line form."""
     apt_proxies: tuple[str, ...]
     ca_bundle: bytes | None
     proxies: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
+    """Settings that a build cannot use, each with the reason."""
     release: str = ""
+    """This machine's own suite, if it runs Debian."""
     debs: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """By suite, a repository of Debian packages that goes into builds as it is, with its index; of a bundle."""
+    """By suite, a repository of Debian packages with its index, from a bundle. Builds use it as it is."""
     ca_origin: str = ""
+    """The setting that names the CA bundle."""
     ca_missing: tuple[str, ...] = ()
+    """Settings that name a CA bundle that does not exist."""
     apt_auth: str = ""
-    """apt's credentials for the hosts of its sources, of which a build gets those that it asks. Those for package
-    indexes are in their URLs, in `pip`."""
+    """apt's credentials for the hosts of its sources, in the form of auth.conf."""
 
-    def sources(self, suite: str) -> tuple[str, ...]:
-        """Return the sources that builds on Debian's `suite` install from; none: those of the base image itself.
+    def select_sources(self, suite: str) -> tuple[str, ...]:
+        """Return the apt sources for builds on a Debian suite.
 
-        They are this machine's own of that suite. Where it has none, those of its own release with the suite's name in
-        its place, for a mirror of Debian holds all suites at the same addresses: on a bookworm that builds for trixie,
-        `URL bookworm-security main` becomes `URL trixie-security main`.
+        A Debian mirror holds all suites at one address. So if this machine has no sources of `suite`, those of its own
+        release are used with the suite's name: on bookworm, `URL bookworm-security main` becomes
+        `URL trixie-security main`.
+
+        Args:
+            suite: Such as `bookworm`.
+
+        Returns:
+            Sources in one-line form; none: use the sources of the base image.
         """
         if suite in self.debs:
             return (_BUNDLED,)
-        own = tuple(_of_suite(self.apt_sources, suite, suite))
-        return own or tuple(_of_suite(self.apt_sources, self.release, suite))
+        own = tuple(_sources_of_suite(self.apt_sources, suite, suite))
+        return own or tuple(_sources_of_suite(self.apt_sources, self.release, suite))
 
-    def auth(self, sources: Iterable[str]) -> str:
+    def select_auth(self, sources: Iterable[str]) -> str:
         """Return apt's credentials for the hosts of these sources, in the form of auth.conf."""
-        return credentials.of_hosts(self.apt_auth, sources)
+        return credentials.select_auth_entries(self.apt_auth, sources)
 
-    def files(self, suite: str) -> dict[str, bytes]:
-        """Return the files of the context's `machine/` directory for a build on Debian's `suite`, by name."""
-        sources = self.sources(suite)
-        auth = self.auth(sources)
+    def build_files(self, suite: str) -> dict[str, bytes]:
+        """Return the files of the context's `machine/` directory, by name, for a build on a Debian suite."""
+        sources = self.select_sources(suite)
+        auth = self.select_auth(sources)
         files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources), bool(auth))}
         if sources:
             files["sources.list"] = "\n".join(sources) + "\n"
@@ -109,49 +114,48 @@ class Machine:
 
 
 @functools.cache
-def read() -> Machine:
-    """Read this machine's configuration, once a process; apt-config is asked where there is one."""
-    pip = pipconfig.read()
-    secrets = credentials.read_netrc()
-    kept, left_out = _usable_pip(pip)
-    kept |= {key: " ".join(map(secrets.signed, kept[key].split())) for key in _URL_KEYS if key in kept}
-    sources = tuple(read_sources())
-    apt_auth, unread = credentials.of_apt(sources)
+def read_network_settings() -> NetworkSettings:
+    """Read the settings of this machine, once per process. Runs `apt-config`, if it is installed."""
+    pip = pip_settings.read_pip_settings()
+    netrc = credentials.read_netrc()
+    kept, left_out = _select_pip_settings(pip)
+    kept |= {key: " ".join(map(netrc.add_credentials, kept[key].split())) for key in _URL_KEYS if key in kept}
+    sources = tuple(read_apt_sources())
+    apt_auth, unread = credentials.read_apt_auth(sources)
     find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
-    bundles = dict(_ca_files(pip))
+    bundles = dict(_ca_bundles(pip))
     origin, path = next(((name, path) for name, path in bundles.items() if path.is_file()), ("", None))
-    return Machine(
+    return NetworkSettings(
         pip=tuple(sorted(kept.items())),
         find_links=find_links,
         apt_sources=sources,
-        release=_own_release(),
+        release=_debian_release(),
         apt_proxies=tuple(_apt_proxies()),
         ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
-        left_out=(*left_out, *filter(None, [secrets.problem]), *unread),
+        left_out=(*left_out, *filter(None, [netrc.problem]), *unread),
         ca_origin=f"{origin} {path}" if path else "",
         ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
         apt_auth=apt_auth,
     )
 
 
-def _usable_pip(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return pip's settings that a build can use, and a sentence for each that it cannot."""
     kept = {}
     left_out = [f"pip's {key}: not supported in builds" for key in _UNUSABLE_PIP_KEYS if key in pip]
     for key in _PIP_KEYS:
         words = pip.get(key, "").split()
         local = [word for word in words if word.startswith(("file:", "/", "."))]
         if key != "find-links":
-            left_out += [
-                f"pip's {key} {word}: a directory of this machine, which a container cannot read" for word in local
-            ]
+            left_out += [f"pip's {key} {word}: a local directory, which a container cannot read" for word in local]
         if remote := [word for word in words if word not in local]:
             kept[key] = " ".join(remote)
     return kept, left_out
 
 
-def _ca_files(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """Yield the bundles that pip and the environment name, then the system's where certificates were added to it."""
+def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yield the CA bundles that pip and the environment name, then the system's if certificates were added to it."""
     named = {"pip's cert": pip.get("cert"), **{name: os.environ.get(name) for name in _CA_VARIABLES}}
     for setting, name in named.items():
         if name:
@@ -177,24 +181,24 @@ def _apt_proxies() -> Iterator[str]:
             yield line
 
 
-def _own_release() -> str:
-    """Return the suite of this machine; empty where it is no Debian, whose mirrors have other suites."""
+def _debian_release() -> str:
+    """Return the Debian suite of this machine; empty if it runs another system, whose mirrors have other suites."""
     with contextlib.suppress(OSError):
         release = platform.freedesktop_os_release()
         return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
     return ""
 
 
-def _of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
-    """Yield the sources of `suite`, as those of the suite that is `wanted`."""
+def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
+    """Yield the sources of `suite`, with the suite's name replaced by `wanted`."""
     for source in sources:
         kind, uri, name, *components = source.split()
         if suite and name in {f"{suite}{pocket}" for pocket in _POCKETS}:
             yield " ".join([kind, uri, wanted + name.removeprefix(suite), *components])
 
 
-def read_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
-    """Yield apt's sources of binary packages, of all suites and vendors, as one-line entries without options."""
+def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
+    """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options."""
     for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
         if path.suffix == ".list" and path.is_file():
             yield from _one_line_sources(path.read_text())

@@ -8,7 +8,7 @@ import docker
 import pydantic
 
 from shoal.errors import ImageError
-from shoal.inside import asking
+from shoal.inspection import sandbox
 
 
 class Distribution(pydantic.BaseModel):
@@ -57,7 +57,7 @@ def read(client: docker.DockerClient, tag: str) -> Contents:
 
     What the engine knows is taken from it, whatever the image says.
     """
-    said = asking.ask(client, tag, "probe.py")
+    said = sandbox.ask(client, tag, "probe.py")
     image = client.images.get(tag)
     about = image.attrs
     known = {"tag": tag, "id": image.id, "created": about["Created"], "bytes": about["Size"], "labels": image.labels}

@@ -15,9 +15,9 @@ from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.docker_client import images
 from shoal.docker_client.containers import shown
-from shoal.errors import ImageError, VulnerableError
-from shoal.inside import advisories, contents, differences, manifest, sbom
-from shoal.report import files, size
+from shoal.errors import ImageError, VulnerabilityError
+from shoal.inspection import advisories, differences, facts, manifest, sbom
+from shoal.report import output_files, size
 
 _SIZE_HELP = "A tag, a framework of buildspec.yml, any image of the engine, or a .tar that docker save wrote."
 Foreign = Annotated[
@@ -32,7 +32,7 @@ def bill_of_materials(image: Foreign, file: ToFile = None) -> None:
     """Write what is inside an image as a CycloneDX bill of materials: Debian's packages, Python's, their licences."""
     tag = tag_of(image)
     _check(file)
-    _give(output.text(sbom.cyclonedx(contents.read(_engine_with(tag), tag))), file, console)
+    _give(output.text(sbom.cyclonedx(facts.read(_engine_with(tag), tag))), file, console)
 
 
 @app.command("manifest")
@@ -42,7 +42,7 @@ def show_manifest(image: Foreign, file: ToFile = None, as_json: AsJson = False) 
     _check(file)
     matrix = matrix_here()
     known = next((one for one in (matrix.images if matrix else ()) if one.tag == tag), None)
-    found = manifest.of(contents.read(_engine_with(tag), tag), known)
+    found = manifest.of(facts.read(_engine_with(tag), tag), known)
     _give(output.text(found) if as_json else manifest.markdown(found), file, screen(as_json))
 
 
@@ -57,7 +57,7 @@ def audit_image(
     tag = tag_of(image)
     accepted = advisories.read_accepted(allow)
     told = advisories.read(known)
-    inside = contents.read(_engine_with(tag), tag)
+    inside = facts.read(_engine_with(tag), tag)
     found = advisories.findings(inside, told, accepted)
     unused, unaudited = advisories.unused(found, accepted), advisories.unaudited(inside, told)
     today = datetime.date.today()
@@ -72,7 +72,7 @@ def audit_image(
     if unaudited:
         say(shown(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}"), progress)
     if count := sum(finding.counts(today) for finding in found):
-        raise VulnerableError(
+        raise VulnerabilityError(
             f"{tag}: {count} known vulnerabilities. What to do: take a release without them (dockerfiles/versions.yml,"
             " shoal lock), or accept them in a file (--allow) with a reason and a day on which that ends"
         )
@@ -91,14 +91,14 @@ def _engine_with(*tags: str) -> docker.DockerClient:
 def _check(file: Path | None) -> None:
     """Raise UsageError for a file that cannot be written, before the long reading."""
     if file is not None:
-        files.targets(file, as_json=False, read=())
+        output_files.targets(file, as_json=False, read=())
 
 
 def _give(text: str, file: Path | None, progress: Console) -> None:
     if file is None:
         print(text)
     else:
-        files.write(file, {file: text + "\n"})
+        output_files.write(file, {file: text + "\n"})
         tell_written([file], progress)
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 import docker
 
 from shoal.errors import DifferenceError
-from shoal.inside import exported
-from shoal.inside.exported import File, Image
+from shoal.inspection import filesystem
+from shoal.inspection.filesystem import File, Image
 
 Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {
@@ -82,7 +82,7 @@ def read(client: docker.DockerClient, tag: str) -> Image:
 
     Nothing of the image is run. Raises DockerError where there is no image.
     """
-    found = exported.read(client, tag)
+    found = filesystem.read(client, tag)
     found.files.update(_configuration(client.images.get(tag).attrs["Config"]))
     return found
 

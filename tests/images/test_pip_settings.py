@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.host import pipconfig
+from shoal.network import pip_settings
 
 LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
 
@@ -57,21 +57,21 @@ def test_pip_says_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     environment = machine | variables
-    found = pipconfig.read(environment)
+    found = pip_settings.read_pip_settings(environment)
     assert found == told_by_pip(environment)
 
 
 def test_the_environment_is_stronger_than_files(machine: dict[str, str]) -> None:
-    assert pipconfig.read(machine)["timeout"] == "3"
-    assert pipconfig.read(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
-    assert pipconfig.read(machine)["extra-index-url"] == "https://a.example https://b.example"
+    assert pip_settings.read_pip_settings(machine)["timeout"] == "3"
+    assert pip_settings.read_pip_settings(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
+    assert pip_settings.read_pip_settings(machine)["extra-index-url"] == "https://a.example https://b.example"
 
 
 def test_empty_values_set_nothing(machine: dict[str, str]) -> None:
     """`pip config list` shows them; `pip install` passes over them."""
     path = Path(machine["HOME"], ".config", "pip", "pip.conf")
     path.write_text(path.read_text() + "index-url =\n")
-    found = pipconfig.read(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
+    found = pip_settings.read_pip_settings(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
     assert (found["index-url"], found["timeout"]) == ("https://two.example/simple", "3")
 
 
@@ -79,4 +79,4 @@ def test_a_file_that_is_no_configuration_is_told(machine: dict[str, str]) -> Non
     path = Path(machine["HOME"], ".pip", "pip.conf")
     path.write_text("no section\n")
     with pytest.raises(SpecError, match=f"{path}: not a configuration of pip"):
-        pipconfig.read(machine)
+        pip_settings.read_pip_settings(machine)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import docker
 
-from shoal.inside import asking
+from shoal.inspection import sandbox
 
 MIB = 1024**2
 _DPKG = ["dpkg-query", "--show", "--showformat=${Package} ${Installed-Size}\n"]
@@ -51,7 +51,7 @@ class Parts:
 
 def read(client: docker.DockerClient, tag: str, base: str) -> Parts:
     """Ask the image, and `base`, the one below all others. Raises ImageError where one is not there, or no Python."""
-    said = asking.ask(client, tag, "sizes_probe.py")
+    said = sandbox.ask(client, tag, "sizes_probe.py")
     packages, below = (_packages(client, image) for image in (tag, base))
     return Parts(
         tag=tag,
@@ -64,7 +64,7 @@ def read(client: docker.DockerClient, tag: str, base: str) -> Parts:
 
 def _packages(client: docker.DockerClient, tag: str) -> dict[str, int]:
     """The bytes that Debian's packages take, by name."""
-    rows = (line.split() for line in asking.said(client, tag, _DPKG).splitlines())
+    rows = (line.split() for line in sandbox.said(client, tag, _DPKG).splitlines())
     return {name: int(kib) * 1024 for name, kib in rows}
 
 

@@ -17,13 +17,13 @@ import docker.errors
 import pytest
 
 from shoal import docker_client
-from shoal.commands import looking
+from shoal.commands import inspection
 from shoal.docker_client import containers
 from shoal.docker_client import images as engine_images
 from shoal.errors import ImageError
-from shoal.inside import asking, manifest, probe, sbom, truth
-from shoal.inside import contents as inside
-from shoal.inside.contents import Contents, read
+from shoal.inspection import facts as inside
+from shoal.inspection import manifest, probe, sandbox, sbom, truth
+from shoal.inspection.facts import Contents, read
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -107,7 +107,7 @@ def test_the_manifest_as_json(
     monkeypatch.setattr(engine_images, "find", lambda *_: True)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag, python="3.12.1"))
     monkeypatch.chdir(project.root)
-    looking.show_manifest(TAG, as_json=True)
+    inspection.show_manifest(TAG, as_json=True)
     text = capsys.readouterr().out
     document = json.loads(text)
     assert (document["tag"], document["id"], document["bytes"]) == (TAG, FACTS["id"], FACTS["bytes"])
@@ -116,7 +116,7 @@ def test_the_manifest_as_json(
     assert (document["python"], document["debian"]) == (FACTS["distributions"], FACTS["packages"])
     assert document["environment"] == {"LANG": "C.UTF-8"}
     assert document["labels"] == {"org.opencontainers.image.title": "pytorch-training"}
-    looking.show_manifest("other:1", tmp_path / "other.json", as_json=True)
+    inspection.show_manifest("other:1", tmp_path / "other.json", as_json=True)
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", f"written {tmp_path / 'other.json'}\n")
     assert json.loads((tmp_path / "other.json").read_text())["wrong"] is None
@@ -152,7 +152,7 @@ class Empty:
         return []
 
 
-@pytest.mark.parametrize("command", [looking.show_manifest, looking.bill_of_materials])
+@pytest.mark.parametrize("command", [inspection.show_manifest, inspection.bill_of_materials])
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
@@ -172,7 +172,7 @@ def test_only_an_image_of_the_matrix_is_said_to_be_built(
 @pytest.mark.parametrize("name", ["probe.py"])
 def test_a_probe_can_be_run_by_pythons_back_to_39(name: str) -> None:
     """What images of others have: no syntax of a later one, and hints of types are not looked at."""
-    tree = ast.parse(files("shoal.inside").joinpath(name).read_text(), feature_version=(3, 9))
+    tree = ast.parse(files("shoal.inspection").joinpath(name).read_text(), feature_version=(3, 9))
     future, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     assert [alias.name for alias in future.names] == ["annotations"]
     younger = {"freedesktop_os_release"}  # of 3.10
@@ -193,7 +193,7 @@ def test_a_foreign_image_is_asked_without_any_rights(monkeypatch: pytest.MonkeyP
         containers=SimpleNamespace(list=lambda **_: []),
         networks=SimpleNamespace(list=lambda **_: []),
     )
-    assert asking.ask(client, "foreign:1", "probe.py") == {}
+    assert sandbox.ask(client, "foreign:1", "probe.py") == {}
     assert {name: made[name] for name in ("user", "cap_drop", "security_opt", "read_only", "network_mode")} == {
         "user": "65534:65534",
         "cap_drop": ["ALL"],
@@ -206,7 +206,7 @@ def test_a_foreign_image_is_asked_without_any_rights(monkeypatch: pytest.MonkeyP
 
 
 def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> Contents:
-    monkeypatch.setattr(asking, "said", lambda *_: says)
+    monkeypatch.setattr(sandbox, "said", lambda *_: says)
     image = SimpleNamespace(id="sha256:own", attrs={"Created": "2026-01-01", "Size": 5}, labels={"own": "1"})
     client: Any = SimpleNamespace(images=SimpleNamespace(get=lambda _: image))
     return read(client, "foreign:1")
@@ -248,7 +248,7 @@ def test_the_system_is_what_the_first_file_says(tmp_path: Path) -> None:
 
 def test_the_probe_says_what_is_here() -> None:
     """Run as an image's Python is given it; dpkg-query stands in for itself where this is Debian."""
-    text = files("shoal.inside").joinpath("probe.py").read_text()
+    text = files("shoal.inspection").joinpath("probe.py").read_text()
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     found = Contents.model_validate({**FACTS, **json.loads(ended.stdout)})
     assert found.versions["pytest"] == version("pytest")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.report.analysis import Analysis, RankReport
 from shoal.report.intervals import length
+from shoal.report.timeline_analysis import Analysis, RankReport
 from shoal.report.trace import Span
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns"))

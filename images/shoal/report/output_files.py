@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.errors import DiskError, UsageError, is_full
+from shoal.errors import DiskError, UsageError, is_disk_full
 
 
 def targets(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path]:
@@ -36,7 +36,7 @@ def write(output: Path, texts: Mapping[Path, str]) -> None:
         try:
             _write(path, text)
         except OSError as error:
-            kind = DiskError if is_full(error) else UsageError
+            kind = DiskError if is_disk_full(error) else UsageError
             raise kind(f"-o {output}: {path} cannot be written: {error.strerror}. Choose another place") from error
 
 

@@ -37,7 +37,7 @@ _SETTINGS: dict[str, Any] = {
 
 def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
     """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
-    text = files("shoal.inside").joinpath(program).read_text()
+    text = files("shoal.inspection").joinpath(program).read_text()
     output = said(client, tag, ["python3", "-B", "-c", text])
     try:
         found = json.loads(output)

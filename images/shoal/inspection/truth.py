@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shoal.inside.contents import Contents
+from shoal.inspection.facts import Contents
 from shoal.matrix.spec import ImageSpec
 
 # The distribution whose version is that of the framework.

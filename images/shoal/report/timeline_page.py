@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import jinja2
 
-from shoal.report import figures
-from shoal.report.analysis import Analysis, RankReport, notes
+from shoal.report import timeline_text
 from shoal.report.intervals import Interval, clip, length
+from shoal.report.timeline_analysis import Analysis, RankReport, notes
 from shoal.report.trace import Span, Timeline
 
 UNITS = 10_000
@@ -65,11 +65,11 @@ def render(analysis: Analysis) -> str:
     )
     return environment.get_template("timeline.html.j2").render(
         analysis=analysis,
-        headline=list(figures.headline(analysis)),
+        headline=list(timeline_text.headline(analysis)),
         notes=list(notes(analysis)),
         pictures=[_picture(analysis, title, window) for title, window in _windows(analysis.timeline)],
-        columns=figures.COLUMNS,
-        figures=figures,
+        columns=timeline_text.COLUMNS,
+        text=timeline_text,
         row=_ROW,
         units=UNITS,
         kinds=_kinds(analysis.timeline),
@@ -113,7 +113,7 @@ def _windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
             ("A usual step (the median)", numbered[len(numbered) // 2]),
             ("The longest step", numbered[-1]),
         ):
-            yield f"{name}: number {number}, at {figures.time(begin)}", (begin, end)
+            yield f"{name}: number {number}, at {timeline_text.time(begin)}", (begin, end)
 
 
 def _picture(analysis: Analysis, title: str, window: Interval) -> Picture:
@@ -147,7 +147,7 @@ def _bars(report: RankReport, category: str, window: Interval, y: int, least: in
     spans = [span for span in report.rank.of(category) if span.begin < window[1] and span.end > window[0]]
     for span in _coalesced(spans, least):
         parts = clip(report.exposed, span.begin, span.end) if category == "communication" else ()
-        exposed = f"\n{figures.time(length(parts))} of it exposed" if parts else ""
+        exposed = f"\n{timeline_text.time(length(parts))} of it exposed" if parts else ""
         yield _placed(span, window, y, exposed)
         yield from (_placed(Span("exposed", "", *part), window, y) for part in clip(parts, *window))
 
@@ -186,7 +186,7 @@ def _placed(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
         x=round((begin - window[0]) * scale, 2),
         width=round(width, 2),
         y=y,
-        title=f"{figures.describe(span)}{remark}\nat {figures.time(span.begin)}",
+        title=f"{timeline_text.describe(span)}{remark}\nat {timeline_text.time(span.begin)}",
         label=_label(span, width),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.layers.inventory import Inventory, Sum
-from shoal.report.comparison import Change, Comparison
-from shoal.report.figures import amount, counted, percent
+from shoal.report.size_comparison import Change, Comparison
+from shoal.report.timeline_text import amount, counted, percent
 
 KINDS = {
     "python": "Python distribution",

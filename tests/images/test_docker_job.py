@@ -13,7 +13,7 @@ import docker.errors
 import pytest
 from rich.console import Console
 
-from shoal.jobs import embedded, run
+from shoal.jobs import docker_job, local_job
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
 
 
@@ -58,7 +58,7 @@ def request_(tmp_path: Path) -> JobRequest:
 
 def create(request: JobRequest) -> FakeEngine:
     client = FakeEngine()
-    run._create_hosts(client, "image:1", request, "job", Console(file=io.StringIO()))  # type: ignore[arg-type]
+    docker_job._create_hosts(client, "image:1", request, "job", Console(file=io.StringIO()))  # type: ignore[arg-type]
     return client
 
 
@@ -68,25 +68,25 @@ def test_an_engine_without_a_default_network_runs_jobs(request_: JobRequest) -> 
 
 def test_hosts_of_a_job_have_a_secret_that_their_settings_do_not_show(request_: JobRequest) -> None:
     first, second = create(request_), create(request_)
-    secrets = [files[run.SECRET_PATH] for client in (first, second) for files in client.files.values()]
+    secrets = [files[docker_job.SECRET_PATH] for client in (first, second) for files in client.files.values()]
     assert len(secrets) == 4
     assert (len(set(secrets[:2])), len(set(secrets))) == (1, 2), "one for each job"
     assert len(bytes.fromhex(secrets[0].decode())) == 32
     shown = json.dumps(list(first.made.values()), default=str)
     assert secrets[0].decode() not in shown
-    assert f'"{SECRET_FILE}": "/{run.SECRET_PATH}"' in shown
+    assert f'"{SECRET_FILE}": "/{docker_job.SECRET_PATH}"' in shown
 
 
 def test_a_secret_that_is_given_is_the_jobs(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET: "given", "A": "b"}}))
-    assert {files[run.SECRET_PATH] for files in client.files.values()} == {b"given"}
+    assert {files[docker_job.SECRET_PATH] for files in client.files.values()} == {b"given"}
     assert all(SECRET not in settings["environment"] for settings in client.made.values())
     assert all(settings["environment"]["A"] == "b" for settings in client.made.values())
 
 
 def test_a_file_that_is_named_has_the_jobs_secret(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET_FILE: "/mounted"}}))
-    assert all(run.SECRET_PATH not in files for files in client.files.values())
+    assert all(docker_job.SECRET_PATH not in files for files in client.files.values())
     assert {settings["environment"][SECRET_FILE] for settings in client.made.values()} == {"/mounted"}
 
 
@@ -97,12 +97,12 @@ def test_without_an_engine_a_job_has_a_secret_too(request_: JobRequest, monkeypa
         given.append(environment)
         return 0
 
-    monkeypatch.setattr(embedded, "_train", train)
+    monkeypatch.setattr(local_job, "_train", train)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        embedded.run(request_, Console(file=io.StringIO()))
+        local_job.run(request_, Console(file=io.StringIO()))
     assert len({environment[SECRET] for environment in given}) == 2
     monkeypatch.setenv(SECRET_FILE, "/mounted")
-    embedded.run(request_, Console(file=io.StringIO()))
+    local_job.run(request_, Console(file=io.StringIO()))
     assert (given[-1].get(SECRET), given[-1][SECRET_FILE]) == (None, "/mounted"), "`train` refuses both"

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from shoal.errors import SpecError
-from shoal.inside.contents import Contents, Distribution
+from shoal.inspection.facts import Contents, Distribution
 from shoal.matrix import yamlfile
 
 

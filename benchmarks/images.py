@@ -18,7 +18,7 @@ from images_builders import Plain, Shoal, change_first_step, change_toolkit, kep
 from report import Figure, finish, print_machine
 
 from shoal import docker_client
-from shoal.builds import base
+from shoal.builds import base_image
 from shoal.inspection import sizes as inside
 from shoal.inspection.sizes import MIB
 from shoal.matrix import project
@@ -32,7 +32,7 @@ AWS_MIB = 20_575
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
     client, tag = docker_client.connect(), spec.tag
-    parts = inside.read(client, tag, base.beneath(client, tag, spec.system))
+    parts = inside.read(client, tag, base_image.find_base_of(client, tag, spec.system))
     print(parts)
     total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB
     return [

@@ -26,9 +26,9 @@ import requests
 from packaging.version import Version
 
 from shoal import docker_client
-from shoal.builds import base
+from shoal.builds import base_image as bases
 from shoal.docker_client import containers
-from shoal.docker_client.images import find
+from shoal.docker_client.images import find_image
 from shoal.errors import DockerError, DoctorError, ShoalError
 from shoal.matrix import project, spec
 from shoal.network import reachability, settings
@@ -104,7 +104,7 @@ def engine_answers(site: Site) -> Result:
     try:
         client = site.connect()
     except DockerError as error:
-        found, _, advice = str(error).partition("\nWhat to do: ")
+        found, _, advice = str(error).partition("\nFix: ")
         return Result("failed", found, advice)
     version = client.version()
     api = version["ApiVersion"]
@@ -133,7 +133,7 @@ def disk(site: Site) -> Result:
     root = docker_client.data_root(client)
     if root is None:
         return Result("remark", "not checked: the engine is on another machine")
-    missing = [image.disk_gib for image in images if not find(client, image.tag)]
+    missing = [image.disk_gib for image in images if not find_image(client, image.tag)]
     largest, needed = max(image.disk_gib for image in images), max(missing, default=0)
     free = shutil.disk_usage(root).free / docker_client.GIB
     found = f"{root}: {free:.1f} GiB free; the largest image takes {largest} GiB to build"
@@ -240,7 +240,7 @@ def gpus(site: Site) -> Result:
 def networks(site: Site) -> Result:
     """Whether the engine can make a bridge network, as each job gets one; it is removed at once."""
     client = site.connect()
-    label = containers.unique("shoal-doctor")
+    label = containers.unique_name("shoal-doctor")
     try:
         client.networks.create(label, driver="bridge", labels={containers.JOB_LABEL: label})
     except docker.errors.APIError as error:
@@ -275,15 +275,15 @@ def base_image(site: Site) -> Result:
 
 def _base_of(site: Site, system: spec.System) -> Result:
     client, upstream = site.connect(), system.upstream
-    if found := base.find(client, system):
+    if found := bases.find_base(client, system):
         return Result("ok", f"{found.reference} is on the engine")
-    kept = base.kept_archive(site.project.cache, system)
+    kept = bases.archive_path(site.project.cache, system)
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
         client.images.get_registry_data(upstream)
         return Result("ok", f"{upstream} can be pulled")
     if kept.is_file():
         return Result("ok", f"{upstream} cannot be pulled; one that was bootstrapped before is kept in {kept}")
-    found_not, _, advice = base.obstacle(system).partition(". What to do: ")
+    found_not, _, advice = bases.explain_no_bootstrap(system).partition(". Fix: ")
     if found_not:
         return Result("failed", found_not, advice or f"give the engine a {upstream} (docker load)")
     return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps one from the Debian mirror")

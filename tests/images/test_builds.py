@@ -191,7 +191,7 @@ def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checko
     del fake.images["debian:trixie-slim"]
     plans = {plan["tag"]: plan for plan in json.loads(shoal(fake, checkout, "plan", "one-*", "--json")[1])}
     assert plans[ONE]["state"] == "up to date"
-    assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (not on the engine yet)"]
+    assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (Docker does not have it yet)"]
 
 
 def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:
@@ -251,7 +251,7 @@ def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout
     assert code == 0
     assert f"! {ONE}: 6 of Debian's packages are not those of dockerfiles/debian/bookworm.txt: p0_1_amd64.deb, " in out
     assert "p4_1_amd64.deb and 1 more. Fix: .venv/bin/shoal lock --bases, then build again" in out
-    assert "! Debian bookworm: no versions of packages in dockerfiles/debian/bookworm.txt" in out
+    assert "! Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt" in out
 
 
 @pytest.mark.parametrize("command", ["build", "plan"])
@@ -314,8 +314,8 @@ def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path
     assert out.splitlines()[-4:] == [
         f"✗ {ONE} failed: step 1/1 failed: RUN make",
         *[line for line in out.splitlines() if line.startswith(f"✓ {TWO} built")],
-        f"- {CHILD} not built: it stands on {ONE}",
-        f"- {GRANDCHILD} not built: it stands on {CHILD}",
+        f"- {CHILD} not built: it extends {ONE}, which was not built",
+        f"- {GRANDCHILD} not built: it extends {CHILD}, which was not built",
     ]
     assert err.startswith(f"shoal: {ONE}: step 1/1 failed: RUN make\n")
     assert "it broke" in err
@@ -336,7 +336,7 @@ def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> Non
     assert (child["state"], child["image_id"]) == ("failed", None)
     assert child["seconds"] > 0
     assert child["error"].startswith(f"{CHILD}: step 1/1 failed: RUN make\n")
-    assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it stands on {CHILD}")
+    assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it extends {CHILD}, which was not built")
     assert grandchild["seconds"] is None
 
 

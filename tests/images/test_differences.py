@@ -126,7 +126,7 @@ def test_the_command_fails_with_the_check_alone(
     images = {"a:1": Image(files={"/f": File(**FILE)}), "a:2": Image(files={})}
     monkeypatch.setattr(docker_client, "connect", lambda: None)
     monkeypatch.setattr(differences, "read", lambda _, tag: images[tag])
-    monkeypatch.setattr(find_images, "find", lambda *_: True)
+    monkeypatch.setattr(find_images, "find_image", lambda *_: True)
     monkeypatch.chdir(project.root)
     inspection.report_differences("a:1", "a:2")
     capsys.readouterr()

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shoal import doctor
-from shoal.builds import base
+from shoal.builds import base_image
 from shoal.doctor import Result, Site
 from shoal.errors import DockerError, DoctorError
 from shoal.matrix.project import Project
@@ -107,7 +107,7 @@ def site(fake: FakeEngine, project: Project) -> Site:
 
 
 def no_engine() -> docker.DockerClient:
-    raise DockerError("no Docker Engine answers at unix:///x: refused\nWhat to do: start one")
+    raise DockerError("no Docker Engine answers at unix:///x: refused\nFix: start one")
 
 
 def with_machine(site: Site, **fields: Any) -> Site:
@@ -197,11 +197,11 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     fake.answers["GET images"] = (404, {"message": "no such image"})
     assert doctor.base_image(site) == Result("ok", both("{} can be pulled"))
     fake.answers["GET distribution"] = (500, {"message": "no route to host"})
-    monkeypatch.setattr(base, "obstacle", lambda _: "mmdebstrap is not here. What to do: run this as root")
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "mmdebstrap is not here. Fix: run this as root")
     assert doctor.base_image(site) == Result("failed", "mmdebstrap is not here", "run this as root")
-    monkeypatch.setattr(base, "obstacle", lambda _: "")
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
     assert doctor.base_image(site).found.count("bootstraps one") == 2
-    kept = base.kept_archive(Project(tmp_path).cache, second)
+    kept = base_image.archive_path(Project(tmp_path).cache, second)
     kept.parent.mkdir(parents=True)
     kept.touch()
     told, of_second = doctor.base_image(site).found.split("; the first build")[0], str(kept)

@@ -104,7 +104,7 @@ def test_the_manifest_as_json(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(docker_client, "connect", lambda: None)
-    monkeypatch.setattr(engine_images, "find", lambda *_: True)
+    monkeypatch.setattr(engine_images, "find_image", lambda *_: True)
     monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag, python="3.12.1"))
     monkeypatch.chdir(project.root)
     inspection.show_manifest(TAG, as_json=True)
@@ -157,7 +157,7 @@ class Empty:
     ("tag", "words"),
     [
         ("pytorch", f"^{TAG}: not built yet. Build it: shoal build {TAG}$"),
-        ("ubuntu:24.04", "^ubuntu:24.04: no such image on the engine or in buildspec.yml. Build or pull it"),
+        ("ubuntu:24.04", "^ubuntu:24.04: no such image in Docker or in buildspec.yml. Build or pull it"),
     ],
 )
 def test_only_an_image_of_the_matrix_is_said_to_be_built(

@@ -221,7 +221,7 @@ def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
     (source / "self").symlink_to("self")
     os.mkfifo(source / "pipe")
     with TemporaryFile() as buffer:
-        archive.pack(source, "model", buffer)
+        archive.pack_tree(source, "model", buffer)
         skipped = list(archive.unpack(buffer, tmp_path / "out"))
     found = {path.name: path.read_text() for path in (tmp_path / "out" / "model").iterdir()}
     assert found == {"weights": "w", "latest": "w"}
@@ -249,7 +249,7 @@ def test_files_keep_their_permissions_and_nobody_elses_rights(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["../escaped", "inside/../../escaped", "/{}/escaped"])
 def test_an_archive_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     name = name.format(str(tmp_path)[1:])
-    buffer = io.BytesIO(archive.single(name, b"x"))
+    buffer = io.BytesIO(archive.pack_file(name, b"x"))
     assert list(archive.unpack(buffer, tmp_path / "out")) == [f"{name}: outside the directory"]
     assert not (tmp_path / "escaped").exists()
 

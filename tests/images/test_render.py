@@ -14,12 +14,12 @@ from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import VERSIONS, BuildSpec
 from shoal.sources.pins import read_image, read_lock
-from shoal.sources.render import outputs, read_steps, render
+from shoal.sources.render import read_steps, render, render_all
 
 
 def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:
     """The Dockerfiles from the templates, the schemas from the models."""
-    for path, text in outputs(project, matrix.images).items():
+    for path, text in render_all(project, matrix.images).items():
         assert path.read_text() == text, f"run: shoal render ({path})"
 
 

@@ -112,7 +112,7 @@ def chunked(archive: bytes, length: int = 1000) -> Iterator[bytes]:
 
 
 def read(archive: bytes, name: str = "a:1") -> Inventory:
-    return inventory.read(name, chunked(archive))
+    return inventory.read_inventory(name, chunked(archive))
 
 
 LIBRARY, TOOL, SOURCE, NOTES = b"\x7fELF" * 500, b"tool" * 300, b"import os\n" * 90, b"notes\n" * 10
@@ -351,7 +351,7 @@ def test_the_owners_sums_are_the_layers_sizes(given_layers: list[list[tuple[str,
 
 
 def measured(data: bytes, piece: int = 1_000_003) -> deflate.Measured:
-    with deflate.pool() as pool:
+    with deflate.make_pool() as pool:
         meter = deflate.Meter(pool)
         for part in chunked(data, piece):
             meter.write(part)
@@ -594,7 +594,7 @@ def archive():
         member = tarfile.TarInfo(name); member.size = len(text)
         yield member.tobuf() + text.ljust(512, b"\\0")
     yield bytes(1024)
-assert inventory.read("big", archive()).sum.bytes == 512 + size + 1024
+assert inventory.read_inventory("big", archive()).sum.bytes == 512 + size + 1024
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)

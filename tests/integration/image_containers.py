@@ -81,7 +81,7 @@ class ImageContainers:
 @contextlib.contextmanager
 def running(client: docker.DockerClient, tag: str, *, read_only: bool = True) -> Iterator[ImageContainer]:
     """Start a container that sleeps, and remove it at the end."""
-    name = containers.unique("test-image")
+    name = containers.unique_name("test-image")
     settings = _SETTINGS | {"read_only": read_only, "labels": {containers.JOB_LABEL: name}}
     with containers.removing(client, name):
         container = containers.create(client, tag, _LONGEST, settings)

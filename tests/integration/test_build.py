@@ -21,10 +21,10 @@ import docker.errors
 import pytest
 
 from shoal import docker_client
-from shoal.docker_client.images import find
+from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import bytecode
+from shoal.sources import packages
 
 from ..repeats import SEED, times
 
@@ -56,7 +56,7 @@ def probe(project: Project, tmp_path: Path) -> Iterator[Path]:
     link_cache(tmp_path, project)
     yield tmp_path
     client = docker_client.connect()
-    if find(client, TAG):
+    if find_image(client, TAG):
         client.images.remove(TAG, force=True)
     for image_id in untagged(client, tmp_path):
         with contextlib.suppress(docker.errors.ImageNotFound):  # its child's removal took it along
@@ -177,7 +177,7 @@ def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: do
     assert process.returncode == 130, stderr
     assert wait_until(lambda: marker not in processes()), "the step still runs"
     assert wait_until(lambda: not leftovers(client, probe))
-    assert find(client, TAG) is None
+    assert find_image(client, TAG) is None
 
 
 @pytest.mark.soak
@@ -202,7 +202,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         time.sleep(share * seconds)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-        built = find(client, TAG)
+        built = find_image(client, TAG)
         # Before Python hears signals it dies of them; an interrupt after the last step may come too late.
         assert process.returncode in (130, -signal.SIGINT) or (process.returncode == 0 and built), stderr
         if built:
@@ -266,7 +266,7 @@ def built_again(client: docker.DockerClient, copied: Path, tag: str) -> Iterator
         assert result.returncode == 0, result.stderr
         yield again(tag)
     finally:
-        if find(client, again(tag)):
+        if find_image(client, again(tag)):
             client.images.remove(again(tag))
 
 
@@ -287,7 +287,7 @@ def test_a_change_in_the_toolkit_rebuilds_only_its_layer(
         file.write("# changed\n")
     with built_again(client, copied, pytorch) as tag:
         before, after = layers(client, pytorch), layers(client, tag)
-        last = -1 if bytecode.is_of("3.11") else -2
+        last = -1 if packages.can_compile_for("3.11") else -2
         assert after[:last] == before[:last]
         assert after[last] != before[last]
 

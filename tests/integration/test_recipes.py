@@ -18,8 +18,8 @@ import pytest
 from docker.utils import exclude_paths
 
 from shoal import docker_client
-from shoal.builds import base, buildkit
-from shoal.builds.events import Failed, Output
+from shoal.builds import base_image, buildkit
+from shoal.builds.buildkit import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
@@ -87,9 +87,9 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
             buildargs={**arguments, **dict(read_network_settings().proxies)},
             decode=True,
         )
-        events = list(buildkit.events(answer))
-    failures = [event.message for event in events if isinstance(event, Failed)]
-    assert not failures, "\n".join([*(event.line for event in events if isinstance(event, Output)), *failures])
+        events = list(buildkit.read_events(answer))
+    failures = [event.message for event in events if isinstance(event, BuildFailed)]
+    assert not failures, "\n".join([*(event.line for event in events if isinstance(event, OutputLine)), *failures])
     try:
         yield tag
     finally:
@@ -111,7 +111,7 @@ def on_own_base(
 ) -> Iterator[str]:
     """The recipe's image, on a base that has nothing of ours."""
     chosen = matrix.select("pytorch-*-cpu-*-debian12")
-    pytorch, debian = chosen.tag, base.find(client, chosen.system)
+    pytorch, debian = chosen.tag, base_image.find_base(client, chosen.system)
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
     with (
@@ -126,7 +126,7 @@ def on_bare_base(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The same recipe on Debian's Python alone, told to install no framework."""
-    debian = base.find(client, matrix.systems()[0])
+    debian = base_image.find_base(client, matrix.systems()[0])
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("bare"), BARE)
     recipe = "examples/own-base/Dockerfile"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import docker
 import pytest
 
-from shoal.builds import base
+from shoal.builds import base_image
 from shoal.inspection import sizes
 from shoal.inspection.sizes import MIB, Parts
 from shoal.matrix.spec import ImageSpec
@@ -41,7 +41,7 @@ def too_large(parts: Parts, image: ImageSpec) -> list[str]:
 
 @pytest.mark.usefixtures("ask_running_containers")
 def test_an_image_is_little_more_than_its_wheels(client: docker.DockerClient, image: ImageSpec) -> None:
-    parts = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    parts = sizes.read(client, image.tag, base_image.find_base_of(client, image.tag, image.system))
     assert not (found := too_large(parts, image)), "\n".join([*found, str(parts)])
 
 
@@ -70,9 +70,9 @@ def test_a_miss_says_what_is_too_large(
     client: docker.DockerClient, request: pytest.FixtureRequest, image: ImageSpec, fat: str
 ) -> None:
     """The image's own size is asked of its running container, as above: both ways agree to the byte."""
-    parts = sizes.read(client, fat, base.beneath(client, fat, image.system))
+    parts = sizes.read(client, fat, base_image.find_base_of(client, fat, image.system))
     request.getfixturevalue("ask_running_containers")
-    thin = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    thin = sizes.read(client, image.tag, base_image.find_base_of(client, image.tag, image.system))
     assert parts.rest - thin.rest == 2 * LEFT
     hidden = (parts.total - parts.visible) - (thin.total - thin.visible)
     assert (hidden, parts.nobodys["/opt/b"]) == (LEFT, LEFT)

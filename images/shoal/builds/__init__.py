@@ -1,1 +1,1 @@
-"""Brings images into being: built on an engine, bundled for another machine, pushed to a registry."""
+"""Builds images, bundles the inputs of builds for offline hosts, and pushes images to a registry."""

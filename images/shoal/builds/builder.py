@@ -1,4 +1,4 @@
-"""Builds images: sources → context → engine → image, parents first, skipping what is up to date."""
+"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay."""
 
 from __future__ import annotations
 
@@ -7,45 +7,37 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Literal
 
 import docker
 import docker.errors
-import docker.models.images
 import requests
 from docker.types import CancellableStream
 from rich.console import Console
 from rich.progress import Progress
 
 from shoal import docker_client
-from shoal.builds import base, buildkit, bundled, debianlock, graph, labels
-from shoal.builds.progress import BuildProgress, screen
+from shoal.builds import base_image, buildkit, bundled, debian_lock, graph
+from shoal.builds.base_image import BaseImage, Say
+from shoal.builds.progress import BuildProgress, make_display
 from shoal.docker_client import archive
-from shoal.docker_client.images import find, remove_replaced
+from shoal.docker_client.images import find_image, remove_replaced
 from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, read_network_settings
 from shoal.sources import context, debian, provenance
 from shoal.sources.context import Sources
-from shoal.sources.record import Plan, make_plan
+from shoal.sources.record import Plan, Record, make_plan
 from shoal.sources.steps import one_line
 
 
 @dataclass(frozen=True)
-class Built:
-    """An image on the engine: its ID, and whether it was `up_to_date` already."""
-
-    image_id: str
-    up_to_date: bool
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the build of an image ended. One that was not tried took no `seconds`; only one that is there has an ID."""
+class BuildResult:
+    """How the build of an image ended. Only a build that was tried has `seconds`, only a success an `image_id`."""
 
     tag: str
     state: Literal["built", "up to date", "failed", "not tried"]
@@ -53,24 +45,37 @@ class Ending:
     image_id: str | None = None
     error: Exception | None = None
 
+    def __str__(self) -> str:
+        if self.state == "up to date":
+            return f"✓ {self.tag} up to date ({str(self.image_id)[7:19]})"
+        if self.image_id:
+            return f"✓ {self.tag} {self.state} in {self.seconds:.1f} s ({self.image_id[7:19]})"
+        if self.state == "not tried":
+            return f"- {self.tag} not built: {self.error}"
+        first, *_ = str(self.error).removeprefix(f"{self.tag}: ").splitlines() or [type(self.error).__name__]
+        return f"✗ {self.tag} failed: {first[:160]}"
+
 
 @dataclass(frozen=True)
-class Site:
-    """What the builds of a command share; `bases` are by system, `sources` by tag."""
+class _Session:
+    """What the builds of one command share; `bases` are by system, `sources` by tag."""
 
     project: Project
     spec: BuildSpec
-    bases: Mapping[System, base.BaseImage]
+    bases: Mapping[System, BaseImage]
     sources: Mapping[str, Sources]
-    live: Progress
-    streams: Streams
-    host: Callable[[], NetworkSettings]
-    network: str
-    provenance: Callable[[], provenance.Provenance]
+    display: Progress
+    streams: _Streams
+    read_settings: Callable[[], NetworkSettings]
+    network: Literal["none", "default"]
+    read_provenance: Callable[[], provenance.Provenance]
+
+    def log_path(self, image: ImageSpec) -> Path:
+        return self.project.cache / "logs" / f"{image.directory}.log"
 
 
-class Streams:
-    """The engine's answers that are being read. Closing a build's makes the engine stop it and drop what it held."""
+class _Streams:
+    """Docker's answers to the builds in progress. If one is closed, Docker stops that build and removes its rest."""
 
     def __init__(self) -> None:
         self._open: set[CancellableStream[bytes]] = set()
@@ -78,7 +83,7 @@ class Streams:
 
     @contextlib.contextmanager
     def reading(self, response: requests.Response) -> Iterator[None]:
-        """Read the response, unless all are stopped already."""
+        """Register an answer while it is read. Raises `BuildError` after `stop_all`."""
         stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
         self._open.add(stream)
         try:
@@ -88,7 +93,8 @@ class Streams:
         finally:
             self._open.discard(stream)
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
+        """Close all answers that are being read, and let no further one begin."""
         self._stopped = True
         for stream in tuple(self._open):
             # It ended meanwhile, or is an SSH channel, which closes with this process.
@@ -96,7 +102,7 @@ class Streams:
                 stream.close()
 
 
-def build_all(
+def build_images(
     project: Project,
     spec: BuildSpec,
     images: Iterable[ImageSpec],
@@ -104,191 +110,208 @@ def build_all(
     jobs: int,
     bundle: Path | None = None,
     bundle_digest: str | None = None,
-) -> list[Ending]:
-    """Bring the images and those that they extend up to date, up to `jobs` at once. Returns how each ended.
+) -> list[BuildResult]:
+    """Bring images and those that they extend up to date, and return how each build ended. An interrupt stops all.
 
-    `bundle` is a directory that `shoal bundle` has filled: builds then take all from it, with the network off, once its
-    files are those that it was made with. `bundle_digest`: what `shoal bundle` printed.
+    Args:
+        jobs: The number of builds at once.
+        bundle: A directory that `shoal bundle` filled. Its files are checked; then builds take all from it, offline.
+        bundle_digest: The digest that `shoal bundle` printed.
 
-    Raises what concerns all of them before any is built: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`,
-    and `BuildError` for a module of ours that is not Python. An interrupt stops the builds.
+    Raises:
+        ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`,
+            or `BuildError` for a module of our packages that is not Python.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = docker_client.connect()
     docker_client.check_buildkit(client)
     sources = _gather(project, spec, wanted.values())
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    systems = dict.fromkeys(image.system for image in wanted.values())
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    systems = list(dict.fromkeys(image.system for image in wanted.values()))
+    read_settings = read_network_settings
     if bundle:
-        digest = bundled.check(bundle, bundle_digest)
-        hint = "" if bundle_digest else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
-        say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
-        bundled.load_bases(client, bundle, systems)
-    host = functools.cache(functools.partial(bundled.read, bundle)) if bundle else read_network_settings
-    locks = {system: debian.read(project, system.suite) for system in systems}
+        _load_bundle(client, bundle, bundle_digest, systems, say)
+        read_settings = functools.cache(functools.partial(bundled.read_settings, bundle))
     bases = {
-        system: base.ensure(client, system, host, project.cache, say, pin=lock.bases.get(system.upstream, ""))
-        for system, lock in locks.items()
+        system: _provide_base(client, project, system, read_settings, say, check=bundle is None) for system in systems
     }
-    for system in systems if not bundle else ():  # whose files have been checked
-        for words in debianlock.differences(client, bases[system], system, locks[system]):
-            say(f"! {words}")
+    origin = functools.cache(functools.partial(provenance.read_provenance, project))
+    with make_display(console, wanted) as display:
+        network: Literal["none", "default"] = "none" if bundle else "default"
+        session = _Session(project, spec, bases, sources, display, _Streams(), read_settings, network, origin)
+        return _run_builds(session, wanted, jobs)
+
+
+def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -> list[BuildResult]:
+    """Build images, which are by tag, up to `jobs` at once. An interrupt stops all and is raised."""
     seconds: dict[str, float] = {}
 
-    def timed(tag: str) -> Built:
+    def build_timed(tag: str) -> BuildResult:
         started = time.monotonic()
         try:
-            return build(site, wanted[tag])
+            return _build(session, images[tag])
         finally:
             seconds[tag] = round(time.monotonic() - started, 3)
 
-    with screen(console, wanted) as live:
-        network = "none" if bundle else "default"
-        origin = functools.cache(functools.partial(provenance.read, project))
-        site = Site(project, spec, bases, sources, live, Streams(), host, network, origin)
-        below = {image.tag: image.extends for image in _in_turn(wanted.values())}
-        results = graph.run(below, timed, site.streams.stop, jobs)
-    return [_ending(tag, results[tag], seconds.get(tag)) for tag in wanted]
+    # The largest first, variants last. A variant shares most steps with its runtime image: built at the same time, it
+    # would wait for them.
+    ordered = sorted(images.values(), key=lambda image: (image.variant != "runtime", -image.disk_gib))
+    parents = {image.tag: image.extends for image in ordered}
+    results = graph.run_tasks(parents, build_timed, session.streams.stop_all, jobs)
+    return [_finish_result(tag, results[tag], seconds.get(tag)) for tag in images]
 
 
-def _in_turn(images: Iterable[ImageSpec]) -> list[ImageSpec]:
-    """Return images in the order in which builds take least time together: the largest first, so that no long one is
-    left for the end, but variants last. One has most steps of its runtime image: beside it, it would wait for these.
-    """
-    return sorted(images, key=lambda image: (image.variant != "runtime", -image.disk_gib))
+def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
+    if isinstance(result, BuildResult):
+        return replace(result, seconds=seconds)
+    return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
 
 
-def build(site: Site, image: ImageSpec) -> Built:
-    """Bring one image up to date on the engine; what it extends is there.
+def _load_bundle(
+    client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
+) -> None:
+    digest = bundled.check_bundle(bundle, expected)
+    hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
+    say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
+    bundled.load_bases(client, bundle, systems)
+
+
+def _provide_base(
+    client: docker.DockerClient,
+    project: Project,
+    system: System,
+    read_settings: Callable[[], NetworkSettings],
+    say: Say,
+    *,
+    check: bool,
+) -> BaseImage:
+    """Return a system's base image; if `check`, say where it differs from the lock."""
+    lock = debian.read_lock(project, system.suite)
+    pin = lock.bases.get(system.upstream, "")
+    found = base_image.provide_base(client, system, read_settings, project.cache, say, pin=pin)
+    for words in debian_lock.describe_differences(client, found, system, lock) if check else ():
+        say(f"! {words}")
+    return found
+
+
+def _build(session: _Session, image: ImageSpec) -> BuildResult:
+    """Bring one image up to date; the image that it extends is there.
 
     Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
     """
-    client = docker_client.connect()  # one a thread
-    beneath = _parent(client, image.extends) if image.extends else site.bases[image.system]
-    sources = site.sources[image.tag]
-    record = sources.record(beneath.identity)
-    present = find(client, image.tag)
-    if present is not None and record.is_of(present.labels):
-        return Built(str(present.id), up_to_date=True)
+    client = docker_client.connect()  # one for each thread
+    parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
+    record = session.sources[image.tag].record(parent.identity)
+    present = find_image(client, image.tag)
+    if present is not None and record.matches(present.labels):
+        return BuildResult(image.tag, "up to date", image_id=str(present.id))
     if present is None:
         docker_client.check_disk(client, image.disk_gib)
-    host = site.host()
-    inherited = client.images.get(beneath.reference).labels
-    options = {
-        "t": image.tag,
-        "version": "2",  # BuildKit
-        "rm": "1",
-        "forcerm": "1",
-        "buildargs": json.dumps({"BASE": beneath.reference, **dict(host.proxies)}),
-        "networkmode": site.network,
-        "labels": json.dumps({**record.labels(), **labels.oci(beneath, inherited, site.provenance())}),
-    }
-    log = site.project.cache / "logs" / f"{image.directory}.log"
-    with TemporaryFile() as files, BuildProgress(image.tag, log, site.live) as progress:
-        for words in host.left_out:
-            progress.note(f"not used in builds: {words}")
-        archive.write(sources.files(site.spec, host), files)
-        files.seek(0)
-        _run(client, files, options, progress, site.streams)
-    if progress.not_locked:
-        words = debianlock.drift(image.tag, image.system, progress.not_locked)
-        site.live.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
-    if progress.failure or progress.failed_step:
-        raise _failure(image.tag, progress, str(log))
-    result = find(client, image.tag)
-    if result is None or not record.is_of(result.labels):
-        raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
+    _run_build(session, client, image, parent, record)
+    result = find_image(client, image.tag)
+    if result is None or not record.matches(result.labels):
+        raise BuildError(
+            f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}"
+        )
     if present is not None and present.id != result.id:
         remove_replaced(client, str(present.id))
-    return Built(str(result.id), up_to_date=False)
+    return BuildResult(image.tag, "built", image_id=str(result.id))
 
 
-def decisive(images: Iterable[ImageSpec], endings: Iterable[Ending]) -> dict[str, str | None]:
-    """Return the IDs, by tag, that decide whether these images are up to date: theirs, and those of their bases."""
+def _run_build(
+    session: _Session, client: docker.DockerClient, image: ImageSpec, parent: BaseImage, record: Record
+) -> None:
+    """Have BuildKit build an image. Raises `BuildError` or `DiskError` if it fails."""
+    settings = session.read_settings()
+    log = session.log_path(image)
+    with TemporaryFile() as files, BuildProgress(image.tag, log, session.display) as progress:
+        for words in settings.left_out:
+            progress.note(f"not used in builds: {words}")
+        archive.write(session.sources[image.tag].files(session.spec, settings), files)
+        files.seek(0)
+        inherited = client.images.get(parent.reference).labels
+        oci_labels = provenance.make_oci_labels(parent.name, parent.digest, inherited, session.read_provenance())
+        options = {
+            "t": image.tag,
+            "version": "2",  # BuildKit
+            "rm": "1",
+            "forcerm": "1",
+            "buildargs": json.dumps({"BASE": parent.reference, **dict(settings.proxies)}),
+            "networkmode": session.network,
+            "labels": json.dumps({**record.labels(), **oci_labels}),
+        }
+        _send(client, files, options, progress, session.streams)
+    if progress.not_locked:
+        words = debian_lock.describe_drift(image.tag, image.system, progress.not_locked)
+        session.display.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
+    if progress.failure or progress.failed_step:
+        raise _failure(image.tag, progress, log)
+
+
+def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
+    """Return the IDs, by tag, that decide whether images are up to date: their own, and those of their bases."""
     client = docker_client.connect()
     systems = dict.fromkeys(image.system for image in images)
-    bases: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
-    found = filter(None, (base.find(client, system) for system in systems))
-    return bases | {one.reference: one.image_id for one in found} | {end.tag: end.image_id for end in endings}
+    ids: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
+    found = filter(None, (base_image.find_base(client, system) for system in systems))
+    return ids | {base.reference: base.image_id for base in found} | {one.tag: one.image_id for one in results}
 
 
-def told(ending: Ending) -> str:
-    """Return in one line how the build of an image ended."""
-    if ending.state == "up to date":
-        return f"✓ {ending.tag} up to date ({str(ending.image_id)[7:19]})"
-    if ending.image_id:
-        return f"✓ {ending.tag} {ending.state} in {ending.seconds:.1f} s ({ending.image_id[7:19]})"
-    if ending.state == "not tried":
-        return f"- {ending.tag} not built: {ending.error}"
-    first, *_ = str(ending.error).removeprefix(f"{ending.tag}: ").splitlines() or [type(ending.error).__name__]
-    return f"✗ {ending.tag} failed: {first[:160]}"
-
-
-def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Ending:
-    if isinstance(result, Built):
-        return Ending(tag, "up to date" if result.up_to_date else "built", seconds, result.image_id)
-    state: Literal["failed", "not tried"] = "not tried" if isinstance(result, graph.NotTriedError) else "failed"
-    return Ending(tag, state, seconds, error=result)
-
-
-def _gather(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, context.Sources]:
-    own = functools.cache(functools.partial(context.install_own_packages, project))
-    return {image.tag: context.gather(project, spec, image, own(image.python_version)) for image in images}
-
-
-def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
-    image = find(client, tag)
-    if image is None:
-        raise BuildError(f"{tag}: not on the engine any more, and an image extends it. Build again")
-    return base.BaseImage(tag, str(image.id), tag)
-
-
-def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
-    """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
+def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
+    """Return what `build_images` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
     wanted = spec.with_parents(images)
     client = docker_client.connect()
-    bases = {image.system: base.find(client, image.system) for image in wanted}
+    bases = {image.system: base_image.find_base(client, image.system) for image in wanted}
     plans: dict[str, Plan] = {}
     docker_client.check_buildkit(client)
     sources = _gather(project, spec, wanted)
     for image in wanted:
         if image.extends is None:
             found = bases[image.system]
-            beneath = found.identity if found else f"{image.system.upstream} (not on the engine yet)@"
+            identity = found.identity if found else f"{image.system.upstream} (Docker does not have it yet)@"
         elif plans[image.extends].state == "up to date":
-            beneath = _parent(client, image.extends).identity
+            identity = _find_parent(client, image.extends).identity
         else:
-            beneath = f"{image.extends} (rebuilt)@"
-        present = find(client, image.tag)
-        record = sources[image.tag].record(beneath)
+            identity = f"{image.extends} (rebuilt)@"
+        present = find_image(client, image.tag)
+        record = sources[image.tag].record(identity)
         plans[image.tag] = make_plan(image.tag, present.labels if present else None, record)
     return list(plans.values())
 
 
-def _run(
+def _gather(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
+    install = functools.cache(functools.partial(context.install_own_packages, project))
+    return {image.tag: context.gather(project, spec, image, install(image.python_version)) for image in images}
+
+
+def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:
+    image = find_image(client, tag)
+    if image is None:
+        raise BuildError(f"{tag}: Docker no longer has this image, which another extends. Fix: build again")
+    return BaseImage(tag, str(image.id), tag)
+
+
+def _send(
     client: docker.DockerClient,
     files: IO[bytes],
     options: Mapping[str, str],
     progress: BuildProgress,
-    streams: Streams,
+    streams: _Streams,
 ) -> None:
-    """Send the context and show the answer. The SDK's own `build` has no way to ask for BuildKit or to hang up."""
+    """Send the context and show the answer. The SDK's own `build` can neither ask for BuildKit nor hang up."""
     api = client.api
     url = f"{api.base_url}/v{api.api_version}/build"
     headers = {"Content-Type": "application/x-tar"}
     with api.post(url, params=options, data=files, headers=headers, stream=True) as response:
         if response.status_code != requests.codes.ok:
-            raise BuildError(f"{options['t']}: the engine refused the build: {response.text.strip()}")
+            raise BuildError(f"{options['t']}: Docker refused the build: {response.text.strip()}")
         with streams.reading(response):
-            for event in buildkit.events(_json_lines(response)):
+            for event in buildkit.read_events(_json_lines(response)):
                 progress.show(event)
 
 
 def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:
-    # chunk_size=None hands over each chunk as it comes; the engine ends each object with a line end.
+    # chunk_size=None hands over each chunk as it comes; Docker ends each object with a line end.
     rest = b""
     for chunk in response.iter_content(chunk_size=None):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -297,13 +320,12 @@ def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:
         yield json.loads(rest)
 
 
-def _failure(tag: str, progress: BuildProgress, log: str) -> BuildError | DiskError:
+def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:
     step = progress.failed_step
     lines = [f"{tag}: the build failed"]
     if step:
         lines = [f"{tag}: step {step.number}/{step.total} failed: {one_line(step.command, 400)}"]
         lines += [f"    {line}" for line in progress.tail]
     message = progress.failure or (step.error if step else "")
-    lines += [message.strip(), f"The whole log: {log}"]
-    text = "\n".join(lines)
+    text = "\n".join([*lines, message.strip(), f"The whole log: {log}"])
     return DiskError(f"{text}\nThe disk is full.") if "no space left on device" in text.lower() else BuildError(text)

@@ -1,8 +1,8 @@
 """BuildKit's progress stream → events.
 
-BuildKit inside the engine answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
-carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. Few of its fields are needed, so
-they are read here from protobuf's wire format (field number and wire type, then a varint, eight, four or N bytes).
+BuildKit inside Docker answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
+carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. Six of its fields are needed. They
+are read here from protobuf's wire format: field number and wire type, then a varint, eight, four or N bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,42 @@ import base64
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-from shoal.builds.events import Event, Failed, Output, Step
+from dataclasses import dataclass
+from typing import Any, Literal
 
 Fields = dict[int, list[Any]]
 _STEP = re.compile(r"^\[(?:[\w.-]+ +)?(\d+)/(\d+)\] (.*)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """A step changed its state, after `seconds`. `number` of `total` is 0 of 0 for BuildKit's internal steps."""
+
+    key: str
+    number: int
+    total: int
+    command: str
+    state: Literal["started", "cached", "done", "failed"]
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class OutputLine:
+    """A line that the running command of step `key` printed."""
+
+    key: str
+    line: str
+
+
+@dataclass(frozen=True)
+class BuildFailed:
+    """The build ended in an error."""
+
+    message: str
+
+
+Event = StepEvent | OutputLine | BuildFailed
 
 
 def decode(message: bytes) -> Fields:
@@ -51,9 +81,9 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
             return value, position
 
 
-def events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Translate the engine's JSON objects into events."""
-    told: set[tuple[str, str]] = set()
+def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Translate Docker's JSON objects into events."""
+    known: set[tuple[str, str]] = set()
     partial: dict[str, bytes] = {}
     for entry in stream:
         if entry.get("id") == "moby.buildkit.trace":
@@ -61,16 +91,16 @@ def events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
             for log in map(decode, status[3]):
                 yield from _lines(log, partial)
             for vertex in map(decode, status[1]):
-                if (step := _step(vertex)) and (step.key, step.state) not in told:
-                    told.add((step.key, step.state))
+                if (step := _step(vertex)) and (step.key, step.state) not in known:
+                    known.add((step.key, step.state))
                     if step.state != "started":
-                        yield from _last_words(step.key, partial)
+                        yield from _last_line(step.key, partial)
                     yield step
         elif "error" in entry:
-            yield Failed(str(entry["error"]))
+            yield BuildFailed(str(entry["error"]))
 
 
-def _step(vertex: Fields) -> Step | None:
+def _step(vertex: Fields) -> StepEvent | None:
     name = _text(vertex, 3)
     match = _STEP.match(name)
     number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)
@@ -80,25 +110,25 @@ def _step(vertex: Fields) -> Step | None:
         return None
     elapsed = completed - started if completed is not None else 0.0
     if error:
-        return Step(_text(vertex, 1), number, total, command, "failed", elapsed, error)
+        return StepEvent(_text(vertex, 1), number, total, command, "failed", elapsed, error)
     if completed is not None:
-        return Step(_text(vertex, 1), number, total, command, "cached" if any(vertex[4]) else "done", elapsed)
-    return Step(_text(vertex, 1), number, total, command, "started")
+        return StepEvent(_text(vertex, 1), number, total, command, "cached" if any(vertex[4]) else "done", elapsed)
+    return StepEvent(_text(vertex, 1), number, total, command, "started")
 
 
-def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[Output]:
-    """Yield whole lines; the rest waits as bytes, since a chunk may end within a character."""
+def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
+    """Yield whole lines; keep the rest as bytes, because a chunk may end within a character."""
     key = _text(log, 1)
     text = partial.pop(key, b"") + b"".join(log[4][-1:])
     *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     if rest:
         partial[key] = rest
-    yield from (Output(key, line.decode(errors="replace")) for line in whole)
+    yield from (OutputLine(key, line.decode(errors="replace")) for line in whole)
 
 
-def _last_words(key: str, partial: dict[str, bytes]) -> Iterator[Output]:
+def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
     if rest := partial.pop(key, b""):
-        yield Output(key, rest.decode(errors="replace"))
+        yield OutputLine(key, rest.decode(errors="replace"))
 
 
 def _text(fields: Fields, number: int) -> str:

@@ -1,7 +1,7 @@
-"""What builds take from a network, in one directory: the locked wheels, `shoal` itself, and of each suite of Debian, in
-a directory of its name, the base image and packages.
+"""Fills a bundle: a directory with all that builds download, so that `shoal build --bundle` needs no network.
 
-`shoal bundle` fills it where there is a network, and `shoal build --bundle` builds from it, with the network off.
+It holds the locked wheels, `shoal` itself, and for each suite of Debian, in a directory of its name, the base image and
+packages.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import docker
 from docker.models.containers import Container
 
 from shoal import docker_client
-from shoal.builds import base, bundled, debianlock, hostwheels
-from shoal.builds.base import Say
+from shoal.builds import base_image, bundled, debian_lock
+from shoal.builds.base_image import Say
 from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
 from shoal.docker_client import archive
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import read_network_settings
-from shoal.sources import debian, lock, pins, wheels
+from shoal.sources import debian, lock, packages, pins, wheels
 
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
+"""The command that installs `shoal` from a bundle, for users to type."""
 _HOST = "host"
-# Run in the base image: what is asked for and all that it needs there, with an index that apt reads.
+# Runs in the base image: downloads packages and all that they need there, and writes an index that apt reads.
 _FETCH = """
 mkdir -p /debs/partial &&
 apt-get install -y -qq --no-install-recommends --download-only -o Dir::Cache::archives=/debs {names} &&
@@ -41,89 +43,111 @@ cd /debs && rm -rf partial lock && for file in *.deb; do
     echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)" && echo
 done > {index}
 """
-
-
-_WHEN_FULL = "What to do: free some, or name a directory on another disk; what is whole there is not fetched again"
+_WHEN_FULL = "Fix: free some, or name a directory on another disk; whole files are not downloaded again"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a directory has been filled with: the bases' references, Debian's packages less those that they need, and
-    the images whose wheels are there. `bytes`: of all files in it. `digest`: that of `SHA256SUMS`, which lists them.
-    """
+    """The content of a bundle that has been filled."""
 
     directory: Path
     bases: tuple[str, ...]
     packages: tuple[str, ...]
+    """Debian's packages, without those that they need."""
     images: tuple[str, ...]
+    """The images whose wheels it has."""
     bytes: int
     digest: str
+    """The digest of `SHA256SUMS`, which lists all other files."""
 
 
-def collect(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
-    """Fill the directory with what builds of these images, and of those that they extend, take from a network.
+def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
+    """Download what builds of these images, and of those that they extend, need.
 
-    What lies there already stays, and nothing that is cut off: each file comes to its place when it is whole. Raises
-    BuildError with apt's or pip's words, DiskError, UsageError for what is no directory, BundleError for a bundle whose
-    files have changed since it was made, DockerError, BaseImageError.
+    Existing files of a bundle stay. Each file is moved to its place when it is whole, so an interrupt leaves no part.
+
+    Raises:
+        BuildError: With the words of apt or pip.
+        BundleError: If files of the bundle have changed since it was made.
+        UsageError: If `directory` is a file.
+        DiskError, DockerError, BaseImageError: As their names say.
     """
     wanted = spec.with_parents(images)
-    _make(directory)
+    _make_directories(directory)
     _check_unchanged(directory)
     client = docker_client.connect()
     bases: list[str] = []
-    packages: set[str] = set()
+    installed: set[str] = set()
     for system in dict.fromkeys(image.system for image in wanted):
-        pin = debian.read(project, system.suite).bases.get(system.upstream, "")
-        found = base.ensure(client, system, read_network_settings, project.cache, say, pin=pin)
-        own = directory / system.suite
-        (own / DEBS).mkdir(parents=True, exist_ok=True)
-        say(f"base: {found.reference}")
-        _save(client, found.reference, own / BASE)
-        installs = debianlock.installed(project, (image for image in wanted if image.system == system))
-        names = sorted({name for install in installs for name in install})
-        say(f"Debian packages: {' '.join(names)}, and what they need")
-        _collect_debs(client, found.reference, system.suite, names, own)
-        bases.append(found.reference)
-        packages.update(names)
+        sets = debian_lock.list_installed(project, (image for image in wanted if image.system == system))
+        names = sorted({name for names in sets for name in names})
+        bases.append(_add_system(client, project, system, names, directory / system.suite, say))
+        installed.update(names)
     for image in wanted:
         say(f"wheels: {image.tag}")
-        _collect_wheels(project, spec, image, directory / WHEELS)
-    install = hostwheels.COMMAND.format(directory=directory / _HOST)
+        _add_wheels(project, spec, image, directory / WHEELS)
+    install = INSTALL.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
-    with _scratch(directory) as scratch:
-        if words := hostwheels.collect(project, scratch):
-            raise _failure(f"pip cannot fetch what shoal itself needs:\n{words[-2000:]}")
-        _move(scratch / "wheels", directory / _HOST)
+    add_shoal(project, directory, directory / _HOST)
     digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return Bundle(directory, tuple(bases), tuple(sorted(packages)), tuple(image.tag for image in wanted), size, digest)
+    return Bundle(directory, tuple(bases), tuple(sorted(installed)), tuple(image.tag for image in wanted), size, digest)
 
 
-def _make(directory: Path) -> None:
+def _add_system(
+    client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
+) -> str:
+    """Add a system's base image and packages; return the reference of the base image."""
+    pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
+    found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
+    (directory / DEBS).mkdir(parents=True, exist_ok=True)
+    say(f"base: {found.reference}")
+    _save_image(client, found.reference, directory / BASE)
+    say(f"Debian packages: {' '.join(names)}, and what they need")
+    _add_debs(client, found.reference, system.suite, names, directory)
+    return found.reference
+
+
+def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
+    """Add the wheels of `shoal` and of all that it needs, for hosts with this Python and processor but no network.
+
+    Versions are those of the project's tests, as far as these pin them. Raises BuildError with pip's words.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    pinned = project.root / "requirements" / "dev.txt"
+    constraint = [f"--constraint={pinned}"] if pinned.is_file() else []
+    with _scratch(scratch_parent) as scratch:
+        (scratch / "own").mkdir()
+        own = packages.build_wheel(project.root / "images", scratch / "own")
+        result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
+        if result.returncode:
+            raise _failure(f"pip cannot download what shoal itself needs:\n{result.stderr.strip()[-2000:]}")
+        _move(scratch / "wheels", target)
+
+
+def _make_directories(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
-    for name in (WHEELS, _HOST):
-        (directory / name).mkdir(parents=True, exist_ok=True)
+    (directory / WHEELS).mkdir(parents=True, exist_ok=True)
 
 
 def _check_unchanged(directory: Path) -> None:
-    """Raise BundleError if a file of an earlier bundle has been changed: it would be listed as one that was made here.
+    """Raise BundleError if a file of an earlier bundle has been changed, for it would be listed as made here.
 
-    Files may be missing, and new ones be there, as an interrupted `shoal bundle` leaves them.
+    An interrupted `shoal bundle` leaves files missing or unlisted; both are allowed.
     """
     if not (directory / SUMS).exists():
         return
-    if changed := [name for name, what in bundled.differences(directory).items() if what == "changed"]:
+    if changed := [name for name, what in bundled.find_differences(directory).items() if what == "changed"]:
         raise BundleError(
-            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; what is"
-            " missing is fetched again"
+            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; missing"
+            " files are downloaded again"
         )
 
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """Give a directory on the bundle's own disk, which is gone in the end: what is whole can be moved out of it."""
+    """Yield a temporary directory on the bundle's own disk, so that whole files can be moved out of it."""
     try:
         with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
             yield Path(name)
@@ -134,11 +158,11 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def _failure(text: str) -> BuildError | DiskError:
-    """Return what another program's failure is, by its words."""
+    """Return the failure of another program: `DiskError` if its words say that the disk is full."""
     return DiskError(f"{text}\n{_WHEN_FULL}") if os.strerror(errno.ENOSPC) in text else BuildError(text)
 
 
-def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
+def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None:
     with _scratch(path.parent) as scratch:
         with (scratch / path.name).open("wb") as file:
             for chunk in client.images.get(reference).save(named=True):
@@ -146,13 +170,11 @@ def _save(client: docker.DockerClient, reference: str, path: Path) -> None:
         (scratch / path.name).replace(path)
 
 
-def _collect_debs(
-    client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path
-) -> None:
+def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
         with (
-            debianlock.in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
+            debian_lock.run_in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
             _scratch(directory) as scratch,
         ):
             _fetch(container, f"/{DEBS}", scratch)
@@ -163,7 +185,7 @@ def _collect_debs(
 
 
 def _index_others(new: Path, old: Path) -> None:
-    """Add to the index of new packages those that lie there already and are not among them."""
+    """Add the existing packages that are not among the new ones to the index of these."""
     index = old / INDEX
     entries = index.read_text().split("\n\n") if index.is_file() else []
     with (new / INDEX).open("a") as file:
@@ -184,36 +206,34 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
-    """Move the files there; `last` says that the others are."""
+    """Move the files to `target`. `last` is moved last: it says that the others are there."""
     for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         path.replace(target / path.name)
 
 
-def _collect_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
+def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
     wanted = [pin for layer in pins.read_image(project, spec, image).values() for pin in layer]
-    there = {pin for pin, _ in wheels.find_locked(wanted, [directory])}
-    if not (lacking := [pin for pin in wanted if pin not in there]):
+    present = {pin for pin, _ in wheels.find_locked(wanted, [directory])}
+    if not (missing := [pin for pin in wanted if pin not in present]):
         return
     with _scratch(directory.parent) as scratch:
-        for name in ("wheels", "temporary"):
-            (scratch / name).mkdir()
-        # `===`: a file for the CPU that pip may have at hand is of the same version, and another one.
-        lines = [f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in lacking]
+        # `===`: pip may have a file for the CPU at hand that has the same version.
+        lines = [f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in missing]
         (scratch / "requirements.txt").write_text("".join(lines))
-        result = _pip_download(spec, image, scratch)
+        options = ["--no-deps", "--require-hashes", *lock.target_options(image.python_version)]
+        options.append(f"--requirement={scratch / 'requirements.txt'}")
+        result = _pip_download(scratch, options)
+        if result.returncode and image.index:  # only if pip's own configuration does not have the file
+            result = _pip_download(scratch, [*options, "--extra-index-url", spec.indexes[image.index]])
         if result.returncode:
-            raise _failure(f"{image.tag}: pip cannot fetch its wheels:\n{result.stderr.strip()[-2000:]}")
+            raise _failure(f"{image.tag}: pip cannot download its wheels:\n{result.stderr.strip()[-2000:]}")
         _move(scratch / "wheels", directory)
 
 
-def _pip_download(spec: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    command += [*lock.target_options(image.python_version), f"--dest={scratch / 'wheels'}"]
-    command.append(f"--requirement={scratch / 'requirements.txt'}")
-    # An interrupt kills it, with no time to remove what it has begun.
+def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Download into `scratch`/wheels. Temporary files are in `scratch` too: an interrupt stops pip at once."""
+    for name in ("wheels", "temporary"):
+        (scratch / name).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
     environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode and image.index:  # only where pip's own configuration does not hold the file
-        command += ["--extra-index-url", spec.indexes[image.index]]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return result
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""A bundle as a build reads it: a directory with all that they take from a network. bundle.py fills it.
+"""Checks and reads a bundle for a build. bundle.py fills it.
 
-A bundle travels, so it is checked before anything of it is used: every file against its SHA-256 in `SHA256SUMS`, and
-that file, whose own digest is the bundle's, against the digest that `shoal bundle` printed, if the user gives it.
+A bundle travels, so it is checked before use: every file against its SHA-256 in `SHA256SUMS`. The digest of that file
+is the digest of the bundle. It is compared with the one that `shoal bundle` printed, if the user gives it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 
 import docker
 
-from shoal.builds import base
+from shoal.builds import base_image
 from shoal.docker_client import archive
 from shoal.errors import BundleError, UsageError
 from shoal.matrix.spec import System
@@ -25,11 +25,11 @@ from shoal.network.settings import NetworkSettings
 
 WHEELS = "wheels"
 BASE, DEBS, INDEX = "base.tar", "debs", "Packages"
-"""In the directory of a suite of Debian: the base image; packages, and among them what apt reads of them."""
+"""In the directory of a suite: the base image, the packages, and among these the index that apt reads."""
 SUMS = "SHA256SUMS"
-"""In the bundle: the SHA-256 of every other file, as `sha256sum` writes and checks them."""
+"""The file with the SHA-256 of every other file, in the format of `sha256sum`."""
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-_TOLD = 10
+_SHOWN = 10
 _REGISTRY = "docker.io/library/"
 _NO_FILES = (FileExistsError, IsADirectoryError, NotADirectoryError)  # one path is a file and a directory
 _DOCUMENTS = ("manifest.json", "repositories", "index.json")
@@ -37,23 +37,23 @@ _IMAGE_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 
 
 def write_sums(directory: Path) -> str:
-    """Write `SHA256SUMS` of the files that are there. Returns its own SHA-256 (hexadecimal): the bundle's digest."""
+    """Write `SHA256SUMS`, and return its own SHA-256 (hexadecimal): the bundle's digest."""
     lines = [f"{_sha256(path)}  {name}\n" for name, path in sorted(_files(directory))]
     (directory / SUMS).write_text("".join(lines))
     return _sha256(directory / SUMS)
 
 
-def check(directory: Path, expected: str | None) -> str:
-    """Check every file of a bundle. Returns its digest.
+def check_bundle(directory: Path, expected: str | None) -> str:
+    """Check every file of a bundle, and return its digest.
 
     Args:
-        expected: The digest that `shoal bundle` printed, with or without `sha256:` before it; None: not known here.
+        expected: The digest that `shoal bundle` printed, with or without `sha256:`; None: unknown.
 
     Raises:
-        UsageError: If the directory is no bundle.
+        UsageError: If the directory is not a bundle.
         BundleError: If a file is changed, missing or new, or the digest is another one.
     """
-    found = differences(directory)
+    found = find_differences(directory)
     digest = _sha256(directory / SUMS)
     if expected is not None and expected.removeprefix("sha256:") != digest:
         raise BundleError(
@@ -61,17 +61,17 @@ def check(directory: Path, expected: str | None) -> str:
             " `shoal bundle` printed when it made this bundle, or copy the bundle again from where it was made"
         )
     if found:
-        told = [f"  {name}: {what}" for name, what in list(found.items())[:_TOLD]]
-        told += [f"  and {len(found) - _TOLD} more"] * (len(found) > _TOLD)
+        lines = [f"  {name}: {what}" for name, what in list(found.items())[:_SHOWN]]
+        lines += [f"  and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
         raise BundleError(
-            "\n".join([f"--bundle {directory}: {len(found)} files are not as {SUMS} says:", *told])
-            + "\nFix: copy the bundle again from where it was made, or make it again where there is a network"
+            "\n".join([f"--bundle {directory}: {len(found)} files are not as {SUMS} says:", *lines])
+            + "\nFix: copy the bundle again from where it was made, or make it again on a host with a network"
         )
     return digest
 
 
-def differences(directory: Path) -> dict[str, Literal["changed", "missing", "not listed"]]:
-    """Return the files that are not as `SHA256SUMS` says, by path. Raises UsageError for no bundle."""
+def find_differences(directory: Path) -> dict[str, Literal["changed", "missing", "not listed"]]:
+    """Return the files that differ from `SHA256SUMS`, by path. Raises UsageError if there is no such file."""
     listed = _read_sums(directory)
     there = dict(_files(directory))
     found: dict[str, Literal["changed", "missing", "not listed"]] = {}
@@ -89,7 +89,7 @@ def _read_sums(directory: Path) -> dict[str, str]:
     try:
         lines = (directory / SUMS).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
-        raise _no_bundle(directory) from None
+        raise _not_a_bundle(directory) from None
     matches = [_SUM.fullmatch(line) for line in lines]
     if not all(matches):
         raise BundleError(f"{directory / SUMS}: not what `sha256sum` writes. Fix: copy the bundle again")
@@ -97,8 +97,9 @@ def _read_sums(directory: Path) -> dict[str, str]:
 
 
 def _files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a bundle by their paths within it, but for `SHA256SUMS`; and what is neither one nor a
-    directory: a link to a directory would bring files that nobody has listed.
+    """Yield the files of a bundle except `SHA256SUMS`, with their paths in it.
+
+    A link to a directory is yielded too: it would bring in files that nobody has listed.
     """
     for path in directory.rglob("*"):
         is_directory = path.is_dir() and not path.is_symlink()
@@ -113,22 +114,21 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _no_bundle(directory: Path) -> UsageError:
+def _not_a_bundle(directory: Path) -> UsageError:
     return UsageError(
-        f"--bundle {directory}: not a bundle, or one without {SUMS}. Make it where there is a network: shoal bundle"
+        f"--bundle {directory}: not a bundle, or one without {SUMS}. Make it on a host with a network: shoal bundle"
         f" {directory}"
     )
 
 
-def read(directory: Path) -> NetworkSettings:
-    """Return what a build is given in place of this machine's configuration, of a bundle that `check` has passed.
+def read_settings(directory: Path) -> NetworkSettings:
+    """Return the settings for builds from a bundle that `check` has passed. Raises UsageError if it is not a bundle.
 
-    apt is told to trust the bundle's packages: their index has been checked, and apt checks them against it. Raises
-    UsageError for no bundle.
+    apt trusts the packages of the bundle: their index has been checked, and apt checks them against it.
     """
     suites = [path.parent for path in directory.glob(f"*/{BASE}") if (path.parent / DEBS / INDEX).is_file()]
     if not suites:
-        raise _no_bundle(directory)
+        raise _not_a_bundle(directory)
     return NetworkSettings(
         pip=(("no-index", "true"),),
         find_links=(directory / WHEELS,),
@@ -142,23 +142,22 @@ def read(directory: Path) -> NetworkSettings:
 
 
 def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[System]) -> None:
-    """Give the engine the bundle's base images of these systems, where it has none. `check` has passed the bundle.
+    """Load the bundle's base images of these systems, if Docker has none. `check` has passed the bundle.
 
-    Raises UsageError for no bundle, and for one that lacks a system; BundleError for a base that would take the place
-    of another image.
+    Raises UsageError if the bundle lacks a system, and BundleError if a base image would replace another image.
     """
-    suites = read(directory).debs
+    suites = read_settings(directory).debs
     for system in systems:
         if system.suite not in suites:
             raise UsageError(
                 f"--bundle {directory}: it is for Debian {', '.join(sorted(suites))}, not for {system.suite}."
-                f" Add the images where there is a network: shoal bundle {directory}"
+                f" Add the images on a host with a network: shoal bundle {directory}"
             )
-        if base.find(client, system) is None:
+        if base_image.find_base(client, system) is None:
             path = directory / system.suite / BASE
             with TemporaryFile() as out:
-                names = rewrite_image(path, out)
-                if strange := [name for name in names if not base.is_name_of(name, system)]:
+                names = copy_image(path, out)
+                if strange := [name for name in names if not base_image.is_base_name(name, system)]:
                     raise BundleError(
                         f"{path}: it would name images {', '.join(sorted(strange))}, and may hold the base of Debian"
                         f" {system.suite} alone. Fix: copy the bundle again from where it was made"
@@ -166,12 +165,12 @@ def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[S
                 client.images.load(out)
 
 
-def rewrite_image(path: Path, out: IO[bytes]) -> set[str]:
-    """Write an archive of images anew, and rewind it. Returns each name that an engine may give an image of it.
+def copy_image(path: Path, out: IO[bytes]) -> set[str]:
+    """Copy an archive of images to `out`, rewind it, and return each name that Docker may give an image of it.
 
-    An engine reads the names from one of three files, depending on its age and image store. It reads archives in ways
-    of its own (compressed ones, names such as `/manifest.json`, files under links): so it is given nothing but the
-    files that were found here. Raises BundleError for no archive of images.
+    Docker reads the names from one of three files, depending on its version and image store. It accepts more than this
+    does: compressed archives, names such as `/manifest.json`, files under links. So it gets only the files found here.
+    Raises BundleError if it is not an archive of images.
     """
     try:
         with TemporaryDirectory() as scratch, path.open("rb") as source:

@@ -1,4 +1,4 @@
-"""Runs pieces of work of which some stand on others: several at once, what they stand on first."""
+"""Runs tasks that depend on each other: several at once, each after the one that it depends on."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _PATIENCE = 10.0
-"""Seconds that work which was told to stop has to end."""
+"""Seconds that stopped tasks have to end."""
 
 
 class NotTriedError(Exception):
-    """The work was not tried, because what it stands on failed or was not tried."""
+    """The task was not tried, because the one that it depends on failed or was not tried."""
 
 
-def run(
-    below: Mapping[str, str | None], work: Callable[[str], T], stop: Callable[[], None], jobs: int
+def run_tasks(
+    parents: Mapping[str, str | None], work: Callable[[str], T], stop: Callable[[], None], jobs: int
 ) -> dict[str, T | Exception]:
-    """Do `work` for every name in `below` in that order, up to `jobs` at once; return its results and errors by name.
+    """Run `work` for every name in `parents`, up to `jobs` at once; return its results and errors by name.
 
-    `below` says for each name which other it stands on; one that is not among the names is there already. A failure
-    stops only what stands on it. An interrupt calls `stop`, which makes the work under way end, and goes on upwards.
+    A failure stops only the tasks that depend on it. An interrupt calls `stop`, waits for running tasks, and is raised.
+
+    Args:
+        parents: For each name, in the order to begin with, the name that it depends on. A parent that is not itself
+            a name is done already.
+        stop: Makes the running tasks end.
     """
     ended: SimpleQueue[tuple[str, T | Exception]] = SimpleQueue()
     results: dict[str, T | Exception] = {}
@@ -36,9 +40,9 @@ def run(
             ended.put((name, error))
 
     try:
-        while len(results) < len(below):
-            results |= _not_to_try(below, results)
-            ready = [name for name in _ready(below, results) if name not in running]
+        while len(results) < len(parents):
+            results |= _skipped(parents, results)
+            ready = [name for name in _ready(parents, results) if name not in running]
             for name in ready[: jobs - len(running)]:
                 running[name] = threading.Thread(target=one, args=(name,), daemon=True)
                 running[name].start()
@@ -51,18 +55,18 @@ def run(
         for thread in running.values():
             thread.join(_PATIENCE)
         raise
-    return {name: results[name] for name in below}
+    return {name: results[name] for name in parents}
 
 
-def _not_to_try(below: Mapping[str, str | None], results: Mapping[str, object]) -> dict[str, NotTriedError]:
+def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -> dict[str, NotTriedError]:
     return {
-        name: NotTriedError(f"it stands on {beneath}")
-        for name, beneath in below.items()
-        if name not in results and beneath and isinstance(results.get(beneath), Exception)
+        name: NotTriedError(f"it extends {parent}, which was not built")
+        for name, parent in parents.items()
+        if name not in results and parent and isinstance(results.get(parent), Exception)
     }
 
 
-def _ready(below: Mapping[str, str | None], results: Mapping[str, object]) -> list[str]:
-    done = {name for name, result in results.items() if not isinstance(result, Exception)}
-    there = done | (set(below.values()) - set(below))  # of those that are not among the names, one is None
-    return [name for name, beneath in below.items() if name not in results and beneath in there]
+def _ready(parents: Mapping[str, str | None], results: Mapping[str, object]) -> list[str]:
+    done: set[str | None] = {name for name, result in results.items() if not isinstance(result, Exception)}
+    done |= set(parents.values()) - set(parents)  # None among them
+    return [name for name, parent in parents.items() if name not in results and parent in done]

@@ -1,4 +1,4 @@
-"""What `shoal list` tells of an image: its axes, the framework whose default it is, and whether the engine has it."""
+"""The rows of `shoal list`: an image's axes, the frameworks whose default it is, and whether Docker has it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 import docker
 
-from shoal.docker_client.images import find
+from shoal.docker_client.images import find_image
 from shoal.matrix.spec import Axes, BuildSpec, ImageSpec
 
 
 @dataclass(frozen=True)
 class Listed:
-    """An image of the matrix; its `image_id` is that on the engine. `unknown`: no engine answers."""
+    """An image of the matrix. `unknown`: Docker does not answer."""
 
     tag: str
     framework: str
@@ -30,10 +30,10 @@ class Listed:
     image_id: str | None = None
 
 
-def listed(matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.DockerClient | None) -> Iterator[Listed]:
-    """Yield what there is to tell of each image; without a client, whether it is built is unknown."""
+def list_images(matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.DockerClient | None) -> Iterator[Listed]:
+    """Yield a row for each image; without a client, whether it is built is unknown."""
     for image in images:
-        found = find(client, image.tag) if client else None
+        found = find_image(client, image.tag) if client else None
         axes = image.model_dump(include={*Axes.model_fields, "extends"})
         default_for = tuple(name for name, tag in matrix.defaults.items() if tag == image.tag)
         state: Literal["built", "not built", "unknown"] = "built" if found else "not built"

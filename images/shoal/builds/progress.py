@@ -1,4 +1,4 @@
-"""How builds look while they run: a live line each on a terminal, plain lines elsewhere; the whole log in a file."""
+"""Shows running builds: a live line for each on a terminal, plain lines elsewhere, and the whole log in a file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from shoal.builds.events import Event, Failed, Output, Step
+from shoal.builds.buildkit import BuildFailed, Event, OutputLine, StepEvent
 from shoal.sources.debian import NOT_LOCKED
 from shoal.sources.steps import one_line
 
 TAIL_LINES = 20
 
 
-def screen(console: Console, tags: Iterable[str]) -> Progress:
-    """Return what shows a live line for each build that is under way, while it is used as a context manager."""
+def make_display(console: Console, tags: Iterable[str]) -> Progress:
+    """Return a display with a live line for each running build. Use it as a context manager."""
     width = max(map(len, tags), default=0)
     return Progress(
         SpinnerColumn(),
@@ -36,22 +36,22 @@ def screen(console: Console, tags: Iterable[str]) -> Progress:
 
 
 class BuildProgress:
-    """Shows the events of one image's build on `live`, and keeps its log and what a failure must tell.
+    """Shows the events of one image's build on a display, writes its log, and keeps what explains a failure.
 
-    Use as a context manager. `failed_step` and `tail` (the last lines it printed) describe the failing step;
-    `not_locked` are the Debian packages that steps have installed and that the lock does not have.
+    Use it as a context manager. `failed_step` and `tail`, the last lines that it printed, describe the failing step.
+    `not_locked` are the Debian packages that steps installed and the lock does not have.
     """
 
-    def __init__(self, tag: str, log: Path, live: Progress) -> None:
+    def __init__(self, tag: str, log: Path, display: Progress) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.failed_step: Step | None = None
+        self.failed_step: StepEvent | None = None
         self.failure: str = ""
         self.not_locked: list[str] = []
-        self._tag, self._live = tag, live
+        self._tag, self._display = tag, display
         self._log = log.open("w", encoding="utf-8")
         self._tails: dict[str, deque[str]] = {}
         self._started = time.monotonic()
-        self._task = live.add_task("", total=1, tag=tag, command="sending the context")
+        self._task = display.add_task("", total=1, tag=tag, command="sending the context")
         self._command = ""
 
     def __enter__(self) -> BuildProgress:
@@ -60,7 +60,7 @@ class BuildProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.remove_task(self._task)
+        self._display.remove_task(self._task)
         self._log.close()
 
     @property
@@ -69,17 +69,17 @@ class BuildProgress:
         return list(self._tails.get(self.failed_step.key, ())) if self.failed_step else []
 
     def show(self, event: Event) -> None:
-        """Take in the next event."""
-        if isinstance(event, Step):
+        """Show the next event and write it to the log."""
+        if isinstance(event, StepEvent):
             self._step(event)
-        elif isinstance(event, Output):
+        elif isinstance(event, OutputLine):
             self._write(f"    {event.line}")
             self._tails.setdefault(event.key, deque(maxlen=TAIL_LINES)).append(event.line)
             if event.line.startswith(NOT_LOCKED):
                 self.not_locked.append(event.line.removeprefix(NOT_LOCKED))
             if event.line.strip():
-                self._live.update(self._task, command=f"{self._command} · {event.line.strip()}")
-        elif isinstance(event, Failed):
+                self._display.update(self._task, command=f"{self._command} · {event.line.strip()}")
+        elif isinstance(event, BuildFailed):
             self.failure = event.message
             self._write(f"failed: {event.message}")
 
@@ -87,7 +87,7 @@ class BuildProgress:
         """Write a line into the log file only."""
         self._write(text)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: StepEvent) -> None:
         if step.state == "failed" and (self.failed_step is None or not self.failed_step.number):
             self.failed_step = step
         line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"
@@ -95,9 +95,9 @@ class BuildProgress:
         if not step.number:
             return
         self._command = one_line(step.command, 30)
-        self._live.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
-        if self._live.disable:
-            self._live.console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
+        self._display.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
+        if self._display.disable:
+            self._display.console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, line: str) -> None:
         self._log.write(f"{time.monotonic() - self._started:8.1f} {line}\n")

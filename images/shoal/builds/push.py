@@ -1,4 +1,4 @@
-"""Pushes images to a registry, and tries again where another try can help."""
+"""Pushes images to a registry, and retries after errors that may be temporary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.errors import PushError
 
 TRIES = 5
 _PREFIX = re.compile(r"[a-z0-9.-]+(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
-# What registries, and networks on the way there, say when they may do better a moment later.
+# How registries and networks report temporary errors.
 _TRANSIENT = re.compile(
     r"time(d )?out|connection (refused|reset)|closed (idle|network) connection|broken pipe|\beof\b"
     r"|temporary failure|server misbehaving|unexpected http (response )?(code|status):? 5\d\d"
@@ -32,7 +32,7 @@ _TRANSIENT = re.compile(
 
 @dataclass(frozen=True)
 class Pushed:
-    """How the push of an image ended. `tries`: how many it took; a failure has its `error` in place of both last."""
+    """How the push of an image ended: a success with `digest` and the number of `tries`, or a failure with `error`."""
 
     tag: str
     reference: str
@@ -43,29 +43,30 @@ class Pushed:
     error: Exception | None = None
 
 
-def reference(tag: str, prefix: str) -> str:
-    """Return what an image is called in a registry: `prefix` is its host, and what stands before the repository.
+def make_reference(tag: str, prefix: str) -> str:
+    """Return an image's name in a registry. Raises PushError if the prefix is not valid.
 
-    Raises PushError for a prefix that cannot be one.
+    Args:
+        prefix: The registry's host, and any path before the repository.
     """
     if not _PREFIX.fullmatch(prefix):
         raise PushError(
-            f"--to {prefix}: expected a registry's host, and what stands before the image's name there, in small"
-            " letters: registry.example.org/team or localhost:5000"
+            f"--to {prefix}: expected a registry's host, with an optional path, in lower case:"
+            " registry.example.org/team or localhost:5000"
         )
     return f"{prefix}/{tag}"
 
 
-def push(
+def push_image(
     client: docker.DockerClient, tag: str, target: str, console: Console, wait: Callable[[float], object] = time.sleep
 ) -> Pushed:
-    """Push the engine's image `tag` as `target`, with the credentials that `docker login` has stored.
+    """Push the image `tag` as `target`, with the credentials that `docker login` has stored.
 
-    What the network or the registry may do better a moment later is tried again, with 1, 2, 4, 8 seconds between; all
-    else is not. Raises PushError with the registry's words, or that the engine went away.
+    Temporary errors are retried after 1, 2, 4 and 8 seconds. Raises PushError with the registry's words, or if Docker
+    goes away.
     """
     started = time.monotonic()
-    with _engine_there(target), _named(client, tag, target):
+    with _report_lost_docker(target), _tagged(client, tag, target):
         for tries in range(1, TRIES + 1):
             try:
                 digest = _try(client, target, console)
@@ -80,26 +81,26 @@ def push(
 
 
 @contextmanager
-def _engine_there(target: str) -> Iterator[None]:
-    """Say what it means where the engine's answer breaks off, or none comes: the SDK hands on what is below it."""
+def _report_lost_docker(target: str) -> Iterator[None]:
+    """Raise PushError if Docker's answer breaks off or none comes. The SDK raises errors of several libraries then."""
     try:
         yield
-    except docker.errors.APIError:  # it answers
+    except docker.errors.APIError:  # Docker answers
         raise
     except (requests.RequestException, urllib3.exceptions.HTTPError, docker.errors.StreamParseError) as error:
         raise PushError(
-            f"{target}: the engine went away during the push: {error}. What to do: see that it runs (shoal doctor),"
-            " and push again; what the registry has already is not sent twice"
+            f"{target}: Docker went away during the push: {error}. Fix: see that it runs (shoal doctor),"
+            " and push again; layers that the registry has already are not sent again"
         ) from error
 
 
 @contextmanager
-def _named(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
-    """Give the image that name, for as long as it is pushed."""
+def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
+    """Tag the image with `target` while it is pushed."""
     try:
         image = client.images.get(tag)
     except docker.errors.ImageNotFound:
-        raise PushError(f"{tag}: not on the engine. Build it first: shoal build {tag}") from None
+        raise PushError(f"{tag}: Docker does not have it. Build it first: shoal build {tag}") from None
     is_new = target not in image.tags
     try:
         with containers.uninterrupted():
@@ -107,7 +108,7 @@ def _named(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]
         yield
     finally:
         if is_new:
-            with containers.uninterrupted(), suppress(docker.errors.ImageNotFound):  # the engine did not take it
+            with containers.uninterrupted(), suppress(docker.errors.ImageNotFound):  # Docker did not tag it
                 client.images.remove(target)
 
 
@@ -126,7 +127,7 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
                 progress.update(task, completed=completed, total=total)
             digest = line.get("aux", {}).get("Digest", digest)
     if not digest:
-        raise PushError("the engine ended the push without an error and without a digest")
+        raise PushError("Docker ended the push without an error and without a digest")
     return digest
 
 
@@ -147,5 +148,5 @@ def _bar(console: Console) -> Progress:
 
 def _advice(error: str, tries: int) -> str:
     if re.search(r"unauthorized|authentication|credentials|denied|forbidden", error, re.IGNORECASE):
-        return ". What to do: docker login to the registry, with an account that may push there"
+        return ". Fix: docker login to the registry, with an account that may push there"
     return f" (tried {tries} times)" if tries > 1 else ""

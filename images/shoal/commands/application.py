@@ -12,7 +12,7 @@ import docker.errors
 import requests
 import urllib3.exceptions
 
-from shoal.builds.unchanged import Question
+from shoal.builds.noop_cache import BuildCommand
 from shoal.commands import completion
 from shoal.commands.common import app
 from shoal.errors import DockerError, ShoalError, convert_os_error
@@ -23,10 +23,10 @@ _IMAGE_COMMANDS = frozenset({"build", "list", "plan", "render"})
 """The commands in the module `images`. Importing the other modules takes longer than running these commands."""
 
 
-def main(asked: Question | None) -> None:
+def main(command: BuildCommand | None) -> None:
     """Run the command line; every expected failure prints its text and exits with its own code.
 
-    `asked` is what `build` may remember the answer to. SIGTERM and SIGHUP end a command as an interrupt does: what runs
+    `command` is the build whose answer may be saved. SIGTERM and SIGHUP end a command as an interrupt does: what runs
     is stopped and removed on the way out.
     """
     completion.join_words(os.environ)
@@ -36,7 +36,7 @@ def main(asked: Question | None) -> None:
     gc.freeze()
     gc.enable()
     try:
-        app(standalone_mode=True, obj=asked)
+        app(standalone_mode=True, obj=command)
     except Exception as error:
         told = _told(error)
         if told is None:  # a defect of ours, which its traceback tells best

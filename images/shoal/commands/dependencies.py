@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from shoal import docker_client
-from shoal.builds import bundle, debianlock, push
+from shoal.builds import bundle, debian_lock, push
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, open_project, say, screen
 from shoal.commands.endings import raise_first
@@ -63,7 +63,7 @@ def lock_images(
                 progress.print(f"{count:3} pins  {path}", markup=False, soft_wrap=True)
     finally:  # where one cannot be resolved, a child mostly, those before it are locked all the same
         variants = [image for image in matrix.images if here.lock_directory(image) in locked]
-        files = render.write(render.outputs(here, variants))
+        files = render.write_files(render.render_all(here, variants))
     if as_json:
         output.write({"locks": locks, "rendered": files})
     else:
@@ -74,7 +74,7 @@ def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, ch
     tell = functools.partial(say, on=screen(as_json))
     systems = list(dict.fromkeys(image.system for image in images))
     made = []
-    for locked in debianlock.lock(here, matrix, systems, tell, write=not check):
+    for locked in debian_lock.lock_systems(here, matrix, systems, tell, write=not check):
         made.append(locked)
         tell(f"{locked.packages:3} packages  {locked.path}{'' if locked.changes else ': unchanged'}")
         for change in locked.changes:
@@ -93,7 +93,7 @@ def _is_to_lock(
         return False
     parent = matrix.parent(image)
     on_locked = parent is not None and here.lock_directory(parent) in locked
-    return image.tag in chosen or (on_locked and not pins.are_for(here, matrix, image))
+    return image.tag in chosen or (on_locked and not pins.are_current(here, matrix, image))
 
 
 @app.command("bundle")
@@ -109,7 +109,7 @@ def bundle_images(
     """
     here, matrix = open_project()
     tell = functools.partial(say, on=screen(as_json))
-    made = bundle.collect(here, matrix, matrix.choose(images or (), skip or ()), directory, tell)
+    made = bundle.fill_bundle(here, matrix, matrix.choose(images or (), skip or ()), directory, tell)
     if as_json:
         output.write(made)
     tell(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")
@@ -125,7 +125,7 @@ def push_images(
 ) -> None:
     """Push built images to a registry, with the credentials of `docker login`; a network's hiccups are tried again."""
     _, matrix = open_project()
-    targets = {image.tag: push.reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
+    targets = {image.tag: push.make_reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
     client = docker_client.connect()
     progress = screen(as_json)
     endings = [_pushed(client, tag, target, progress) for tag, target in targets.items()]
@@ -138,7 +138,7 @@ def _pushed(client: docker.DockerClient, tag: str, target: str, progress: Consol
     """Push an image, and return how that ended; a failure does not keep others from being pushed."""
     started = time.monotonic()
     try:
-        pushed = push.push(client, tag, target, progress)
+        pushed = push.push_image(client, tag, target, progress)
     except EXPECTED as error:
         return push.Pushed(tag, target, "failed", round(time.monotonic() - started, 3), error=error)
     say(f"✓ {target}@{pushed.digest} in {pushed.seconds:.1f} s", progress)

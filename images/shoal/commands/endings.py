@@ -11,10 +11,10 @@ from shoal.builds import builder
 from shoal.commands.common import say
 
 
-def judge(endings: Iterable[builder.Ending], progress: Console) -> None:
+def judge(endings: Iterable[builder.BuildResult], progress: Console) -> None:
     """Tell how each image ended, and raise the first failure after telling the others."""
     for ending in endings:
-        say(builder.told(ending), progress)
+        say(str(ending), progress)
     raise_first([ending.error for ending in endings if ending.state == "failed"])
 
 

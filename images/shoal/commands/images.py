@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from shoal import docker_client
-from shoal.builds import builder, listing, unchanged
+from shoal.builds import builder, listing, noop_cache
 from shoal.commands import output
 from shoal.commands.common import EXPECTED, AsJson, Images, Skip, app, console, open_project, say, screen
 from shoal.commands.endings import judge
@@ -26,7 +26,7 @@ def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
         client = docker_client.connect(timeout=10)
     except ShoalError:
         client = None
-    found = list(listing.listed(matrix, chosen, client))
+    found = list(listing.list_images(matrix, chosen, client))
     if as_json:
         output.write(found)
         return
@@ -47,8 +47,8 @@ def render_images(
 ) -> None:
     """Render the Dockerfiles from their templates into dockerfiles/rendered/, and the schemas of the YAML files."""
     here, matrix = open_project()
-    outputs = render.outputs(here, matrix.choose(images or (), skip or ()))
-    files = render.compare(outputs) if check else render.write(outputs)
+    outputs = render.render_all(here, matrix.choose(images or (), skip or ()))
+    files = render.check_files(outputs) if check else render.write_files(outputs)
     if as_json:
         output.write(files)
     elif not check:
@@ -61,7 +61,7 @@ def render_images(
 def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
     """Say what a build would do to images, from which step on, and why; build nothing."""
     here, matrix = open_project()
-    plans = builder.plan(here, matrix, matrix.choose(images or (), skip or ()))
+    plans = builder.plan_images(here, matrix, matrix.choose(images or (), skip or ()))
     if as_json:
         output.write(plans)
     else:
@@ -92,17 +92,17 @@ def build_images(
     if digest and not bundled:
         raise UsageError("--bundle-digest is that of a bundle. Fix: give --bundle DIR too, or leave it out")
     try:
-        endings = builder.build_all(here, matrix, chosen, progress, jobs, bundled, digest)
+        endings = builder.build_images(here, matrix, chosen, progress, jobs, bundled, digest)
     except EXPECTED as reason:  # before any was tried
         if as_json:
             output.write(
-                [builder.Ending(image.tag, "not tried", error=reason) for image in matrix.with_parents(chosen)]
+                [builder.BuildResult(image.tag, "not tried", error=reason) for image in matrix.with_parents(chosen)]
             )
         raise
     if as_json:
         output.write(endings)
     judge(endings, progress)
     if context.obj and all(ending.state == "up to date" for ending in endings):
-        unchanged.remember(
-            context.obj, map(builder.told, endings), builder.decisive(matrix.with_parents(chosen), endings)
+        noop_cache.save_answer(
+            context.obj, map(str, endings), builder.find_decisive_ids(matrix.with_parents(chosen), endings)
         )

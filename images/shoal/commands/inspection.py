@@ -14,7 +14,7 @@ from shoal import docker_client
 from shoal.commands import completion, output
 from shoal.commands.common import AsJson, app, console, matrix_here, reports, say, screen, tag_of, tell_written
 from shoal.docker_client import images
-from shoal.docker_client.containers import shown
+from shoal.docker_client.containers import strip_controls
 from shoal.errors import ImageError, VulnerabilityError
 from shoal.inspection import advisories, differences, facts, manifest, sbom
 from shoal.report import output_files, size
@@ -66,11 +66,11 @@ def audit_image(
         output.write({"tag": tag, "findings": findings, "unused": unused, "unaudited": unaudited})
     progress = screen(as_json)
     for finding in found:
-        say(shown(f"{'✗' if finding.counts(today) else '-'} {finding}"), progress)
+        say(strip_controls(f"{'✗' if finding.counts(today) else '-'} {finding}"), progress)
     for entry in unused:
         say(f"! {allow}: {entry.id} accepts nothing that is in {tag}", progress)
     if unaudited:
-        say(shown(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}"), progress)
+        say(strip_controls(f"! {known} says nothing of {len(unaudited)} packages: {' '.join(unaudited)}"), progress)
     if count := sum(finding.counts(today) for finding in found):
         raise VulnerabilityError(
             f"{tag}: {count} known vulnerabilities. What to do: take a release without them (dockerfiles/versions.yml,"
@@ -83,8 +83,8 @@ def _engine_with(*tags: str) -> docker.DockerClient:
     """Return a client of the engine. Raises ImageError, with what to do, for an image that it does not have."""
     client = docker_client.connect()
     for tag in tags:
-        if images.find(client, tag) is None:
-            raise ImageError(images.missing(client, tag, matrix_here()))
+        if images.find_image(client, tag) is None:
+            raise ImageError(images.describe_missing(client, tag, matrix_here()))
     return client
 
 
@@ -140,6 +140,6 @@ def report_differences(
     if as_json:
         output.write({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:
-        say(shown("\n".join(differences.told(found))))
+        say(strip_controls("\n".join(differences.told(found))))
     if check:
         found.check()

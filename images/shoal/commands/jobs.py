@@ -129,7 +129,7 @@ def _built(name: str, progress: Console) -> tuple[str, float]:
     here, matrix = open_project()
     image = matrix.select(name)
     started = time.monotonic()
-    judge(builder.build_all(here, matrix, [image], progress, jobs=1), progress)
+    judge(builder.build_images(here, matrix, [image], progress, jobs=1), progress)
     return image.tag, time.monotonic() - started
 
 

@@ -1,4 +1,4 @@
-"""The Docker Engine: connecting to it, and what must hold before a build starts."""
+"""Connects to Docker, and checks what a build needs of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from shoal.errors import DiskError, DockerError
 
 GIB = 1024**3
 LEAST_API = "1.40"
-"""The oldest API that `shoal run` can make a container with: the first that knows of GPUs (Docker 19.03)."""
+"""The oldest API of `shoal run`: the first with GPUs (Docker 19.03)."""
 
 
 def connect(timeout: int | None = 600) -> docker.DockerClient:
-    """Return a client of the engine that the environment names. Raises `DockerError`. One client a thread.
+    """Return a client for the Docker that the environment names. Each thread needs its own client.
 
-    `timeout` is in seconds and bounds the silence on one connection (None: no bound).
+    Args:
+        timeout: The longest silence on a connection, in seconds; None: no limit.
+
+    Raises:
+        DockerError: If no Docker answers.
     """
     try:
         # The annotation of the SDK leaves out None, which it documents as "no limit".
@@ -30,17 +34,17 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
         raise DockerError(
             f"no Docker Engine answers at {where}: {error}\n"
-            "What to do: start one (as root on Debian or Ubuntu: scripts/engine.sh installs and starts it), point"
+            "Fix: start one (as root on Debian or Ubuntu: scripts/engine.sh installs and starts it), point"
             " DOCKER_HOST at one, or run the same job without Docker: make train ENGINE=none"
         ) from error
 
 
 def check_buildkit(client: docker.DockerClient) -> None:
-    """Raise `DockerError` if BuildKit cannot build images: the engine has none, or DOCKER_BUILDKIT=0 forbids it.
+    """Raise `DockerError` if BuildKit cannot build images: Docker lacks it, or DOCKER_BUILDKIT=0 forbids it.
 
-    Docker's own engine has it since API 1.39. The `Builder-Version` of its ping is no sign of it: Engine 20.10 has
-    BuildKit, but names it only when it is the command line's default. Engines that only speak Docker's API (Podman's)
-    say so in the name of their component. Why no other builder will do: docs/decisions/buildkit-over-http.md.
+    Docker has it since API 1.39. The `Builder-Version` of its ping does not show it: Docker 20.10 has BuildKit, but
+    names it there only if it is the command line's default. Podman, which speaks the same API, names its own component.
+    Why there is no other builder: docs/decisions/buildkit-over-http.md.
     """
     if os.environ.get("DOCKER_BUILDKIT") == "0":
         raise DockerError(
@@ -57,28 +61,28 @@ def check_buildkit(client: docker.DockerClient) -> None:
 
 
 def has_gpus(client: docker.DockerClient) -> bool:
-    """Return whether the engine can hand NVIDIA GPUs to a container: it has NVIDIA's runtime."""
+    """Return whether Docker can give NVIDIA GPUs to a container: it has NVIDIA's runtime."""
     return "nvidia" in client.info().get("Runtimes", {})
 
 
 def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
-    """Raise `DiskError` when the engine's disk has less than `needed_gib` GiB free; a remote engine is not checked."""
+    """Raise `DiskError` if Docker's disk has less than `needed_gib` GiB free. A remote Docker is not checked."""
     if root := data_root(client):
         check_free(root, needed_gib)
 
 
 def data_root(client: docker.DockerClient) -> Path | None:
-    """Return the directory where the engine keeps its data; None for an engine on another machine."""
+    """Return the directory of Docker's data; None if Docker runs on another machine."""
     root = Path(client.info()["DockerRootDir"])
     return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
 
 
 def check_free(directory: Path, needed_gib: int) -> None:
-    """Raise `DiskError` when the disk under `directory` has less than `needed_gib` GiB free."""
+    """Raise `DiskError` if the disk of `directory` has less than `needed_gib` GiB free."""
     free = shutil.disk_usage(directory).free
     if free < needed_gib * GIB:
         raise DiskError(
             f"{directory}: {free / GIB:.1f} GiB free, and this build needs {needed_gib} GiB"
             " (disk_gib in dockerfiles/versions.yml)."
-            " What to do: docker system df shows what Docker holds; docker image prune, docker builder prune free it."
+            " Fix: docker system df shows what Docker holds; docker image prune, docker builder prune free it."
         )

@@ -1,4 +1,4 @@
-"""Tar archives: files and trees packed for the engine; what came from a container unpacked without trusting it."""
+"""Tar archives: files and trees packed for Docker; files from a container unpacked without trusting them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 Content = bytes | Path
 
 
-def pack(root: Path, arcname: str, out: IO[bytes]) -> None:
+def pack_tree(root: Path, arcname: str, out: IO[bytes]) -> None:
     """Write the tree at `root` as `arcname`, owned by root, and rewind `out`."""
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(root, arcname, filter=_owned_by_root)
@@ -25,36 +25,37 @@ def write(
 ) -> None:
     """Write files by path as a USTAR archive, so that equal contents give equal bytes.
 
-    They are sorted, of owner 0, of one `time` in seconds since 1970, and of mode 0755 where their path is `executable`,
-    else 0644.
+    Args:
+        executable: Whether the file at a path gets mode 0755, not 0644.
+        time: The time stamp of all files, in seconds since 1970.
     """
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, content in sorted(contents.items()):
-            entry = tarfile.TarInfo(name)
-            entry.mtime, entry.mode = time, 0o755 if executable(name) else 0o644
             with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
-                entry.size = file.seek(0, io.SEEK_END)
-                file.seek(0)
-                archive.addfile(entry, file)
+                add_file(archive, name, file, mode=0o755 if executable(name) else 0o644, time=time)
 
 
-def single(name: str, content: bytes) -> bytes:
+def add_file(archive: tarfile.TarFile, name: str, file: IO[bytes], mode: int = 0o644, time: int = 0) -> None:
+    """Add a file, from its first byte to its last, to an archive."""
+    entry = tarfile.TarInfo(name)
+    entry.mtime, entry.mode, entry.size = time, mode, file.seek(0, io.SEEK_END)
+    file.seek(0)
+    archive.addfile(entry, file)
+
+
+def pack_file(name: str, content: bytes) -> bytes:
     """Return an archive of one file."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        entry = tarfile.TarInfo(name)
-        entry.size, entry.mode = len(content), 0o644
-        archive.addfile(entry, io.BytesIO(content))
+        add_file(archive, name, io.BytesIO(content))
     return buffer.getvalue()
 
 
 def unpack(source: IO[bytes], target: Path) -> Iterator[str]:
-    """Unpack regular files, directories and links inside the archive; yield in words what was left out, and why.
+    """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
-    Files keep their permissions, less those that let a program act as its owner; whoever unpacks them can read them.
-
-    Written out here because Debian 12's Python (3.11.2) has no `filter="data"` yet, and because one odd file must not
-    cost the others.
+    Files keep their permissions, without setuid and setgid; whoever unpacks them can read them. `tarfile`'s own
+    `filter="data"` is missing in Debian 12's Python (3.11.2), and would let one odd file stop the others.
     """
     with tarfile.open(fileobj=source) as archive:
         for entry in archive:
@@ -70,7 +71,7 @@ def unpack(source: IO[bytes], target: Path) -> Iterator[str]:
 
 
 def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> Iterator[str]:
-    """Write a file, or what a link leads to inside the archive; links themselves are not made."""
+    """Write a file, or the file that a link leads to. Links themselves are not made."""
     try:
         content = archive.extractfile(entry)
     except (KeyError, RecursionError):  # it leads nowhere, or to itself

@@ -1,4 +1,4 @@
-"""Containers of ours: named, labelled, and removed with their networks at the end, however it ends."""
+"""The containers of a job: named, labelled, and removed with their networks at the end, in every case."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from shoal.errors import DockerError
 
 JOB_LABEL = "shoal.job"
 HANGS = 10
-"""Seconds after which an engine that has not answered is taken for one that hangs."""
+"""Seconds without an answer after which Docker is considered to hang."""
 
 
-def unique(stem: str) -> str:
-    """Return a name that begins like this and that nothing else has."""
+def unique_name(stem: str) -> str:
+    """Return a unique name that begins with `stem`."""
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let an interrupt wait until this is done, a second or two; one that comes when another has waited long does not.
+    """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
-    A removal must not end half way. And what the engine is asked to make, it makes, also when nobody waits for the
-    answer any more: it is there to be removed only after that.
+    A removal must be complete. Docker also completes a request that nobody waits for any longer, and its result can be
+    removed only after that. If a signal has waited for `HANGS` seconds, the next one is raised at once.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone hears them
+    if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
         yield
         return
     came: list[int] = []
@@ -62,13 +62,13 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         restore()
-        for heard in came[:1]:
-            signal.raise_signal(heard)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
 def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
-    """Remove all containers and networks of the job at the end: by label, so those half made are found too."""
+    """Remove all containers and networks of the job at the end. Its label finds half-made ones too."""
     try:
         yield
     finally:
@@ -77,11 +77,11 @@ def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
                 with contextlib.suppress(docker.errors.NotFound):
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
-                _remove(network)
+                _remove_network(network)
 
 
-def _remove(network: Network) -> None:
-    """Remove a network. Containers of others that are attached to it, such as one that watches it, are detached."""
+def _remove_network(network: Network) -> None:
+    """Remove a network. Foreign containers on it, such as a monitor, are detached."""
     network.reload()
     for container in network.attrs["Containers"] or ():
         with contextlib.suppress(docker.errors.NotFound):  # it has ended meanwhile
@@ -90,21 +90,21 @@ def _remove(network: Network) -> None:
 
 
 def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
-    """Create (not start) a container. Raises `DockerError` when the engine does not have the image."""
+    """Create a container without starting it. Raises `DockerError` if Docker does not have the image."""
     try:
         with uninterrupted():
             return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
-        raise DockerError(f"the engine has no image {image}. Build or pull it; `shoal list` names ours.") from error
+        raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
 
 
-def shown(text: str) -> str:
-    """Return a text of an image without what a terminal obeys; ends of lines stay."""
+def strip_controls(text: str) -> str:
+    """Return a text from an image without control characters, except line ends."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield whole lines; a progress bar's \\r ends one too."""
+def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield whole lines. The \\r of a progress bar ends one too."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

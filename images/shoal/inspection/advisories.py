@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from shoal.errors import SpecError
 from shoal.inspection.facts import Contents, Distribution
-from shoal.matrix import yamlfile
+from shoal.matrix import yaml_file
 
 
 class _Vulnerability(pydantic.BaseModel):
@@ -45,7 +45,7 @@ class Advisories(pydantic.BaseModel):
         return [entry for entry in named if _is_same(found.version, entry.version)]
 
 
-class Accepted(yamlfile.Model):
+class Accepted(yaml_file.Model):
     """An entry of the allow-list."""
 
     id: Annotated[str, pydantic.Field(min_length=1)]
@@ -55,7 +55,7 @@ class Accepted(yamlfile.Model):
     """The last day on which it counts."""
 
 
-class AllowList(yamlfile.Model):
+class AllowList(yaml_file.Model):
     """The allow-list."""
 
     accepted: tuple[Accepted, ...]
@@ -94,7 +94,7 @@ def read(path: Path) -> Advisories:
 
 def read_accepted(path: Path | None) -> tuple[Accepted, ...]:
     """Read an allow-list. Raises SpecError with file, line and key."""
-    return yamlfile.read(path, AllowList)[0].accepted if path else ()
+    return yaml_file.read_yaml(path, AllowList)[0].accepted if path else ()
 
 
 def findings(contents: Contents, advisories: Advisories, accepted: Sequence[Accepted]) -> list[Finding]:

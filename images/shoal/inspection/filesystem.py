@@ -14,7 +14,7 @@ import pydantic
 
 from shoal.docker_client import containers
 from shoal.layers import owners
-from shoal.layers.savedimage import Chunks, Entry, kind, plain
+from shoal.layers.saved_image import Chunks, Entry, entry_kind, normalize
 
 _BLOCK = 1 << 20
 _HEADER = 16  # of bytecode: four bytes each for a magic number, flags, the source's time and its size
@@ -65,7 +65,7 @@ class Image(pydantic.BaseModel):
 
 def read(client: docker.DockerClient, tag: str) -> Image:
     """Return what a container of the image would see. Raises DockerError if the engine does not have it."""
-    label = containers.unique("files")
+    label = containers.unique_name("files")
     settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):
         container = containers.create(client, tag, ["never-started"], settings)
@@ -80,14 +80,14 @@ def of_archive(chunks: Iterable[bytes]) -> Image:
     with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-            path = plain(member.name)
+            path = normalize(member.name)
             if path in _ENGINES or path == ".":
                 continue
             content = archive.extractfile(member) if member.isfile() else None
             text = content.read() if content and _DESCRIBES.fullmatch(path) else None
             files[f"/{path}"] = _file(member, [text] if text is not None else _blocks(content), files)
-            target = member.linkname if member.issym() else plain(member.linkname) if member.islnk() else ""
-            entries.append(Entry(path, kind(member), target, 0, 0, text))
+            target = member.linkname if member.issym() else normalize(member.linkname) if member.islnk() else ""
+            entries.append(Entry(path, entry_kind(member), target, 0, 0, text))
     status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
     packages = {package.name: package.version for package in owners.debian_packages(status or b"")}
     for path, name in _packages(entries):
@@ -99,7 +99,7 @@ def _packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
     """Yield each path that belongs to a package of Debian, and the package."""
     claims = owners.Owners([entries])
     for entry in entries:
-        owner = claims.of(entry)
+        owner = claims.find_owner(entry)
         if kept := _KEPT.fullmatch(entry.path):
             yield f"/{entry.path}", kept[1]
         elif owner.kind == "debian":
@@ -111,7 +111,7 @@ def _file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str,
     if member.issym():
         content = member.linkname
     elif member.islnk():
-        shared = others.get(f"/{plain(member.linkname)}")
+        shared = others.get(f"/{normalize(member.linkname)}")
         content, source_time = (shared.content, shared.source_time) if shared else ("", 0)
     elif member.isfile():
         content, source_time = _digest(blocks, is_bytecode=member.name.endswith(".pyc"))
@@ -124,7 +124,7 @@ def _file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str,
         mode=member.mode | _TYPES.get(member.type, stat.S_IFREG),
         uid=member.uid,
         gid=member.gid,
-        time=0 if plain(member.name) == _TOUCHED else int(member.mtime) * 10**9,
+        time=0 if normalize(member.name) == _TOUCHED else int(member.mtime) * 10**9,
         content=content,
         source_time=source_time,
         attributes={name: value.encode("utf-8", "surrogateescape").hex() for name, value in attributes.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.docker_client.containers import shown
+from shoal.docker_client.containers import strip_controls
 from shoal.inspection import truth
 from shoal.inspection.facts import Contents, Distribution, Package
 from shoal.matrix.spec import ImageSpec
@@ -76,4 +76,4 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(shown(cell).replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
+    return f"| {' | '.join(strip_controls(cell).replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"

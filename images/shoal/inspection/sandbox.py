@@ -16,7 +16,7 @@ import docker.errors
 from docker.types import LogConfig
 
 from shoal.docker_client import containers
-from shoal.docker_client.containers import shown
+from shoal.docker_client.containers import strip_controls
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"
@@ -55,7 +55,7 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
     except docker.errors.ImageNotFound:
         raise ImageError(f"{tag}: not on the engine. Build or pull it") from None
     program, *arguments = command
-    label = containers.unique("inside")
+    label = containers.unique_name("inside")
     settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
     with containers.removing(client, label):
         container = containers.create(client, tag, arguments, settings)
@@ -66,6 +66,6 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
             raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
         if container.wait()["StatusCode"]:
             raise ImageError(
-                f"{tag}: cannot be asked what is inside:\n{shown(container.logs().decode(errors='replace'))}"
+                f"{tag}: cannot be asked what is inside:\n{strip_controls(container.logs().decode(errors='replace'))}"
             )
         return container.logs(stderr=False).decode(errors="replace")

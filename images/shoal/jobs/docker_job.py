@@ -90,7 +90,7 @@ def _create_hosts(
     with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as common:
         tree = Path(scratch)
         job.write_tree(tree, request, name)
-        archive.pack(tree, "opt/ml", common)
+        archive.pack_tree(tree, "opt/ml", common)
         hosts = {}
         for host, given in zip(request.host_names, devices):
             alias = client.api.create_endpoint_config(aliases=[host])
@@ -103,9 +103,9 @@ def _create_hosts(
             hosts[host] = containers.create(client, image, ["train"], {**settings, **own})
             common.seek(0)
             hosts[host].put_archive("/", common)
-            hosts[host].put_archive("/", archive.single("opt/ml/" + job.RESOURCES, job.resources(request, host)))
+            hosts[host].put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCES, job.resources(request, host)))
             if secret:
-                hosts[host].put_archive("/", archive.single(SECRET_PATH, secret.encode()))
+                hosts[host].put_archive("/", archive.pack_file(SECRET_PATH, secret.encode()))
     return hosts
 
 
@@ -155,7 +155,7 @@ def _stream(container_id: str, host: str, console: Console) -> threading.Thread:
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        for line in containers.lines(stream):
+        for line in containers.split_lines(stream):
             console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=follow, name=f"logs of {host}", daemon=True)
@@ -231,6 +231,6 @@ def _fetch(container: Container, target: Path, console: Console) -> Path:
             buffer.seek(0)
             for skipped in archive.unpack(buffer, target):
                 console.print(
-                    containers.shown(f"{target.name}: not collected: {skipped}"), markup=False, soft_wrap=True
+                    containers.strip_controls(f"{target.name}: not collected: {skipped}"), markup=False, soft_wrap=True
                 )
     return target

@@ -109,7 +109,7 @@ def _shares(names: Sequence[str], hosts: int) -> list[Devices]:
 
 def _count(client: docker.DockerClient, image: str) -> list[str]:
     """Return the indexes of the engine's GPUs, from NVIDIA's program in a container of the image."""
-    label = containers.unique("gpus")
+    label = containers.unique_name("gpus")
     request = DeviceRequest(count=-1, capabilities=[["gpu", "utility"]])
     given = {"entrypoint": ["nvidia-smi"], "device_requests": [request], "network_mode": "none"}
     with containers.removing(client, label):

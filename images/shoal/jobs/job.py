@@ -117,7 +117,7 @@ def new_name(request: JobRequest) -> str:
     """Return a name no other job has: the source directory's name, the time, a few random characters."""
     # Docker's names and SageMaker's: letters, digits and hyphens.
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
-    return containers.unique(stem)
+    return containers.unique_name(stem)
 
 
 def make_directory(request: JobRequest, name: str) -> Path:

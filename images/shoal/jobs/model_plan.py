@@ -37,7 +37,7 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console, *
     path = Path(where)
     if not where or not path.is_file():
         raise UsageError(f"{factory}: expected FILE.py:NAME, a file of this machine and a function in it")
-    label = containers.unique("plan")
+    label = containers.unique_name("plan")
     client = docker_client.connect()
     settings = {
         "entrypoint": ["python"],
@@ -49,7 +49,7 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console, *
     with containers.removing(client, label):
         container = containers.create(client, image, _command(f"{path.name}:{name}", options, as_json), settings)
         container.start()
-        for line in containers.lines(container.logs(stream=True, follow=True, stdout=not as_json)):
+        for line in containers.split_lines(container.logs(stream=True, follow=True, stdout=not as_json)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         code = int(container.wait()["StatusCode"])
         if as_json:

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.table import Table
 
 from shoal import docker_client
-from shoal.docker_client.containers import shown
-from shoal.docker_client.images import find, missing
+from shoal.docker_client.containers import strip_controls
+from shoal.docker_client.images import describe_missing, find_image
 from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
@@ -130,9 +130,9 @@ def _find(word: str, matrix: BuildSpec | None) -> _Archive:
             ) from error
     tag = matrix.defaults.get(word, word) if matrix else word
     client = docker_client.connect()
-    image = find(client, tag)
+    image = find_image(client, tag)
     if image is None:
-        raise UsageError(missing(client, tag, matrix))
+        raise UsageError(describe_missing(client, tag, matrix))
     return _Archive(tag, int(image.attrs["Size"]), _saved(client, str(image.id)))
 
 
@@ -161,7 +161,7 @@ def _inventory(archive: _Archive, console: Console) -> Inventory:
         console.print(f"reading and compressing {archive.name}, {amount(archive.size)}", markup=False, soft_wrap=True)
     with Progress(*columns, console=console, disable=off, transient=True) as progress:
         task = progress.add_task(archive.name, total=archive.size)
-        return inventory.read(archive.name, _counted(archive.chunks, progress, task))
+        return inventory.read_inventory(archive.name, _counted(archive.chunks, progress, task))
 
 
 def _counted(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:
@@ -172,13 +172,13 @@ def _counted(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Itera
 
 def _say(console: Console, sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        console.print(shown(sentence), markup=False, soft_wrap=True)
+        console.print(strip_controls(sentence), markup=False, soft_wrap=True)
 
 
 def _table(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
     table = _columns(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_BRIEF]:
-        table.add_row(escape(shown(text)), amount(of.bytes), amount(of.compressed), amount(of.hidden))
+        table.add_row(escape(strip_controls(text)), amount(of.bytes), amount(of.compressed), amount(of.hidden))
     console.print(table)
     if len(rows) > _BRIEF:
         console.print(f"  and {len(rows) - _BRIEF} smaller", markup=False)
@@ -189,7 +189,7 @@ def _show_changes(console: Console, comparison: Comparison) -> None:
         told = sorted(filter(lambda change: change.is_told, changes), key=lambda change: -abs(change.bytes))
         table = _columns(console, name, "state", "change", "compressed")
         for change in told[:_BRIEF]:
-            text = escape(shown(f"{change.name} {change.version}".strip()))
+            text = escape(strip_controls(f"{change.name} {change.version}".strip()))
             table.add_row(text, change.state, size_text.signed(change.bytes), size_text.signed(change.compressed))
         if told:
             console.print(table)

@@ -1,1 +1,1 @@
-"""From the matrix to what goes to the engine: Dockerfile, locked wheels, context, and the record of all of it."""
+"""What a build is made from: steps, Dockerfiles, locks, our packages, the build context, and its record."""

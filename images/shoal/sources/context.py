@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.docker_client.archive import Content
-from shoal.network.settings import NetworkSettings
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import bytecode, debian, packages, record, render, wheels
+from shoal.network.settings import NetworkSettings
+from shoal.sources import debian, packages, record, render, wheels
 from shoal.sources.pins import Pin, read_image
 from shoal.sources.steps import Step
 
@@ -38,7 +38,7 @@ class Sources:
         }
         for folder, files in (("engine", self.engine), ("debian", self.debian)):
             contents[folder] = {name: record.digest(content) for name, content in files.items()}
-        contents |= {layer: packages.contents(content) for layer, content in self.own.items()}
+        contents |= {layer: packages.read_digests(content) for layer, content in self.own.items()}
         return record.make_record(self.steps, contents, base, self.templates)
 
     def files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
@@ -53,14 +53,18 @@ class Sources:
             context |= {f"{layer}/{path.name}": path for path in local}
         context |= {f"{layer}/installed.tar": content for layer, content in self.own.items()}
         suite = self.image.system.suite
-        for folder, files in (("engine", self.engine), ("debian", self.debian), ("machine", machine.build_files(suite))):
+        for folder, files in (
+            ("engine", self.engine),
+            ("debian", self.debian),
+            ("machine", machine.build_files(suite)),
+        ):
             context |= {f"{folder}/{name}": content for name, content in files.items()}
         return context | {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
 
 
 def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
     """Install our two packages for images with that Python, by the layer that they make. Raises BuildError."""
-    return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
+    return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
 def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
@@ -69,7 +73,7 @@ def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str
     Args:
         own: Our packages, installed for the image's Python.
     """
-    steps = render.read_steps(project, image, bytecode=bytecode.is_of(image.python_version))
+    steps = render.read_steps(project, image, bytecode=packages.can_compile_for(image.python_version))
     return Sources(
         image=image,
         dockerfile=render.render(project, image, steps).encode(),
@@ -77,7 +81,7 @@ def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str
         templates=render.read_templates(project, image),
         locks=read_image(project, spec, image),
         engine=_read_c_sources(project.root / "library" / "native"),
-        debian=debian.context(project, image.system.suite),
+        debian=debian.comparison_files(project, image.system.suite),
         own={} if image.extends else own,
     )
 

@@ -47,7 +47,7 @@ class Record:
         """Return the labels of an image that is made so."""
         return {FINGERPRINT: self.fingerprint, STEPS: json.dumps(asdict(self), separators=(",", ":"))}
 
-    def is_of(self, labels: Mapping[str, str]) -> bool:
+    def matches(self, labels: Mapping[str, str]) -> bool:
         """Return whether the image with these labels is up to date: it was made as this record says."""
         return labels.get(FINGERPRINT) == self.fingerprint
 
@@ -112,7 +112,7 @@ def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Pla
     names = tuple(step.name for step in wanted.steps)
     if labels is None:
         return Plan(tag, "new", len(names), names, ("Docker does not have it",))
-    if wanted.is_of(labels):
+    if wanted.matches(labels):
         return Plan(tag, "up to date", len(names))
     present = read_record(labels)
     if present is None:

@@ -1,6 +1,6 @@
-"""What is generated and committed: Dockerfiles, through the Jinja templates in dockerfiles/, and JSON schemas.
+"""Generates the committed files: Dockerfiles, from the Jinja templates in dockerfiles/, and JSON schemas.
 
-Same templates, tables and image, same text.
+The same templates, tables and image give the same text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import jinja2
 import jinja2.meta
 
 from shoal.errors import SpecError
-from shoal.matrix import yamlfile
+from shoal.matrix import yaml_file
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
-from shoal.matrix.yamlfile import Model
+from shoal.matrix.yaml_file import Model
 from shoal.sources import packages
 from shoal.sources.steps import Step, StepCollector, write_dockerfile
 
@@ -70,9 +70,9 @@ def render(project: Project, image: ImageSpec, steps: Iterable[Step] | None = No
 
 
 def read_dropped(project: Project) -> DroppedFile:
-    """Return what images leave out of the wheels that they install. Raises `SpecError` with file, line and key."""
+    """Return the files of wheels that images leave out. Raises `SpecError` with file, line and key."""
     path = project.templates / _DROPPED
-    return yamlfile.read(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
+    return yaml_file.read_yaml(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
 
 
 def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
@@ -103,8 +103,8 @@ def _environment(project: Project) -> jinja2.Environment:
     )
 
 
-def outputs(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
-    """Return what is generated and committed, by path: the images' Dockerfiles, and the schemas for editors."""
+def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
+    """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors."""
     schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
     return {project.rendered(image): render(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
@@ -113,7 +113,7 @@ def outputs(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A generated file: `same` as it was, `written` because it was not, or `stale` and left so."""
+    """A generated file: the `same` as before, `written`, or `stale` and not written."""
 
     path: Path
     state: Literal["same", "written", "stale"]
@@ -122,20 +122,20 @@ class Rendered:
         return f"{self.state:<7} {self.path}"
 
 
-def is_fresh(path: Path, text: str) -> bool:
+def _is_fresh(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text
 
 
-def compare(outputs: Mapping[Path, str]) -> list[Rendered]:
-    """Return which of the generated files are stale; write nothing."""
-    return [Rendered(path, "same" if is_fresh(path, text) else "stale") for path, text in outputs.items()]
+def check_files(outputs: Mapping[Path, str]) -> list[Rendered]:
+    """Return the state of each generated file; write nothing."""
+    return [Rendered(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
 
 
-def write(outputs: Mapping[Path, str]) -> list[Rendered]:
-    """Write the generated files that are stale; return what became of each."""
+def write_files(outputs: Mapping[Path, str]) -> list[Rendered]:
+    """Write the generated files that are stale, and return the state of each."""
     results = []
     for path, text in outputs.items():
-        fresh = is_fresh(path, text)
+        fresh = _is_fresh(path, text)
         if not fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

@@ -1,10 +1,9 @@
-"""What `shoal build` found up to date, remembered, so that the next one can say so before anything large is imported.
+"""Remembers `shoal build` commands that had nothing to do, to answer the next one before anything large is imported.
 
-Remembered is that all of a command's images were up to date, with the state of every file that goes into an answer (as
-git's index does: size, inode, time of the last change of status, which nothing can set back) and with the images that
-the engine had. Where one differs, this knows nothing, and the builder finds out as it always does. Of the standard
-library, only what loads in a few milliseconds: not pathlib, typing, hashlib, http.
-docs/decisions/remembering-builds.md.
+An answer is kept with the state of every file that it depends on, as git's index has it (size, inode, time of the last
+status change, which nothing can set back), and with the IDs of Docker's images. If one differs, there is no answer, and
+the builder decides. From the standard library it imports only what loads in a few milliseconds: not pathlib, typing,
+hashlib or http. See docs/decisions/remembering-builds.md.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _VARIABLES = ("DOCKER_BUILDKIT", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION")
 _SOCKET = "/var/run/docker.sock"
 _PATIENCE = 10
-"""Seconds for the engine to answer."""
+"""Seconds for Docker to answer."""
 _SETTLED = 2 * 10**9
-"""Nanoseconds: the coarsest clock of a file system (FAT's). Files that changed later than this may change unseen."""
+"""Nanoseconds: the coarsest clock of a file system (FAT's). A younger file may change again unnoticed."""
 
 
-class Question:
-    """What a command asks: its words, and the state of all inputs, unless they have not `settled`."""
+class BuildCommand:
+    """A command line, and the state of all inputs. They are `settled` if none changed in the last seconds."""
 
     def __init__(self, words: list[str], file: str, state: list[str], settled: bool) -> None:
         self.key = json.dumps(words)
@@ -40,8 +39,8 @@ class Question:
         self.settled = settled
 
 
-def question(arguments: list[str], start: str) -> Question | None:
-    """Return what a command line asks; None where it is not `build` of nothing but names, or outside a checkout."""
+def read_command(arguments: list[str], start: str) -> BuildCommand | None:
+    """Return the command; None if it is not `build` with only names, or `start` is not in a checkout."""
     if arguments[:1] != ["build"] or any(word.startswith("-") for word in arguments):
         return None
     root = os.path.abspath(start)
@@ -52,59 +51,61 @@ def question(arguments: list[str], start: str) -> Question | None:
     try:
         files = list(_files(root))
     except OSError:
-        return None  # the builder has the words for what is missing
+        return None  # the builder reports what is missing
     state = [f"{path} {status.st_size} {status.st_ino} {status.st_ctime_ns}" for path, status in files]
     state += [sys.version, *(os.environ.get(name, "") for name in _VARIABLES)]
     settled = max(status.st_ctime_ns for _, status in files) < started - _SETTLED
-    return Question(arguments, os.path.join(root, ".cache", "shoal", "unchanged.json"), state, settled)
+    return BuildCommand(arguments, os.path.join(root, ".cache", "shoal", "unchanged.json"), state, settled)
 
 
-def answer(asked: Question) -> list[str] | None:
-    """Return the lines that `build` printed last time, if it would print them again; else None."""
-    found = _known(asked).get(asked.key)
+def find_answer(command: BuildCommand) -> list[str] | None:
+    """Return the lines that the command printed last time, if it would print the same now; else None."""
+    found = _load_answers(command).get(command.key)
     try:
-        if found and all(_held(tag) == held for tag, held in found["images"].items()):
+        if found and all(_ask_docker(tag) == held for tag, held in found["images"].items()):
             return [str(line) for line in found["lines"]]
     except (OSError, ValueError, KeyError):
-        pass  # the builder has the words for an engine that does not answer
+        pass  # the builder reports a Docker that does not answer
     return None
 
 
-def remember(asked: Question, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
-    """Keep what `build` printed of images that are all up to date, with the IDs by tag that the builder has seen.
+def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
+    """Save what a build printed when all images were up to date. Nothing is saved if the file cannot be written.
 
-    A tag that the engine does not have (None) is kept as such: the answer ends when it comes. Nothing is kept where the
-    engine has changed meanwhile, or where the file cannot be written.
+    Args:
+        lines: The printed lines.
+        images: The IDs by tag that the builder saw; None: Docker has no such image. If one differs now, nothing is
+            saved. If one differs later, the answer is no longer valid.
     """
-    if not asked.settled:
+    if not command.settled:
         return
-    part = f"{asked.file}.{os.getpid()}"
+    part = f"{command.file}.{os.getpid()}"
     try:
-        held = {tag: _held(tag) for tag in images}
+        held = {tag: _ask_docker(tag) for tag in images}
         if any(held[tag][1] != image_id for tag, image_id in images.items()):
             return
-        known = {**_known(asked), asked.key: {"lines": list(lines), "images": held}}
-        os.makedirs(os.path.dirname(asked.file), exist_ok=True)
+        answers = {**_load_answers(command), command.key: {"lines": list(lines), "images": held}}
+        os.makedirs(os.path.dirname(command.file), exist_ok=True)
         with open(part, "w", encoding="utf-8") as file:
-            json.dump({"state": asked.state, "answers": known}, file)
-        os.replace(part, asked.file)
+            json.dump({"state": command.state, "answers": answers}, file)
+        os.replace(part, command.file)
     except (OSError, ValueError, KeyError):
         if os.path.exists(part):
             os.remove(part)
 
 
-def _known(asked: Question) -> dict[str, Any]:
-    """Return the answers that hold for this state of the inputs."""
+def _load_answers(command: BuildCommand) -> dict[str, Any]:
+    """Return the answers for this state of the inputs."""
     try:
-        with open(asked.file, encoding="utf-8") as file:
+        with open(command.file, encoding="utf-8") as file:
             document = json.load(file)
-        return dict(document["answers"]) if document["state"] == asked.state else {}
+        return dict(document["answers"]) if document["state"] == command.state else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the inputs under the checkout, this package, and the directory of the packages that it stands on."""
+    """Yield the inputs in the checkout, the files of this package, and the directory of the installed packages."""
     for name in _INPUTS:
         yield from _walk(os.path.join(root, name))
     if os.path.exists(ignored := os.path.join(root, ".gitignore")):  # it decides what is in a wheel
@@ -125,11 +126,11 @@ def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
             yield from _walk(entry.path) if entry.is_dir() else [(entry.path, entry.stat())]
 
 
-def _held(tag: str) -> list[str | None]:
-    """Return what the engine calls itself and its ID of that tag, None if it has none. Raises OSError, ValueError."""
+def _ask_docker(tag: str) -> list[str | None]:
+    """Return Docker's name of itself, and its ID of the tag or None. Raises OSError, ValueError."""
     where = os.environ.get("DOCKER_HOST") or f"unix://{_SOCKET}"
     if not where.startswith("unix://"):
-        raise ValueError("over a network or SSH, only the SDK knows the way")
+        raise ValueError("only the SDK connects over a network or SSH")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PATIENCE)
         connection.connect(where.removeprefix("unix://"))
@@ -137,7 +138,7 @@ def _held(tag: str) -> list[str | None]:
         with connection.makefile("rb") as stream:
             head, _, body = stream.read().partition(b"\r\n\r\n")
     status, *headers = head.decode("latin-1").split("\r\n")
-    engine = next((header for header in headers if header.startswith("Server:")), "")
+    server = next((header for header in headers if header.startswith("Server:")), "")
     if status.split()[1:2] == ["404"]:
-        return [engine, None]
-    return [engine, str(json.loads(body)["Id"])]
+        return [server, None]
+    return [server, str(json.loads(body)["Id"])]

@@ -1,4 +1,4 @@
-"""YAML → checked pydantic models. Every error names the file, the line and the key."""
+"""Reads YAML files into checked pydantic models. Every error has the file, the line and the key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Location = tuple[str | int, ...]
 
 
 class Model(pydantic.BaseModel):
-    """Base of what stands in a file: frozen, no unknown keys, attributes documented by the text below them."""
+    """Base of the models of files: frozen, without unknown keys, with attributes documented by the text below them."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -28,18 +28,18 @@ M = TypeVar("M", bound=Model)
 
 @dataclass(frozen=True)
 class Document:
-    """A file as it was read, to tell where in it something stands."""
+    """A file as it was read, to find the line of a key."""
 
     path: Path
     data: Any
 
-    def told(self, location: Location, message: str) -> str:
-        """Return the message with file, line and key in front of it."""
+    def locate(self, location: Location, message: str) -> str:
+        """Return the message with file, line and key before it."""
         key = ".".join(str(part) for part in location) or "(whole file)"
         return f"{self.path}:{self._line_of(location)}: {key}: {message}"
 
     def _line_of(self, location: Location) -> int:
-        """Return the 1-based line of the deepest part of `location` that stands in the file."""
+        """Return the line, counted from 1, of the deepest part of `location` that the file has."""
         line = 1
         data = self.data
         for part in location:
@@ -51,7 +51,7 @@ class Document:
         return line
 
 
-def read(path: Path, model: type[M]) -> tuple[M, Document]:
+def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
     """Read and check a file. Raises `SpecError` with file, line and key."""
     document = Document(path, _parse(path))
     if not isinstance(document.data, dict):
@@ -85,7 +85,7 @@ def _explain(document: Document, model: type[Model], problem: Any) -> str:
         message = "required, but missing"
     elif location:
         message = f"{message}; found {problem['input']!r}"
-    return document.told(location, message)
+    return document.locate(location, message)
 
 
 def _model_at(model: type[Model], location: Iterable[str | int]) -> type[Model]:

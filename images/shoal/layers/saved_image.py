@@ -1,8 +1,8 @@
-"""Reads an image as `docker save` writes it, once from begin to end, and keeps of each layer what its entries are.
+"""Reads the archive that `docker save` writes, once from begin to end, and keeps the list of entries of each layer.
 
-Two layouts: a directory a layer with `layer.tar`, which may be a symlink to another's (engines before 25), and the OCI
-layout with `blobs/sha256/`, whose layers may be compressed. `manifest.json` is in both, and comes last: so whatever
-looks like a layer is read as one. No layer is held in memory.
+There are two layouts. Docker before 25 writes a directory for each layer with a `layer.tar`, which may be a symlink to
+another's. The OCI layout has `blobs/sha256/`, whose layers may be compressed. Both have `manifest.json` at the end, so
+everything that looks like a layer is read as one. No layer is held in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal.layers import deflate
 
 Kind = Literal["file", "directory", "symlink", "hardlink"]
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
-"""How the name of a whiteout begins, and the one that hides all that its directory has in the layers below."""
+"""The prefix of a whiteout, and the name of one that hides all that lower layers have in its directory."""
 
-_AT_ONCE = 64 * 1024  # bytes of a read, and a multiple of 512; tarfile copies what is left of it for every header
+_AT_ONCE = 64 * 1024  # bytes of a read, a multiple of 512; tarfile copies the rest of it for every header
 _MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much smaller
 _NAMES_OF_PACKAGES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
 _EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
@@ -35,30 +35,30 @@ _OTHER_COMPRESSIONS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a layer's tar, which takes the bytes from `begin` to `end` of it, header and padding included."""
+    """An entry of a layer's tar: its bytes from `begin` to `end`, with header and padding."""
 
     path: str
     """Without a leading slash."""
     kind: Kind
-    """What is none of the others is a file."""
+    """Whatever is none of the others is a file."""
     target: str
-    """Where a link leads: a symlink's text, or the path of what a hard link shares."""
+    """The text of a symlink, or the path that a hard link shares."""
     begin: int
     end: int
     text: bytes | None
-    """The content of a file that describes packages; None for all others."""
+    """The content of a file that describes packages; else None."""
 
     @property
     def is_whiteout(self) -> bool:
-        """Whether it says that something of the layers below is gone."""
+        """Whether it removes something of the layers below."""
         return posixpath.basename(self.path).startswith(WHITEOUT)
 
 
 @dataclass(frozen=True)
 class LayerTar:
-    """A layer: its entries in the tar's order, its measure, and from the image's configuration its digest and command.
+    """A layer: its entries in the tar's order and its compressed size.
 
-    Both are empty where the configuration does not say.
+    Digest and command are from the image's configuration; empty if that has none.
     """
 
     entries: tuple[Entry, ...]
@@ -69,23 +69,23 @@ class LayerTar:
 
 @dataclass
 class _Members:
-    """What the archive held, by its names, until manifest.json says what is what."""
+    """The members of the archive by name, until manifest.json tells what they are."""
 
     texts: dict[str, bytes] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     layers: dict[str, LayerTar] = field(default_factory=dict)
     compressions: dict[str, str] = field(default_factory=dict)
-    """Of members that are compressed in a way that is not read."""
+    """The compressions of members that cannot be read."""
 
 
-def read(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
-    """Return the layers, lowest first, of the image whose archive comes in `chunks`.
+def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
+    """Return the layers of an image, lowest first, from its archive.
 
-    Raises `ImageError`, naming `name`, for what is no archive of one image.
+    Raises `ImageError`, with `name`, if it is not an archive of one image.
     """
     members = _Members()
     try:
-        with deflate.pool() as pool, tarfile.open(fileobj=Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
+        with deflate.make_pool() as pool, tarfile.open(fileobj=Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
             for member in archive:
                 _keep(archive, member, members, pool)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -94,7 +94,7 @@ def read(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
 
 
 class Chunks(io.RawIOBase):
-    """A file that is read from an iterable of bytes."""
+    """A readable file over an iterable of bytes."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks, self._rest = iter(chunks), memoryview(b"")
@@ -114,7 +114,7 @@ class Chunks(io.RawIOBase):
 
 
 class _Metered(io.RawIOBase):
-    """A file of which the meter gets all that is read."""
+    """A readable file that passes all that is read to a meter."""
 
     def __init__(self, source: IO[bytes], meter: deflate.Meter) -> None:
         self._source, self._meter = source, meter
@@ -130,10 +130,10 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    name = plain(member.name)
+    name = normalize(member.name)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
-        members.links[name] = plain(posixpath.join(beside, member.linkname))
+        members.links[name] = normalize(posixpath.join(beside, member.linkname))
         return
     content = archive.extractfile(member) if member.isfile() else None
     if content is None:
@@ -168,19 +168,19 @@ def _layer(content: IO[bytes], pool: ThreadPoolExecutor) -> LayerTar:
 def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
     begin = 0
     while (member := archive.next()) is not None:
-        archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-        path = plain(member.name)
+        archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
+        path = normalize(member.name)
         text = None
         if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
             content = archive.extractfile(member)
             text = content.read() if content else None
-        target = member.linkname if member.issym() else plain(member.linkname) if member.islnk() else ""
-        yield Entry(path, kind(member), target, begin, archive.offset, text)
+        target = member.linkname if member.issym() else normalize(member.linkname) if member.islnk() else ""
+        yield Entry(path, entry_kind(member), target, begin, archive.offset, text)
         begin = archive.offset
 
 
-def kind(member: tarfile.TarInfo) -> Kind:
-    """Return what an entry of a tar is; what is none of the others is a file."""
+def entry_kind(member: tarfile.TarInfo) -> Kind:
+    """Return the kind of an entry of a tar."""
     if member.isdir():
         return "directory"
     if member.issym():
@@ -188,13 +188,13 @@ def kind(member: tarfile.TarInfo) -> Kind:
     return "hardlink" if member.islnk() else "file"
 
 
-def readable(text: str) -> str:
-    """Return a text that can be written as UTF-8: what cannot (a path's bytes, say) becomes question marks."""
+def replace_surrogates(text: str) -> str:
+    """Return a text that can be encoded as UTF-8: other bytes of a path become question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
-def plain(path: str) -> str:
-    """Return a path of a tar in its shortest form, without a leading slash; `.` is the root."""
+def normalize(path: str) -> str:
+    """Return the shortest form of a path in a tar, without a leading slash. `.` is the root."""
     return posixpath.normpath(path).lstrip("/")
 
 
@@ -202,10 +202,10 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
     """Yield the layers that manifest.json names."""
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
-    config = _json(name, members, plain(str(image.get("Config", ""))))
-    digests, commands = _told(config if isinstance(config, dict) else {}, len(paths))
+    config = _json(name, members, normalize(str(image.get("Config", ""))))
+    digests, commands = _describe_layers(config if isinstance(config, dict) else {}, len(paths))
     for path, digest, command in zip(paths, digests, commands, strict=True):
-        found = _follow(plain(path), members.links)
+        found = _follow(normalize(path), members.links)
         if found in members.compressions:
             raise ImageError(f"{name}: its layer {path} is compressed by {members.compressions[found]}; gzip is read.")
         if found not in members.layers:
@@ -242,11 +242,11 @@ def _texts(name: str, what: str, value: object) -> list[str]:
     return value
 
 
-def _told(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
-    """Return the digest and the command of each layer; where the numbers do not agree, empty ones."""
+def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
+    """Return the digest and the command of each layer; empty ones if the numbers do not match."""
     digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
     history = [step for step in config.get("history") or [] if not step.get("empty_layer")]
-    commands = [readable(str(step.get("created_by", ""))) for step in history]
+    commands = [replace_surrogates(str(step.get("created_by", ""))) for step in history]
     unknown = [""] * layers
     return digests if len(digests) == layers else unknown, commands if len(commands) == layers else unknown
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.images.test_builds import ONE, FakeEngine, checkout, fake, shoal
 
-from shoal.builds import unchanged
-from shoal.builds.unchanged import Question
+from shoal.builds import noop_cache
+from shoal.builds.noop_cache import BuildCommand
 from shoal.matrix.project import Project
 
 __all__ = ["checkout", "fake"]
@@ -30,20 +30,20 @@ def known(fake: FakeEngine, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (checkout / "toolkit").unlink()
     shutil.copytree(library, checkout / "toolkit")
     fake.images[ONE] = {}
-    unchanged.remember(asked(checkout), ["✓ one"], {tag: unchanged._held(tag)[1] for tag in (ONE, DEBIAN)})
+    noop_cache.save_answer(asked(checkout), ["✓ one"], {tag: noop_cache._ask_docker(tag)[1] for tag in (ONE, DEBIAN)})
     return checkout
 
 
-def asked(root: Path, *words: str) -> Question:
+def asked(root: Path, *words: str) -> BuildCommand:
     """Return what `build one-*`, or another command, asks, as if the files had lain there for long."""
-    found = unchanged.question(["build", *(words or ["one-*"])], str(root))
+    found = noop_cache.read_command(["build", *(words or ["one-*"])], str(root))
     assert found
     found.settled = True
     return found
 
 
 def answer(root: Path, *words: str) -> list[str] | None:
-    return unchanged.answer(asked(root, *words))
+    return noop_cache.find_answer(asked(root, *words))
 
 
 def test_the_command_says_what_the_builder_said(fake: FakeEngine, checkout: Path) -> None:
@@ -68,7 +68,7 @@ def test_other_words_are_another_question(known: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["plan"], ["build", "--json"], ["build", "one-*", "-j", "1"], []])
 def test_only_plain_builds_are_remembered(known: Path, arguments: list[str]) -> None:
-    assert unchanged.question(arguments, str(known)) is None
+    assert noop_cache.read_command(arguments, str(known)) is None
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_another_base_ends_it(fake: FakeEngine, known: Path) -> None:
 
 
 def test_what_changed_since_the_builder_looked_is_not_remembered(known: Path) -> None:
-    unchanged.remember(asked(known, ONE), ["text"], {ONE: "sha256:another"})
+    noop_cache.save_answer(asked(known, ONE), ["text"], {ONE: "sha256:another"})
     assert answer(known, ONE) is None
 
 
 def test_a_cache_that_cannot_be_written_remembers_nothing(known: Path) -> None:
     (known / REMEMBERED).unlink()
     (known / REMEMBERED).mkdir()
-    unchanged.remember(asked(known), ["text"], {})
+    noop_cache.save_answer(asked(known), ["text"], {})
     assert [path.name for path in (known / REMEMBERED).parent.iterdir()] == ["unchanged.json"]
 
 
@@ -136,11 +136,11 @@ def test_a_torn_file_is_nothing(known: Path) -> None:
 def test_inputs_that_just_changed_are_not_remembered(known: Path) -> None:
     """On a file system with a coarse clock, they could change again unseen."""
     (known / "buildspec.yml").touch()
-    found = unchanged.question(["build"], str(known))
+    found = noop_cache.read_command(["build"], str(known))
     assert found
     assert not found.settled
-    unchanged.remember(found, ["text"], {})
-    assert unchanged.answer(found) is None
+    noop_cache.save_answer(found, ["text"], {})
+    assert noop_cache.find_answer(found) is None
 
 
 def test_answering_imports_neither_the_builder_nor_the_engines_client(project: Project) -> None:

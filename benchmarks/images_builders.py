@@ -20,7 +20,7 @@ from shoal.docker_client.images import find_image
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
 from shoal.network.settings import read_network_settings
-from shoal.sources.pins import read_image
+from shoal.sources.pins import read_image_pins
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"
@@ -70,7 +70,7 @@ class Plain:
         directory.mkdir()
         for name in ("library", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        pins = read_image(project, load(project.buildspec), image).values()
+        pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
         (directory / "machine").mkdir()
         for name, content in read_network_settings().build_files(image.system.suite).items():

@@ -130,7 +130,7 @@ def builder_kind(site: Site) -> Result:
 def disk(site: Site) -> Result:
     """Whether a cold build of the largest image that is not there yet fits; of the largest of all is only remarked."""
     client, images = site.connect(), site.matrix.images
-    root = docker_client.data_root(client)
+    root = docker_client.find_data_root(client)
     if root is None:
         return Result("remark", "not checked: the engine is on another machine")
     missing = [image.disk_gib for image in images if not find_image(client, image.tag)]

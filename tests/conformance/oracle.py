@@ -71,7 +71,7 @@ def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_paren
         **dict(host.proxies),
     }
     with io.BytesIO() as sent:
-        archive.write(files, sent)
+        archive.write_tar(files, sent)
         sent.seek(0)
         answer = client.api.build(
             fileobj=sent, custom_context=True, tag=tag, buildargs=arguments, rm=True, forcerm=True, decode=True

@@ -39,8 +39,8 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
     host = bundled.read_settings(write_bundle(tmp_path, "bookworm", "trixie"))
     own = context.install_own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
-        sources = context.gather(project, matrix, image, own)
-        files = sources.files(matrix, host)
+        sources = context.gather_sources(project, matrix, image, own)
+        files = sources.context_files(matrix, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}
         assert files["machine/sources.list"] == b"deb [trusted=yes] file:/run/machine/debs ./\n"
@@ -346,14 +346,14 @@ def test_only_the_wheels_that_are_not_there_are_fetched(
         (scratch / "wheels" / "one.whl").write_bytes(b"whole")
         return subprocess.CompletedProcess([], 0, "", "")
 
-    wanted = [pin for layer in pins.read_image(project, matrix, image).values() for pin in layer]
+    wanted = [pin for layer in pins.read_image_pins(project, matrix, image).values() for pin in layer]
     first, *others = wanted
     monkeypatch.setattr(bundle, "_pip_download", download)
-    monkeypatch.setattr(wheels, "find_locked", lambda *_: iter([(first, tmp_path)]))
+    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
     (tmp_path / "wheels").mkdir()
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
-    monkeypatch.setattr(wheels, "find_locked", lambda *_: ((pin, tmp_path) for pin in wanted))
+    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert len(asked) == 1

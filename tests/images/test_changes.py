@@ -33,11 +33,11 @@ def own(project: Project) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
-    return context.gather(project, matrix, matrix.select("pytorch"), own)
+    return context.gather_sources(project, matrix, matrix.select("pytorch"), own)
 
 
 def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
-    return make_plan("x", sources.record(BASE).labels(), changed.record(base))
+    return make_plan("x", sources.make_record(BASE).labels(), changed.make_record(base))
 
 
 def edited(sources: Sources, name: str, old: str, new: str) -> Sources:
@@ -60,11 +60,11 @@ def with_module(layer: bytes, name: str) -> bytes:
 
 
 def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
-    assert planned(sources, sources) == Plan("x", "up to date", len(sources.record(BASE).steps))
+    assert planned(sources, sources) == Plan("x", "up to date", len(sources.make_record(BASE).steps))
 
 
 def test_steps_are_named_by_their_headings(sources: Sources) -> None:
-    names = [step.name for step in sources.record(BASE).steps]
+    names = [step.name for step in sources.make_record(BASE).steps]
     wanted = [
         "engine",
         "base image",
@@ -140,7 +140,7 @@ def test_comments_and_other_templates_change_nothing(sources: Sources) -> None:
 
 
 def test_an_image_without_a_record_is_all_new(sources: Sources) -> None:
-    wanted = sources.record(BASE)
+    wanted = sources.make_record(BASE)
     assert make_plan("x", None, wanted).state == "new"
     for labels in ({}, {"shoal.steps": "{}"}, {"shoal.steps": "no JSON"}):
         plan = make_plan("x", labels, wanted)
@@ -160,7 +160,7 @@ def test_the_engine_is_asked_and_left_alone(
 ) -> None:
     chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64
-    made = context.gather(project, matrix, chosen[0], own).record(identity)
+    made = context.gather_sources(project, matrix, chosen[0], own).make_record(identity)
     monkeypatch.setattr(docker_client, "connect", lambda: fake_engine({chosen[0].tag: made}))
     plans = list(builder.plan_images(project, matrix, chosen))
     assert [plan.state for plan in plans] == ["up to date", "new"]

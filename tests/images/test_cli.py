@@ -120,8 +120,8 @@ def test_it_says_its_version(project: Project) -> None:
 
 def test_too_little_disk_is_told_with_both_numbers(small_disk: Path) -> None:
     with pytest.raises(DiskError, match=r"0\.0 GiB free, and this build needs 16 GiB"):
-        docker_client.check_free(small_disk, 16)
-    docker_client.check_free(small_disk, 0)
+        docker_client.check_free_space(small_disk, 16)
+    docker_client.check_free_space(small_disk, 0)
 
 
 def test_a_disk_that_fills_up_while_a_file_is_written_exits_5(project: Project, small_disk: Path) -> None:

@@ -108,9 +108,9 @@ def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) 
 
 def test_a_new_lock_runs_the_steps_again_that_install_from_debian(project: Project, matrix: BuildSpec) -> None:
     own = context.install_own_packages(project, "3.11")
-    sources = context.gather(project, matrix, matrix.select("pytorch"), own)
+    sources = context.gather_sources(project, matrix, matrix.select("pytorch"), own)
     newer = replace(sources, debian={**sources.debian, "lock.txt": b"newer"})
-    plan = record.make_plan("x", sources.record("base@1").labels(), newer.record("base@1"))
+    plan = record.make_plan("x", sources.make_record("base@1").labels(), newer.make_record("base@1"))
     assert plan.rebuilt[:2] == ("engine", "system")
     assert plan.reasons == ("debian/lock.txt changed",)
 

@@ -350,7 +350,7 @@ def test_the_owners_sums_are_the_layers_sizes(given_layers: list[list[tuple[str,
     assert not one.layers[-1].sum.hidden or len({name for name, _ in given_layers[-1]}) < len(given_layers[-1])
 
 
-def measured(data: bytes, piece: int = 1_000_003) -> deflate.Measured:
+def measured(data: bytes, piece: int = 1_000_003) -> deflate.StreamSizes:
     with deflate.make_pool() as pool:
         meter = deflate.Meter(pool)
         for part in chunked(data, piece):

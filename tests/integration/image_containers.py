@@ -83,8 +83,8 @@ def running(client: docker.DockerClient, tag: str, *, read_only: bool = True) ->
     """Start a container that sleeps, and remove it at the end."""
     name = containers.unique_name("test-image")
     settings = _SETTINGS | {"read_only": read_only, "labels": {containers.JOB_LABEL: name}}
-    with containers.removing(client, name):
-        container = containers.create(client, tag, _LONGEST, settings)
+    with containers.remove_at_end(client, name):
+        container = containers.create_container(client, tag, _LONGEST, settings)
         container.start()
         yield ImageContainer(tag, container)
 

@@ -240,7 +240,7 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
 
 def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: docker.DockerClient, pytorch: str) -> None:
     name = containers.unique_name("shoal-attached")
-    with containers.removing(client, name):
+    with containers.remove_at_end(client, name):
         network = client.networks.create(name, labels={containers.JOB_LABEL: name})
         stranger = client.containers.run(pytorch, ["sleep", "60"], detach=True, network=name)
     try:

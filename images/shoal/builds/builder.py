@@ -125,7 +125,7 @@ def build_images(
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = docker_client.connect()
     docker_client.check_buildkit(client)
-    sources = _gather(project, spec, wanted.values())
+    sources = _gather_sources(project, spec, wanted.values())
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     systems = list(dict.fromkeys(image.system for image in wanted.values()))
     read_settings = read_network_settings
@@ -201,7 +201,7 @@ def _build(session: _Session, image: ImageSpec) -> BuildResult:
     """
     client = docker_client.connect()  # one for each thread
     parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
-    record = session.sources[image.tag].record(parent.identity)
+    record = session.sources[image.tag].make_record(parent.identity)
     present = find_image(client, image.tag)
     if present is not None and record.matches(present.labels):
         return BuildResult(image.tag, "up to date", image_id=str(present.id))
@@ -226,8 +226,8 @@ def _run_build(
     log = session.log_path(image)
     with TemporaryFile() as files, BuildProgress(image.tag, log, session.display) as progress:
         for words in settings.left_out:
-            progress.note(f"not used in builds: {words}")
-        archive.write(session.sources[image.tag].files(session.spec, settings), files)
+            progress.log_note(f"not used in builds: {words}")
+        archive.write_tar(session.sources[image.tag].context_files(session.spec, settings), files)
         files.seek(0)
         inherited = client.images.get(parent.reference).labels
         oci_labels = provenance.make_oci_labels(parent.name, parent.digest, inherited, session.read_provenance())
@@ -264,7 +264,7 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
     bases = {image.system: base_image.find_base(client, image.system) for image in wanted}
     plans: dict[str, Plan] = {}
     docker_client.check_buildkit(client)
-    sources = _gather(project, spec, wanted)
+    sources = _gather_sources(project, spec, wanted)
     for image in wanted:
         if image.extends is None:
             found = bases[image.system]
@@ -274,14 +274,14 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
         else:
             identity = f"{image.extends} (rebuilt)@"
         present = find_image(client, image.tag)
-        record = sources[image.tag].record(identity)
+        record = sources[image.tag].make_record(identity)
         plans[image.tag] = make_plan(image.tag, present.labels if present else None, record)
     return list(plans.values())
 
 
-def _gather(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
+def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
     install = functools.cache(functools.partial(context.install_own_packages, project))
-    return {image.tag: context.gather(project, spec, image, install(image.python_version)) for image in images}
+    return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}
 
 
 def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:

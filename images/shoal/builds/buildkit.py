@@ -49,7 +49,7 @@ class BuildFailed:
 Event = StepEvent | OutputLine | BuildFailed
 
 
-def decode(message: bytes) -> Fields:
+def decode_protobuf(message: bytes) -> Fields:
     """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
     fields: Fields = defaultdict(list)
     position = 0
@@ -87,10 +87,10 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
     partial: dict[str, bytes] = {}
     for entry in stream:
         if entry.get("id") == "moby.buildkit.trace":
-            status = decode(base64.b64decode(entry["aux"]))
-            for log in map(decode, status[3]):
+            status = decode_protobuf(base64.b64decode(entry["aux"]))
+            for log in map(decode_protobuf, status[3]):
                 yield from _lines(log, partial)
-            for vertex in map(decode, status[1]):
+            for vertex in map(decode_protobuf, status[1]):
                 if (step := _step(vertex)) and (step.key, step.state) not in known:
                     known.add((step.key, step.state))
                     if step.state != "started":
@@ -139,5 +139,5 @@ def _seconds(fields: Fields, number: int) -> float | None:
     """Read a Timestamp (1 seconds, 2 nanoseconds)."""
     if not fields[number]:
         return None
-    stamp = decode(fields[number][-1])
+    stamp = decode_protobuf(fields[number][-1])
     return float(sum(stamp[1])) + sum(stamp[2]) / 1e9

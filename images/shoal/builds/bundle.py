@@ -201,7 +201,7 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
-        if left_out := list(archive.unpack(file, directory)):
+        if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 
 
@@ -212,8 +212,8 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 
 def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
-    wanted = [pin for layer in pins.read_image(project, spec, image).values() for pin in layer]
-    present = {pin for pin, _ in wheels.find_locked(wanted, [directory])}
+    wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
+    present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}
     if not (missing := [pin for pin in wanted if pin not in present]):
         return
     with _scratch(directory.parent) as scratch:

@@ -175,11 +175,11 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
     try:
         with TemporaryDirectory() as scratch, path.open("rb") as source:
             root = Path(scratch)
-            if left_out := list(archive.unpack(source, root)):
+            if left_out := list(archive.unpack_safely(source, root)):
                 raise ValueError(left_out[0])
             files = {file.relative_to(root).as_posix(): file for file in root.rglob("*") if file.is_file()}
             documents = {name: json.loads(files[name].read_bytes()) for name in _DOCUMENTS if name in files}
-            archive.write(files, out)
+            archive.write_tar(files, out)
             out.seek(0)
         return {name.removeprefix(_REGISTRY) for name in _names(documents)}
     except (*_NO_FILES, tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

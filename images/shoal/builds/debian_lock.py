@@ -30,7 +30,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Locked:
+class LockResult:
     """The new lock of a suite: its file, its number of packages, and what changed. `written`: the file has it."""
 
     suite: str
@@ -48,7 +48,7 @@ def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[
 
 def lock_systems(
     project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool
-) -> Iterator[Locked]:
+) -> Iterator[LockResult]:
     """Yield the lock of each system by what its registry and mirror have now. If it changed, `write` it.
 
     Raises BuildError with apt's words, DockerError, BaseImageError.
@@ -64,7 +64,7 @@ def lock_systems(
         if changes and write:
             path.parent.mkdir(exist_ok=True)
             path.write_text(after.text(system.suite))
-        yield Locked(system.suite, path, len(packages), changes, bool(changes and write))
+        yield LockResult(system.suite, path, len(packages), changes, bool(changes and write))
 
 
 def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> dict[str, str]:
@@ -119,12 +119,12 @@ def run_in_base(
     """
     host = read_network_settings()
     files = io.BytesIO()
-    archive.write({f"machine/{name}": content for name, content in host.build_files(suite).items()}, files)
+    archive.write_tar({f"machine/{name}": content for name, content in host.build_files(suite).items()}, files)
     label = containers.unique_name("debian")
     settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
     script = f"export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive\napt-get update -qq\n{script}"
-    with containers.removing(client, label):
-        container = containers.create(client, reference, ["sh", "-ec", script], settings)
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, reference, ["sh", "-ec", script], settings)
         container.put_archive("/run", files.getvalue())
         container.start()
         if container.wait()["StatusCode"]:

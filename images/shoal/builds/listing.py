@@ -13,7 +13,7 @@ from shoal.matrix.spec import Axes, BuildSpec, ImageSpec
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedImage:
     """An image of the matrix. `unknown`: Docker does not answer."""
 
     tag: str
@@ -30,14 +30,16 @@ class Listed:
     image_id: str | None = None
 
 
-def list_images(matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.DockerClient | None) -> Iterator[Listed]:
+def list_images(
+    matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.DockerClient | None
+) -> Iterator[ListedImage]:
     """Yield a row for each image; without a client, whether it is built is unknown."""
     for image in images:
         found = find_image(client, image.tag) if client else None
         axes = image.model_dump(include={*Axes.model_fields, "extends"})
         default_for = tuple(name for name, tag in matrix.defaults.items() if tag == image.tag)
         state: Literal["built", "not built", "unknown"] = "built" if found else "not built"
-        yield Listed(
+        yield ListedImage(
             tag=image.tag,
             default_for=default_for,
             state=state if client else "unknown",

@@ -83,7 +83,7 @@ class BuildProgress:
             self.failure = event.message
             self._write(f"failed: {event.message}")
 
-    def note(self, text: str) -> None:
+    def log_note(self, text: str) -> None:
         """Write a line into the log file only."""
         self._write(text)
 

@@ -103,12 +103,12 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
         raise PushError(f"{tag}: Docker does not have it. Build it first: shoal build {tag}") from None
     is_new = target not in image.tags
     try:
-        with containers.uninterrupted():
+        with containers.delay_interrupts():
             image.tag(target)
         yield
     finally:
         if is_new:
-            with containers.uninterrupted(), suppress(docker.errors.ImageNotFound):  # Docker did not tag it
+            with containers.delay_interrupts(), suppress(docker.errors.ImageNotFound):  # Docker did not tag it
                 client.images.remove(target)
 
 

@@ -67,17 +67,17 @@ def has_gpus(client: docker.DockerClient) -> bool:
 
 def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
     """Raise `DiskError` if Docker's disk has less than `needed_gib` GiB free. A remote Docker is not checked."""
-    if root := data_root(client):
-        check_free(root, needed_gib)
+    if root := find_data_root(client):
+        check_free_space(root, needed_gib)
 
 
-def data_root(client: docker.DockerClient) -> Path | None:
+def find_data_root(client: docker.DockerClient) -> Path | None:
     """Return the directory of Docker's data; None if Docker runs on another machine."""
     root = Path(client.info()["DockerRootDir"])
     return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
 
 
-def check_free(directory: Path, needed_gib: int) -> None:
+def check_free_space(directory: Path, needed_gib: int) -> None:
     """Raise `DiskError` if the disk of `directory` has less than `needed_gib` GiB free."""
     free = shutil.disk_usage(directory).free
     if free < needed_gib * GIB:

@@ -20,7 +20,7 @@ def pack_tree(root: Path, arcname: str, out: IO[bytes]) -> None:
     out.seek(0)
 
 
-def write(
+def write_tar(
     contents: Mapping[str, Content], out: IO[bytes], executable: Callable[[str], bool] = lambda _: False, time: int = 0
 ) -> None:
     """Write files by path as a USTAR archive, so that equal contents give equal bytes.
@@ -51,7 +51,7 @@ def pack_file(name: str, content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(source: IO[bytes], target: Path) -> Iterator[str]:
+def unpack_safely(source: IO[bytes], target: Path) -> Iterator[str]:
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
     Files keep their permissions, without setuid and setgid; whoever unpacks them can read them. `tarfile`'s own

@@ -29,7 +29,7 @@ def unique_name(stem: str) -> str:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
     A removal must be complete. Docker also completes a request that nobody waits for any longer, and its result can be
@@ -67,12 +67,12 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def removing(client: docker.DockerClient, name: str) -> Iterator[None]:
+def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
     """Remove all containers and networks of the job at the end. Its label finds half-made ones too."""
     try:
         yield
     finally:
-        with uninterrupted():
+        with delay_interrupts():
             for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
                 with contextlib.suppress(docker.errors.NotFound):
                     container.remove(force=True, v=True)
@@ -89,11 +89,13 @@ def _remove_network(network: Network) -> None:
     network.remove()
 
 
-def create(client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]) -> Container:
+def create_container(
+    client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]
+) -> Container:
     """Create a container without starting it. Raises `DockerError` if Docker does not have the image."""
     try:
-        with uninterrupted():
-            return client.containers.create(image, command, **settings)
+        with delay_interrupts():
+            return client.containers.create_container(image, command, **settings)
     except docker.errors.ImageNotFound as error:
         raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
 

@@ -14,7 +14,7 @@ import pydantic
 
 from shoal.docker_client import containers
 from shoal.layers import owners
-from shoal.layers.saved_image import Chunks, Entry, entry_kind, normalize
+from shoal.layers.saved_image import Chunks, Entry, entry_kind, normalize_path
 
 _BLOCK = 1 << 20
 _HEADER = 16  # of bytecode: four bytes each for a magic number, flags, the source's time and its size
@@ -67,8 +67,8 @@ def read(client: docker.DockerClient, tag: str) -> Image:
     """Return what a container of the image would see. Raises DockerError if the engine does not have it."""
     label = containers.unique_name("files")
     settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
-    with containers.removing(client, label):
-        container = containers.create(client, tag, ["never-started"], settings)
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, tag, ["never-started"], settings)
         chunks: Iterator[bytes] = container.export()  # type: ignore[assignment]  # the SDK's stubs say str
         return of_archive(chunks)
 
@@ -80,13 +80,13 @@ def of_archive(chunks: Iterable[bytes]) -> Image:
     with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-            path = normalize(member.name)
+            path = normalize_path(member.name)
             if path in _ENGINES or path == ".":
                 continue
             content = archive.extractfile(member) if member.isfile() else None
             text = content.read() if content and _DESCRIBES.fullmatch(path) else None
             files[f"/{path}"] = _file(member, [text] if text is not None else _blocks(content), files)
-            target = member.linkname if member.issym() else normalize(member.linkname) if member.islnk() else ""
+            target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
             entries.append(Entry(path, entry_kind(member), target, 0, 0, text))
     status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
     packages = {package.name: package.version for package in owners.debian_packages(status or b"")}
@@ -111,7 +111,7 @@ def _file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str,
     if member.issym():
         content = member.linkname
     elif member.islnk():
-        shared = others.get(f"/{normalize(member.linkname)}")
+        shared = others.get(f"/{normalize_path(member.linkname)}")
         content, source_time = (shared.content, shared.source_time) if shared else ("", 0)
     elif member.isfile():
         content, source_time = _digest(blocks, is_bytecode=member.name.endswith(".pyc"))
@@ -124,7 +124,7 @@ def _file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str,
         mode=member.mode | _TYPES.get(member.type, stat.S_IFREG),
         uid=member.uid,
         gid=member.gid,
-        time=0 if normalize(member.name) == _TOUCHED else int(member.mtime) * 10**9,
+        time=0 if normalize_path(member.name) == _TOUCHED else int(member.mtime) * 10**9,
         content=content,
         source_time=source_time,
         attributes={name: value.encode("utf-8", "surrogateescape").hex() for name, value in attributes.items()},

@@ -57,8 +57,8 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
     program, *arguments = command
     label = containers.unique_name("inside")
     settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
-    with containers.removing(client, label):
-        container = containers.create(client, tag, arguments, settings)
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, tag, arguments, settings)
         try:
             container.start()
         except docker.errors.APIError as error:

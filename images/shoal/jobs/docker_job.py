@@ -57,7 +57,7 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.Outcome:
     client = docker_client.connect()
     name = job.new_name(request)
     directory = job.make_directory(request, name)
-    with containers.removing(client, name):
+    with containers.remove_at_end(client, name):
         hosts = _create_hosts(client, image, request, name, console)
         readers = [_stream(str(container.id), host, console) for host, container in hosts.items()]
         for container in hosts.values():
@@ -100,7 +100,7 @@ def _create_hosts(
                 "device_requests": gpus.settings(given),
                 "environment": {**gpus.variables(given), **settings["environment"]},
             }
-            hosts[host] = containers.create(client, image, ["train"], {**settings, **own})
+            hosts[host] = containers.create_container(client, image, ["train"], {**settings, **own})
             common.seek(0)
             hosts[host].put_archive("/", common)
             hosts[host].put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCES, job.resources(request, host)))
@@ -117,7 +117,7 @@ def _create_network(client: docker.DockerClient, name: str) -> Network:
         options = client.networks.get("bridge").attrs.get("Options") or {}
     mtu = {key: options[key]} if key in options else {}
     labels = {containers.JOB_LABEL: name}
-    with containers.uninterrupted():
+    with containers.delay_interrupts():
         return client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
 
 
@@ -229,7 +229,7 @@ def _fetch(container: Container, target: Path, console: Console) -> Path:
             for chunk in chunks:
                 buffer.write(chunk)
             buffer.seek(0)
-            for skipped in archive.unpack(buffer, target):
+            for skipped in archive.unpack_safely(buffer, target):
                 console.print(
                     containers.strip_controls(f"{target.name}: not collected: {skipped}"), markup=False, soft_wrap=True
                 )

@@ -112,8 +112,10 @@ def _count(client: docker.DockerClient, image: str) -> list[str]:
     label = containers.unique_name("gpus")
     request = DeviceRequest(count=-1, capabilities=[["gpu", "utility"]])
     given = {"entrypoint": ["nvidia-smi"], "device_requests": [request], "network_mode": "none"}
-    with containers.removing(client, label):
-        container = containers.create(client, image, _COUNT, {**given, "labels": {containers.JOB_LABEL: label}})
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(
+            client, image, _COUNT, {**given, "labels": {containers.JOB_LABEL: label}}
+        )
         try:
             container.start()
             code, said = container.wait()["StatusCode"], container.logs().decode(errors="replace")

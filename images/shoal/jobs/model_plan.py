@@ -46,8 +46,10 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console, *
         "network_mode": "none",
         "labels": {containers.JOB_LABEL: label},
     }
-    with containers.removing(client, label):
-        container = containers.create(client, image, _command(f"{path.name}:{name}", options, as_json), settings)
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(
+            client, image, _command(f"{path.name}:{name}", options, as_json), settings
+        )
         container.start()
         for line in containers.split_lines(container.logs(stream=True, follow=True, stdout=not as_json)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)

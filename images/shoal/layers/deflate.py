@@ -22,7 +22,7 @@ _MOST_PENDING = 64  # blocks; limits the memory
 
 
 @dataclass(frozen=True)
-class Measured:
+class StreamSizes:
     """The sizes of a stream: its `bytes`, and in `ends` the compressed bytes up to the end of each block."""
 
     bytes: int
@@ -31,9 +31,9 @@ class Measured:
     @property
     def compressed(self) -> int:
         """The compressed bytes of the whole stream."""
-        return self.before(self.bytes)
+        return self.compressed_before(self.bytes)
 
-    def before(self, offset: int) -> int:
+    def compressed_before(self, offset: int) -> int:
         """Return the compressed bytes before an offset. Inside a block they count as evenly spread."""
         index, rest = divmod(min(offset, self.bytes), BLOCK)
         begin = self.ends[index - 1] if index else 0
@@ -62,14 +62,14 @@ class Meter:
             self._submit(bytes(self._buffer[:BLOCK]), is_last=False)
             del self._buffer[:BLOCK]
 
-    def finish(self) -> Measured:
+    def finish(self) -> StreamSizes:
         """Return the sizes of all that was written."""
         if self._buffer:
             self._submit(bytes(self._buffer), is_last=True)
         self._sizes += [pending.result() for pending in self._pending]
         if self._sizes:
             self._sizes[-1] += _FRAME
-        return Measured(self._bytes, tuple(accumulate(self._sizes)))
+        return StreamSizes(self._bytes, tuple(accumulate(self._sizes)))
 
     def _submit(self, block: bytes, *, is_last: bool) -> None:
         self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))

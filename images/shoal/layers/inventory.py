@@ -134,7 +134,7 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
 
 
 def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
-    size, compressed = end - begin, layer.measured.before(end) - layer.measured.before(begin)
+    size, compressed = end - begin, layer.measured.compressed_before(end) - layer.measured.compressed_before(begin)
     return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
 
 

@@ -62,7 +62,7 @@ class LayerTar:
     """
 
     entries: tuple[Entry, ...]
-    measured: deflate.Measured
+    measured: deflate.StreamSizes
     digest: str = ""
     command: str = ""
 
@@ -130,10 +130,10 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    name = normalize(member.name)
+    name = normalize_path(member.name)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
-        members.links[name] = normalize(posixpath.join(beside, member.linkname))
+        members.links[name] = normalize_path(posixpath.join(beside, member.linkname))
         return
     content = archive.extractfile(member) if member.isfile() else None
     if content is None:
@@ -169,12 +169,12 @@ def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
     begin = 0
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
-        path = normalize(member.name)
+        path = normalize_path(member.name)
         text = None
         if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
             content = archive.extractfile(member)
             text = content.read() if content else None
-        target = member.linkname if member.issym() else normalize(member.linkname) if member.islnk() else ""
+        target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
         yield Entry(path, entry_kind(member), target, begin, archive.offset, text)
         begin = archive.offset
 
@@ -193,7 +193,7 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def normalize(path: str) -> str:
+def normalize_path(path: str) -> str:
     """Return the shortest form of a path in a tar, without a leading slash. `.` is the root."""
     return posixpath.normpath(path).lstrip("/")
 
@@ -202,10 +202,10 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
     """Yield the layers that manifest.json names."""
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
-    config = _json(name, members, normalize(str(image.get("Config", ""))))
+    config = _json(name, members, normalize_path(str(image.get("Config", ""))))
     digests, commands = _describe_layers(config if isinstance(config, dict) else {}, len(paths))
     for path, digest, command in zip(paths, digests, commands, strict=True):
-        found = _follow(normalize(path), members.links)
+        found = _follow(normalize_path(path), members.links)
         if found in members.compressions:
             raise ImageError(f"{name}: its layer {path} is compressed by {members.compressions[found]}; gzip is read.")
         if found not in members.layers:

@@ -11,7 +11,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.network.settings import NetworkSettings
 from shoal.sources import debian, packages, record, render, wheels
-from shoal.sources.pins import Pin, read_image
+from shoal.sources.pins import Pin, read_image_pins
 from shoal.sources.steps import Step
 
 
@@ -31,21 +31,21 @@ class Sources:
     own: Mapping[str, bytes]
     """Our packages as they are installed, by layer."""
 
-    def record(self, base: str) -> record.Record:
+    def make_record(self, base: str) -> record.Record:
         """Return the record of an image that is made of this on `base` (`reference@ID`)."""
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
         for folder, files in (("engine", self.engine), ("debian", self.debian)):
-            contents[folder] = {name: record.digest(content) for name, content in files.items()}
+            contents[folder] = {name: record.sha256(content) for name, content in files.items()}
         contents |= {layer: packages.read_digests(content) for layer, content in self.own.items()}
         return record.make_record(self.steps, contents, base, self.templates)
 
-    def files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
+    def context_files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
         """Return the files of the build context, by path."""
         context: dict[str, Content] = {"Dockerfile": self.dockerfile}
         for layer, pins in self.locks.items():
-            local = [path for _, path in wheels.find_locked(pins, machine.find_links)]
+            local = [path for _, path in wheels.find_locked_wheels(pins, machine.find_links)]
             index = spec.indexes[self.image.index] if self.image.index and layer == "framework" else None
             # Another index is asked only if its file is not at hand: an unreachable one costs pip minutes.
             lines = [f"--extra-index-url {index}"] if index and not any("+" in path.name for path in local) else []
@@ -67,7 +67,7 @@ def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
     return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
-def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
+def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
     """Read the locks, the templates and the C sources of an image.
 
     Args:
@@ -76,10 +76,10 @@ def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str
     steps = render.read_steps(project, image, bytecode=packages.can_compile_for(image.python_version))
     return Sources(
         image=image,
-        dockerfile=render.render(project, image, steps).encode(),
+        dockerfile=render.render_dockerfile(project, image, steps).encode(),
         steps=steps,
         templates=render.read_templates(project, image),
-        locks=read_image(project, spec, image),
+        locks=read_image_pins(project, spec, image),
         engine=_read_c_sources(project.root / "library" / "native"),
         debian=debian.comparison_files(project, image.system.suite),
         own={} if image.extends else own,

@@ -125,7 +125,7 @@ def _install(package: Path, python: str) -> bytes:
             _compile(root, root / modules[1:], package.name)
         files: dict[str, archive.Content] = {str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file()}
         out = io.BytesIO()
-        archive.write(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
+        archive.write_tar(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
         return out.getvalue()
 
 

@@ -27,7 +27,7 @@ class Pin:
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
-def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
+def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
     """Return the image's pins by layer. Raises `SpecError` if a lock is missing or made for other requirements."""
     directory = project.lock_directory(image)
     return {
@@ -39,7 +39,7 @@ def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str,
 def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
     """Return whether the image has locks, made for its current requirements."""
     try:
-        read_image(project, spec, image)
+        read_image_pins(project, spec, image)
     except SpecError:
         return False
     return True
@@ -49,7 +49,7 @@ def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Itera
     """Yield the pins of all that is installed in an image: first of its parents, then its own."""
     if parent := spec.parent(image):
         yield from list_installed(project, spec, parent)
-    for pins in read_image(project, spec, image).values():
+    for pins in read_image_pins(project, spec, image).values():
         yield from pins
 
 

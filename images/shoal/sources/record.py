@@ -41,7 +41,7 @@ class Record:
     @property
     def fingerprint(self) -> str:
         """The SHA-256 (hexadecimal) over all steps."""
-        return digest("".join(step.key for step in self.steps))
+        return sha256("".join(step.key for step in self.steps))
 
     def labels(self) -> dict[str, str]:
         """Return the labels of an image that is made so."""
@@ -92,10 +92,10 @@ def make_record(steps: Iterable[Step], contents: Contents, base: str, templates:
             inputs |= {f"{folder}/{file}": identity for file, identity in contents.get(folder, {}).items()}
         inputs = dict(sorted(inputs.items()))
         before = [last[name] for name in (stage, *step.stages) if name in last]
-        last[stage] = digest(json.dumps([before, step.text, inputs]))
+        last[stage] = sha256(json.dumps([before, step.text, inputs]))
         short = {path: _shorten(identity) for path, identity in inputs.items()}
-        recorded.append(RecordedStep(step.name, digest(step.text)[:12], short, last[stage]))
-    return Record(tuple(recorded), {name: digest(content)[:12] for name, content in templates.items()})
+        recorded.append(RecordedStep(step.name, sha256(step.text)[:12], short, last[stage]))
+    return Record(tuple(recorded), {name: sha256(content)[:12] for name, content in templates.items()})
 
 
 def read_record(labels: Mapping[str, str]) -> Record | None:
@@ -122,7 +122,7 @@ def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Pla
     return Plan(tag, "rebuilt", len(names), rebuilt, tuple(_reasons(present, wanted)))
 
 
-def digest(content: str | bytes) -> str:
+def sha256(content: str | bytes) -> str:
     """Return the SHA-256 (hexadecimal)."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 

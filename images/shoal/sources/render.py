@@ -62,7 +62,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
     return tuple(collector.steps)
 
 
-def render(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:
+def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:
     """Return the Dockerfile of `image`, of its steps as `read_steps` returns them. Raises `SpecError` as that does."""
     base = image.extends or image.system.upstream
     steps = read_steps(project, image) if steps is None else steps
@@ -106,13 +106,13 @@ def _environment(project: Project) -> jinja2.Environment:
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
     """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors."""
     schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
-    return {project.rendered(image): render(project, image) for image in images} | {
+    return {project.rendered(image): render_dockerfile(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
     }
 
 
 @dataclass(frozen=True)
-class Rendered:
+class GeneratedFile:
     """A generated file: the `same` as before, `written`, or `stale` and not written."""
 
     path: Path
@@ -126,12 +126,12 @@ def _is_fresh(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text
 
 
-def check_files(outputs: Mapping[Path, str]) -> list[Rendered]:
+def check_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
     """Return the state of each generated file; write nothing."""
-    return [Rendered(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
+    return [GeneratedFile(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
 
 
-def write_files(outputs: Mapping[Path, str]) -> list[Rendered]:
+def write_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
     """Write the generated files that are stale, and return the state of each."""
     results = []
     for path, text in outputs.items():
@@ -139,5 +139,5 @@ def write_files(outputs: Mapping[Path, str]) -> list[Rendered]:
         if not fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        results.append(Rendered(path, "same" if fresh else "written"))
+        results.append(GeneratedFile(path, "same" if fresh else "written"))
     return results

@@ -12,7 +12,7 @@ from packaging.version import Version
 from shoal.sources.pins import Pin
 
 
-def find_locked(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
+def find_locked_wheels(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
     """Yield the wheels in `directories` that are locked, each after its pin: same name, version and SHA-256."""
     wanted = {(pin.name, Version(pin.version)): pin for pin in pins}
     for path in (path for directory in directories for path in sorted(directory.glob("*.whl"))):

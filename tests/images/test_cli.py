@@ -87,7 +87,7 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
         file.write("# changed\n")
     result = shoal("render", "--check", cwd=tmp_path)
     assert result.returncode == 3
-    assert "Run: shoal render" in result.stderr
+    assert "Fix: shoal render" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_while_a_file_is_written_exits_5(project: Project, 
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     result = shoal("new", str(small_disk / "mine"), cwd=project.root)
     assert result.returncode == 5
-    assert "No space left on device. What to do: free some" in result.stderr
+    assert "No space left on device. Fix: free space" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -137,8 +137,7 @@ def test_what_cannot_be_written_exits_13_with_its_name_and_the_reason(project: P
     result = shoal("new", str(small_disk / "mine"), cwd=project.root)
     assert result.returncode == 13
     assert result.stderr == (
-        f"shoal: {small_disk}/mine: Read-only file system. What to do: name a place on a file system that can be"
-        " written\n"
+        f"shoal: {small_disk}/mine: Read-only file system. Fix: choose a path on a writable file system\n"
     )
 
 
@@ -149,7 +148,7 @@ def test_a_file_where_a_directory_is_needed_exits_13(project: Project, tmp_path:
     result = shoal("render", "pytorch", cwd=tmp_path)
     assert result.returncode == 13
     assert "dockerfiles/rendered" in result.stderr
-    assert "Not a directory. What to do: name a directory; a part of this is a file" in result.stderr
+    assert "Not a directory. Fix: choose a directory; part of this path is a file" in result.stderr
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +166,11 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (requests.ConnectionError("gone"), 4, "the engine could not be asked: gone"),
-        (urllib3.exceptions.ProtocolError("broken off"), 4, "the engine could not be asked: broken off"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. What to do: give"),
+        (requests.ConnectionError("gone"), 4, "a request to Docker failed: gone"),
+        (urllib3.exceptions.ProtocolError("broken off"), 4, "a request to Docker failed: broken off"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. Fix: give"),
         (OSError(errno.EIO, "Input/output error", "/x"), 13, "/x: Input/output error"),
-        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. What to do: free"),
+        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. Fix: free"),
     ],
 )
 def test_each_kind_of_failure_has_words(
@@ -194,7 +193,7 @@ def test_where_a_page_goes_is_looked_at_before_an_engine_is_asked(
 ) -> None:
     result = shoal(command, "pytorch", "-o", str(tmp_path / "no" / "page"), cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{tmp_path / 'no'} is no directory. Make it: mkdir -p" in result.stderr
+    assert f"{tmp_path / 'no'} is not a directory. Fix: mkdir -p" in result.stderr
 
 
 def test_advisories_are_looked_at_before_an_engine_is_asked(project: Project, tmp_path: Path) -> None:

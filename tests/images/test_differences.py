@@ -22,7 +22,7 @@ from shoal.docker_client import images as find_images
 from shoal.errors import DifferenceError
 from shoal.inspection import differences, filesystem
 from shoal.inspection.differences import Differences
-from shoal.inspection.filesystem import File, Image
+from shoal.inspection.filesystem import File, FileSystem
 from shoal.matrix.project import Project
 
 FILE: dict[str, Any] = {"mode": 0o100644, "uid": 0, "gid": 0, "time": 5, "content": "ab", "source_time": 0}
@@ -39,12 +39,14 @@ def archived(directory: Path) -> Iterator[bytes]:
 
 
 def read(directory: Path) -> dict[str, File]:
-    return filesystem.of_archive(archived(directory)).files
+    return filesystem.parse_archive(archived(directory)).files
 
 
 def compare(old: dict[str, File], new: dict[str, File], *packages: dict[str, str]) -> Differences:
     before, after = packages or ({}, {})
-    return differences.compare("a:1", "a:2", Image(files=old, packages=before), Image(files=new, packages=after))
+    return differences.compare(
+        "a:1", "a:2", FileSystem(files=old, packages=before), FileSystem(files=new, packages=after)
+    )
 
 
 def test_bytecode_is_the_same_but_for_its_sources_time(tmp_path: Path) -> None:
@@ -92,20 +94,20 @@ def test_a_file_differs_in_the_first_of_these(changes: dict[str, Any], kind: str
 
 def test_only_some_are_told_by_name() -> None:
     same = File(**FILE)
-    lines = list(differences.told(compare({}, {f"/{number}": same for number in range(60)})))
+    lines = list(differences.format_differences(compare({}, {f"/{number}": same for number in range(60)})))
     assert sum(line.startswith("✗ added: ") for line in lines) == 50
-    assert lines[-1] == "✗ and 10 more, which --json names"
+    assert lines[-1] == "✗ and 10 more, which --json lists"
 
 
 def test_what_is_told() -> None:
     same, later = File(**FILE), File(**{**FILE, "time": 6})
     found = compare({"/f": same, "/g": same, "/old": same}, {"/f": same, "/g": later, "/new": same})
-    lines = list(differences.told(found))
+    lines = list(differences.format_differences(found))
     assert lines[0] == "a:1\na:2"
     assert lines[1].split()[0] == "1"
-    assert any(line.endswith("1 differ: time (a file has the time at which it was installed)") for line in lines)
+    assert any(line.endswith("1 differ in time (the time at which the file was installed)") for line in lines)
     assert lines[-2:] == ["✗ added: /new", "✗ removed: /old"]
-    assert list(differences.told(compare({"/f": same}, {"/f": later})))[-1].startswith("✓")
+    assert list(differences.format_differences(compare({"/f": same}, {"/f": later})))[-1].startswith("✓")
 
 
 @pytest.mark.parametrize(
@@ -116,16 +118,16 @@ def test_the_check_fails_for_what_two_builds_do_not_differ_in(changes: dict[str,
     if not fails:
         found.check()
         return
-    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 of Debian's packages"):
+    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 Debian packages"):
         found.check()
 
 
 def test_the_command_fails_with_the_check_alone(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = {"a:1": Image(files={"/f": File(**FILE)}), "a:2": Image(files={})}
+    images = {"a:1": FileSystem(files={"/f": File(**FILE)}), "a:2": FileSystem(files={})}
     monkeypatch.setattr(docker_client, "connect", lambda: None)
-    monkeypatch.setattr(differences, "read", lambda _, tag: images[tag])
+    monkeypatch.setattr(differences, "read_image", lambda _, tag: images[tag])
     monkeypatch.setattr(find_images, "find", lambda *_: True)
     monkeypatch.chdir(project.root)
     inspection.report_differences("a:1", "a:2")
@@ -147,10 +149,10 @@ def test_files_of_packages_that_have_changed_are_told_by_package() -> None:
         {"libc6": "1", "bash": "5"},
         {"libc6": "2", "bash": "5", "zsh": "3"},
     )
-    lines = list(differences.told(found))
+    lines = list(differences.format_differences(found))
     assert lines[-3:] == [
-        "✗ Debian's libc6: 1 → 2, 3 files",
-        "✗ Debian's zsh: not there → 3, 0 files",
+        "✗ Debian package libc6: 1 → 2, 3 files",
+        "✗ Debian package zsh: not installed → 3, 0 files",
         "✗ content: /bash",
     ]
     assert len(found.unexpected) == 4
@@ -182,7 +184,7 @@ def test_extended_attributes_are_read(tmp_path: Path) -> None:
         value = b"\x01\xff".decode("utf-8", "surrogateescape")
         entry.pax_headers = {"SCHILY.xattr.security.capability": value, "SCHILY.xattr.security.selinux": "the engine's"}
         archive.addfile(entry)
-    assert filesystem.of_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
+    assert filesystem.parse_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
 
 
 def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
     (info / "libc6:amd64.md5sums").write_text("")
     for name in ("python3", "python3.11"):
         (info / f"{name}.list").write_text("")
-    found = filesystem.of_archive(archived(tmp_path))
+    found = filesystem.parse_archive(archived(tmp_path))
     assert found.packages == {"libc6": "2:2.36"}
     assert {path: file.package for path, file in found.files.items() if file.package} == {
         "/usr/lib/libc.so": "libc6",

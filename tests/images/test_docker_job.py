@@ -62,7 +62,7 @@ def create(request: JobRequest) -> FakeEngine:
     return client
 
 
-def test_an_engine_without_a_default_network_runs_jobs(request_: JobRequest) -> None:
+def test_an_connect_with_imagesout_a_default_network_runs_jobs(request_: JobRequest) -> None:
     assert create(request_).options == [{}]
 
 
@@ -97,7 +97,7 @@ def test_without_an_engine_a_job_has_a_secret_too(request_: JobRequest, monkeypa
         given.append(environment)
         return 0
 
-    monkeypatch.setattr(local_job, "_train", train)
+    monkeypatch.setattr(local_job, "_run_train", train)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):

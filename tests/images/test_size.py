@@ -30,8 +30,8 @@ from shoal.layers.inventory import Inventory, Sum
 from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
 from shoal.matrix.spec import BuildSpec
 from shoal.report import size, size_page, size_text, treemap
-from shoal.report.size_comparison import compare, title
-from shoal.report.timeline_text import amount
+from shoal.report.formats import format_byte_change, format_bytes, format_share
+from shoal.report.size_comparison import compare, layer_title
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
@@ -201,7 +201,7 @@ def test_the_sums_are_those_of_the_archives(layout: Any) -> None:
     assert [layer.digest for layer in found.layers] == [
         f"sha256:{hashlib.sha256(of).hexdigest()}" for of in (base, torch)
     ]
-    assert [title(layer) for layer in found.layers] == ["ADD file:1 in /", "RUN pip install big-torch"]
+    assert [layer_title(layer) for layer in found.layers] == ["ADD file:1 in /", "RUN pip install big-torch"]
     assert inventory.total(found.owners.values()) == found.sum
 
 
@@ -414,8 +414,8 @@ def test_the_difference_says_what_has_grown_shrunk_come_and_gone() -> None:
     assert told["new"] == ("new", taken(NEW))
     assert told["libc6"] == ("same", 0)
     assert sum(change.bytes for change in comparison.packages) == after.sum.bytes - before.sum.bytes
-    assert sum(change.bytes for change in comparison.layers) == comparison.whole.bytes
-    assert sum(change.compressed for change in comparison.packages) == comparison.whole.compressed
+    assert sum(change.bytes for change in comparison.layers) == comparison.total.bytes
+    assert sum(change.compressed for change in comparison.packages) == comparison.total.compressed
     layers = [(change.name, change.state) for change in comparison.layers]
     assert layers[0] == ("ADD file:1 in /", "same")
     assert layers[1][0] == "RUN pip install big-torch"
@@ -443,8 +443,8 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
 def test_an_image_does_not_differ_from_itself() -> None:
     one, _ = two_images()
     comparison = compare(one, one)
-    assert not any(change.is_told for change in (*comparison.packages, *comparison.layers))
-    assert next(size_text.verdict(comparison)) == "one:1 is as large as one:1."
+    assert not any(change.is_changed for change in (*comparison.packages, *comparison.layers))
+    assert next(size_text.summarize_comparison(comparison)) == "one:1 and one:1 have the same size."
 
 
 class Parsed(HTMLParser):
@@ -478,7 +478,7 @@ def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None
         assert words in page.words
     assert "20.5 kB in 2 layers" not in page.words
     assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in page.words
-    assert "is waste" in page.words
+    assert "is wasted" in page.words
     assert not re.search(r"(src|href)=|url\(|@import|<script", html)
     cells = [attributes for tag, attributes in page.attributes if "cell" in (attributes.get("class") or "").split()]
     areas = [re.findall(r"(?:left|top|width|height):([\d.]+)%", cell["style"] or "") for cell in cells]
@@ -506,7 +506,7 @@ def test_nasty_names_are_escaped() -> None:
     assert not re.search(r"<script|<i>name|<b>echo", html)
     assert "<script>alert(1)<" in Parsed(html).words
     console = Console(width=200, record=True, file=io.StringIO())
-    size.show(console, [found])
+    size.print_report(console, [found])
     text = console.export_text()
     assert "[bold]" in text
     assert "[red]" in text
@@ -524,7 +524,7 @@ def test_a_long_list_of_packages_is_folded() -> None:
 def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float], width: float, height: float) -> None:
     values = sorted(values, reverse=True)
     whole = treemap.Box(0, 0, width, height)
-    boxes = treemap.squarified(values, whole)
+    boxes = treemap.squarify(values, whole)
     assert len(boxes) == len(values)
     for value, box in zip(values, boxes, strict=True):
         assert box.area == pytest.approx(value / sum(values) * whole.area, rel=1e-3, abs=1e-6 * whole.area)
@@ -533,7 +533,7 @@ def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float
 
 
 def test_a_treemap_of_equals_is_of_squares() -> None:
-    boxes = treemap.squarified([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
+    boxes = treemap.squarify([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
     assert [(box.x, box.y, box.width, box.height) for box in boxes] == [
         (0, 0, 100, 100), (0, 100, 100, 100), (100, 0, 100, 100), (100, 100, 100, 100)
     ]  # fmt: skip
@@ -571,7 +571,7 @@ def test_what_is_no_image_is_refused_by_name(archive: bytes, words: str) -> None
 def test_a_layer_without_history_has_words_too() -> None:
     found = read(broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=tar([("a", b"")])))
     assert (found.layers[0].digest, found.layers[0].command) == ("", "")
-    assert title(found.layers[0]) == "a layer of which the image does not say what made it"
+    assert layer_title(found.layers[0]) == "unknown command"
 
 
 def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ def test_the_command_prints_the_tables_and_writes_the_page_and_the_inventory(tmp
     whole = sum(map(len, layers))
     assert f"one.tar: {whole / 1000:.1f} kB in 2 layers" in result.stdout
     torch = taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, SOURCE, SIX, VENDORED)
-    assert re.search(rf"^ *big-torch +{amount(torch)} ", result.stdout, re.MULTILINE)
+    assert re.search(rf"^ *big-torch +{format_bytes(torch)} ", result.stdout, re.MULTILINE)
     assert re.search(r"^ *RUN pip install big-torch +[\d.]+ kB", result.stdout, re.MULTILINE)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     (image,) = json.loads((tmp_path / "out.json").read_text())["images"]
@@ -650,10 +650,10 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("no/such/page.html", "no/such is no directory. Make it: mkdir -p no/such"),
-        (".", "it is a directory"),
-        ("page.json", "would write over another file"),
-        ("one.tar", "would write over another file"),
+        ("no/such/page.html", "no/such is not a directory. Fix: mkdir -p no/such"),
+        (".", "is a directory"),
+        ("page.json", "would overwrite another file"),
+        ("one.tar", "would overwrite another file"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
@@ -662,7 +662,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.tar").write_text("no image")
     with pytest.raises(UsageError, match=f"-o {re.escape(output)}: .*{words}"):
-        size.report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
+        size.write_report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
     assert (tmp_path / "one.tar").read_text() == "no image"
 
 
@@ -695,26 +695,26 @@ def test_an_image_is_of_the_engine_by_its_tag_or_framework(
     monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
     for word in ("pytorch", matrix.defaults["pytorch"]):
-        (found,), written = size.report([word], matrix, tmp_path / "size.html", False, console)
+        (found,), written = size.write_report([word], matrix, tmp_path / "size.html", False, console)
         assert found.name == matrix.defaults["pytorch"]
         assert found.sum.bytes == len(tar(TORCH))
         assert written == [tmp_path / "size.html"]
     assert fake.saved == ["sha256:1", "sha256:1"]  # by ID: a name may have several images
     with pytest.raises(UsageError, match="not built yet"):
-        size.report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
     assert len(fake.saved) == 2  # nothing is read before all are found
     with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
-        size.report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
-        size.report(["pytroch"], matrix, tmp_path / "size.html", False, console)
+        size.write_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match="debian: no such image"):
-        size.report(["debian"], None, tmp_path / "size.html", False, console)
+        size.write_report(["debian"], None, tmp_path / "size.html", False, console)
 
 
 def test_sums_add() -> None:
     assert Sum(1, 2, 3, 4, 5) + Sum(10, 20, 30, 40, 50) == Sum(11, 22, 33, 44, 55)
-    assert (size_text.signed(1500), size_text.signed(-20), size_text.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
-    assert (size_text.share(1, 1000), size_text.share(500, 1000)) == ("less than 1%", "50%")
+    assert (format_byte_change(1500), format_byte_change(-20), format_byte_change(0)) == ("+1.50 kB", "−20 B", "±0 B")
+    assert (format_share(1, 1000), format_share(500, 1000)) == ("less than 1%", "50%")
 
 
 def test_names_in_an_image_command_no_terminal() -> None:
@@ -722,8 +722,8 @@ def test_names_in_an_image_command_no_terminal() -> None:
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()
-    size.show(Console(file=screen, width=200), [found])
-    size.show(Console(file=screen, width=200), [found, other])
+    size.print_report(Console(file=screen, width=200), [found])
+    size.print_report(Console(file=screen, width=200), [found, other])
     assert "title" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
     assert "\x07" not in screen.getvalue()

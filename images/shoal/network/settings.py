@@ -130,7 +130,7 @@ def read_network_settings() -> NetworkSettings:
         find_links=find_links,
         apt_sources=sources,
         release=_debian_release(),
-        apt_proxies=tuple(_apt_proxies()),
+        apt_proxies=tuple(_read_apt_proxies()),
         ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
         left_out=(*left_out, *filter(None, [netrc.problem]), *unread),
@@ -165,13 +165,15 @@ def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:
+    """Yield the proxy variables that are set, in either case."""
     for name in _PROXIES:
         for spelling in (name, name.lower()):
             if value := os.environ.get(spelling):
                 yield spelling, value
 
 
-def _apt_proxies() -> Iterator[str]:
+def _read_apt_proxies() -> Iterator[str]:
+    """Yield the proxy lines of apt's configuration; none if `apt-config` is not installed."""
     try:
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:
@@ -201,17 +203,18 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
     """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options."""
     for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
         if path.suffix == ".list" and path.is_file():
-            yield from _one_line_sources(path.read_text())
+            yield from _parse_one_line_sources(path.read_text())
         elif path.suffix == ".sources":
-            yield from _deb822_sources(path.read_text())
+            yield from _parse_deb822_sources(path.read_text())
 
 
-def _one_line_sources(text: str) -> Iterator[str]:
+def _parse_one_line_sources(text: str) -> Iterator[str]:
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
-def _deb822_sources(text: str) -> Iterator[str]:
+def _parse_deb822_sources(text: str) -> Iterator[str]:
+    """Yield the sources of a file in deb822 format, in one-line form."""
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":

@@ -27,6 +27,10 @@ from .buildkit_stream import field, log, stamp, trace, vertex
 
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
+TEMPLATE = """\
+{% call step("base") %}{{ begin_stage() }}{% endcall %}
+{% call step("making") %}RUN make{% endcall %}
+"""
 VERSIONS = """\
 systems:
   debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
@@ -135,7 +139,7 @@ def checkout(tmp_path: Path, project: Project) -> Path:
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     for name in ("one", "two", "child", "grandchild"):
-        (tmp_path / "dockerfiles" / f"{name}.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN make\n")
+        (tmp_path / "dockerfiles" / f"{name}.j2").write_text(TEMPLATE)
         locks = tmp_path / "dockerfiles" / "requirements" / TAG.format(name).replace(":", "-")
         locks.mkdir(parents=True)
         for layer in ("cuda", "framework", "mpi", "aws"):
@@ -192,13 +196,13 @@ def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checko
 
 def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:
     shoal(fake, checkout, "build")
-    (checkout / "dockerfiles" / "one.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN other\n")
+    (checkout / "dockerfiles" / "one.j2").write_text(TEMPLATE.replace("RUN make", "RUN other"))
     _, out, _ = shoal(fake, checkout, "plan", "--json")
     one, two, child, grandchild = json.loads(out)
     assert one["rebuilt"] == ["making"]
     assert one["reasons"] == ["making: other instructions (one.j2)"]
     assert two["state"] == "up to date"
-    assert child["rebuilt"] == ["FROM", "making"]
+    assert child["rebuilt"] == ["base", "making"]
     assert child["reasons"] == [f"base {ONE} → {ONE} (rebuilt)"]
     assert grandchild["reasons"] == [f"base {CHILD} → {CHILD} (rebuilt)"]
 

@@ -37,10 +37,10 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     host = bundled.read(write_bundle(tmp_path, "bookworm", "trixie"))
-    own = context.own_packages(project, "3.11")
+    own = context.install_own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
         sources = context.gather(project, matrix, image, own)
-        files = context.files(sources, matrix, image, host)
+        files = sources.files(matrix, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}
         assert files["machine/sources.list"] == b"deb [trusted=yes] file:/run/machine/debs ./\n"

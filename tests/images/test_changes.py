@@ -16,18 +16,18 @@ from shoal import docker_client
 from shoal.builds import builder
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import changes, context
-from shoal.sources.changes import Plan
+from shoal.sources import context
 from shoal.sources.context import Sources
 from shoal.sources.pins import Pin
-from shoal.sources.steps import Record
+from shoal.sources.record import Plan, Record, make_plan
+from shoal.sources.steps import Step
 
 BASE = "debian:bookworm-slim@" + "1" * 64
 
 
 @pytest.fixture(scope="module")
 def own(project: Project) -> dict[str, bytes]:
-    return context.own_packages(project, "3.11")
+    return context.install_own_packages(project, "3.11")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,14 @@ def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> So
 
 
 def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
-    return changes.plan("x", sources.record(BASE).labels(), changed.record(base))
+    return make_plan("x", sources.record(BASE).labels(), changed.record(base))
+
+
+def edited(sources: Sources, name: str, old: str, new: str) -> Sources:
+    """Return the sources with another text in one step."""
+    steps = [replace(step, text=step.text.replace(old, new)) if step.name == name else step for step in sources.steps]
+    assert tuple(steps) != sources.steps
+    return replace(sources, steps=tuple(steps))
 
 
 def with_module(layer: bytes, name: str) -> bytes:
@@ -60,7 +67,17 @@ def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
 
 def test_steps_are_named_by_their_headings(sources: Sources) -> None:
     names = [step.name for step in sources.record(BASE).steps]
-    wanted = ["engine", "FROM", "system", "CUDA cu117", "framework", "Open MPI + mpi4py", "boto3", "library", "toolkit"]
+    wanted = [
+        "engine",
+        "base image",
+        "system",
+        "CUDA cu117",
+        "framework",
+        "Open MPI + mpi4py",
+        "boto3",
+        "library",
+        "toolkit",
+    ]
     assert [name for name in names if name in wanted] == wanted
     assert len(set(names)) == len(names)
 
@@ -94,42 +111,43 @@ def test_another_base_rebuilds_all(sources: Sources) -> None:
 
 
 def test_other_instructions_are_told_with_their_template(sources: Sources) -> None:
-    text = sources.dockerfile.replace(b"PYTHONUNBUFFERED=1", b"PYTHONUNBUFFERED=0")
-    entry = planned(sources, replace(sources, dockerfile=text))
-    assert entry.rebuilt == ("ENV",)
+    changed = edited(sources, "settings", "PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=0")
+    entry = planned(sources, changed)
+    assert entry.rebuilt == ("settings",)
     assert entry.reasons == (
-        "ENV: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
+        "settings: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
     )
-    template = planned(sources, replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""}))
-    assert template.reasons == ("ENV: other instructions (base.j2)",)
+    template = planned(sources, replace(changed, templates={**sources.templates, "base.j2": b""}))
+    assert template.reasons == ("settings: other instructions (base.j2)",)
 
 
 def test_blanks_in_an_instruction_count(sources: Sources) -> None:
     """They may stand between quotes."""
-    text = sources.dockerfile.replace(b"python3 -m venv /opt", b"python3  -m venv /opt")
-    assert planned(sources, replace(sources, dockerfile=text)).rebuilt[0] == "system"
+    changed = edited(sources, "system", "python3 -m venv /opt", "python3  -m venv /opt")
+    assert planned(sources, changed).rebuilt[0] == "system"
 
 
 def test_a_step_that_comes_or_goes_is_told(sources: Sources) -> None:
-    more = replace(sources, dockerfile=sources.dockerfile.replace(b"# toolkit", b"# extra\nRUN true\n\n# toolkit"))
+    place = [step.name for step in sources.steps].index("toolkit")
+    more = replace(sources, steps=(*sources.steps[:place], Step("extra", "RUN true"), *sources.steps[place:]))
     assert planned(sources, more).reasons[0].startswith("extra: a new step")
     assert planned(sources, more).rebuilt[:2] == ("extra", "toolkit")
     assert planned(more, sources).reasons[0].startswith("extra: no longer a step")
 
 
 def test_comments_and_other_templates_change_nothing(sources: Sources) -> None:
-    text = sources.dockerfile.replace(b"# toolkit", b"# toolkit: ours")
-    other = replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""})
+    noted = tuple(replace(step, note="ours") for step in sources.steps)
+    other = replace(sources, steps=noted, templates={**sources.templates, "base.j2": b""})
     assert planned(sources, other).state == "up to date"
 
 
 def test_an_image_without_a_record_is_all_new(sources: Sources) -> None:
     wanted = sources.record(BASE)
-    assert changes.plan("x", None, wanted).state == "new"
+    assert make_plan("x", None, wanted).state == "new"
     for labels in ({}, {"shoal.steps": "{}"}, {"shoal.steps": "no JSON"}):
-        plan = changes.plan("x", labels, wanted)
+        plan = make_plan("x", labels, wanted)
         assert plan.rebuilt == tuple(step.name for step in wanted.steps)
-        assert plan.reasons == ("the image on the engine has no record of its steps",)
+        assert plan.reasons == ("the image has no record of its steps",)
 
 
 def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:

@@ -25,7 +25,7 @@ PLAIN = NetworkSettings((), (), (), (), None, (), ())
 
 def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
     image = matrix.select(name)
-    own = context.own_packages(project, image.python_version)
+    own = context.install_own_packages(project, image.python_version)
     return context.gather(project, matrix, image, own)
 
 
@@ -48,7 +48,7 @@ def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
     sources = gather(project, matrix, image.tag)
-    files = context.files(sources, matrix, image, PLAIN)
+    files = sources.files(matrix, PLAIN)
     for name in LAYERS:
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
@@ -66,7 +66,7 @@ def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: P
         *(replace(sources, engine={**sources.engine, name: b"other"}) for name in sources.engine),
         replace(sources, locks={**sources.locks, "mpi": ()}),
         replace(sources, own={**sources.own, "toolkit": sources.own["library"]}),
-        replace(sources, dockerfile=sources.dockerfile.replace(b"train", b"sh")),
+        replace(sources, steps=sources.steps[:-1]),
     ]
     fingerprints = {made.record("a@1").fingerprint for made in (sources, *others)}
     assert len(fingerprints | {sources.record("a@2").fingerprint}) == len(others) + 2
@@ -79,7 +79,7 @@ def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
     (tmp_path / "numpy-2.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"other hash")
     (tmp_path / "not-a-wheel.whl").write_bytes(b"")
     pins = [Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest()), Pin("numpy", "2.0.0", "0" * 64)]
-    assert list(wheels.at_hand(pins, [tmp_path])) == [good]
+    assert list(wheels.find_locked(pins, [tmp_path])) == [(pins[0], good)]
 
 
 def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
@@ -92,8 +92,8 @@ def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
     pin = Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest())
     sources = replace(sources, locks={**sources.locks, "framework": (pin,)})
     index = f"--extra-index-url {matrix.indexes['cpu-wheels']}\n".encode()
-    far = context.files(sources, matrix, image, PLAIN)["framework/requirements.txt"]
-    near = context.files(sources, matrix, image, replace(PLAIN, find_links=(tmp_path,)))
+    far = sources.files(matrix, PLAIN)["framework/requirements.txt"]
+    near = sources.files(matrix, replace(PLAIN, find_links=(tmp_path,)))
     assert isinstance(far, bytes)
     assert far.startswith(index)
     assert near["framework/requirements.txt"] == f"{pin}\n".encode()

@@ -24,7 +24,7 @@ from shoal.commands import dependencies
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, System
-from shoal.sources import changes, context, debian
+from shoal.sources import context, debian, record
 from shoal.sources.debian import DebianLock
 
 PYTHON, LIBC = "python3_3.11.2-1+b1_amd64.deb", "libc6_2.36-9+deb12u13_amd64.deb"
@@ -107,10 +107,10 @@ def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) 
 
 
 def test_a_new_lock_runs_the_steps_again_that_install_from_debian(project: Project, matrix: BuildSpec) -> None:
-    own = context.own_packages(project, "3.11")
+    own = context.install_own_packages(project, "3.11")
     sources = context.gather(project, matrix, matrix.select("pytorch"), own)
     newer = replace(sources, debian={**sources.debian, "lock.txt": b"newer"})
-    plan = changes.plan("x", sources.record("base@1").labels(), newer.record("base@1"))
+    plan = record.make_plan("x", sources.record("base@1").labels(), newer.record("base@1"))
     assert plan.rebuilt[:2] == ("engine", "system")
     assert plan.reasons == ("debian/lock.txt changed",)
 

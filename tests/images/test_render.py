@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import VERSIONS, BuildSpec
 from shoal.sources.pins import read_image, read_lock
-from shoal.sources.render import outputs, render
+from shoal.sources.render import outputs, read_steps, render
 
 
 def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:
@@ -73,11 +74,28 @@ def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: 
 
 def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    (tmp_path / "dockerfiles" / "pytorch.j2").write_text(
-        '{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}'
-    )
+    own = tmp_path / "dockerfiles" / "pytorch.j2"
+    own.write_text('{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}')
     with pytest.raises(SpecError, match="'typo' is undefined"):
         render(Project(tmp_path), matrix.select("pytorch"))
+
+
+def test_an_instruction_outside_of_a_step_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (tmp_path / "dockerfiles" / "pytorch.j2").write_text("RUN true\n")
+    with pytest.raises(SpecError, match=r"pytorch\.j2: 'RUN true' is outside of a step\. Fix: "):
+        render(Project(tmp_path), matrix.select("pytorch"))
+
+
+def test_the_inputs_of_a_step_are_what_its_instructions_use(project: Project, matrix: BuildSpec) -> None:
+    """So is none forgotten: a change of any of them makes the image out of date."""
+    steps = {step.name: step for step in read_steps(project, matrix.select("pytorch"))}
+    assert steps["engine"].folders == ("debian", "engine")
+    assert steps["engine"].packages == (("gcc", "libc6-dev"),)
+    assert (steps["library"].folders, steps["library"].stages) == (("library",), ("engine",))
+    for step in steps.values():
+        used = re.findall(r"type=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]", step.text, re.MULTILINE)
+        assert {"".join(groups) for groups in used} - {"machine"} == {*step.folders}
 
 
 @pytest.mark.parametrize("glob", ["/opt/*", "*/it's", "../*", "a b"])
@@ -94,7 +112,7 @@ def test_what_is_dropped_is_named_within_site_packages(
 def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch").model_copy(update={"framework": "mxnet"})
     with pytest.raises(SpecError, match=r"no template mxnet.j2; there are: .*pytorch.j2"):
-        render(project, image)
+        read_steps(project, image)
 
 
 def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: BuildSpec) -> None:

@@ -75,7 +75,9 @@ def link_cache(probe: Path, project: Project) -> None:
 
 def template(probe: Path, text: str) -> None:
     """Write the template of an image of which each step has a label, for `leftovers`."""
-    (probe / "dockerfiles" / "probe.j2").write_text(f"ARG BASE\nFROM ${{BASE}}\nLABEL test={probe}\n{text}\n")
+    (probe / "dockerfiles" / "probe.j2").write_text(
+        f"{{% call step('probe') %}}\n{{{{ begin_stage() }}}}\nLABEL test={probe}\n{text}\n{{% endcall %}}\n"
+    )
 
 
 def build(probe: Path) -> subprocess.CompletedProcess[str]:
@@ -147,7 +149,7 @@ def test_the_machines_configuration_serves_the_build_and_does_not_stay(
     check += f" && : {uuid.uuid4()}"  # else BuildKit may remember the step of an earlier run of this test
     template(
         probe,
-        f'{{% import "macros.j2" as install with context %}}\n{{{{ install.run([install.machine]) }}}}{check}\n'
+        f'{{% import "macros.j2" as install with context %}}{{{{ install.run([install.machine]) }}}}{check}\n'
         f"RUN cat /made{end}",
     )
     result = build(probe)

@@ -33,19 +33,17 @@ releases:
 """
 TEMPLATE = """\
 {% import "macros.j2" as install with context %}
-ARG BASE={{ image.system.upstream }}
-
-FROM ${BASE}
-
-# system
+{% call step("system") %}
+{{ begin_stage() }}
 {{ install.system_packages(["python3-venv"]) }} && python3 -m venv /opt/venv
 {{ install.python_environment() }}
-
-# framework
+{% endcall %}
+{% call step("framework") %}
 {{ install.locked_requirements("framework") }}
-
-# what a step sees of the network
+{% endcall %}
+{% call step("network", "what a step sees of it") %}
 RUN ls /sys/class/net > /networks
+{% endcall %}
 """
 
 

@@ -29,8 +29,9 @@ from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, read_network_settings
-from shoal.sources import changes, context, debian, provenance
+from shoal.sources import context, debian, provenance
 from shoal.sources.context import Sources
+from shoal.sources.record import Plan, make_plan
 from shoal.sources.steps import one_line
 
 
@@ -170,7 +171,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     sources = site.sources[image.tag]
     record = sources.record(beneath.identity)
     present = find(client, image.tag)
-    if present is not None and record.made(present.labels):
+    if present is not None and record.is_of(present.labels):
         return Built(str(present.id), up_to_date=True)
     if present is None:
         docker_client.check_disk(client, image.disk_gib)
@@ -189,7 +190,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     with TemporaryFile() as files, BuildProgress(image.tag, log, site.live) as progress:
         for words in host.left_out:
             progress.note(f"not used in builds: {words}")
-        archive.write(context.files(sources, site.spec, image, host), files)
+        archive.write(sources.files(site.spec, host), files)
         files.seek(0)
         _run(client, files, options, progress, site.streams)
     if progress.not_locked:
@@ -198,7 +199,7 @@ def build(site: Site, image: ImageSpec) -> Built:
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, str(log))
     result = find(client, image.tag)
-    if result is None or not record.made(result.labels):
+    if result is None or not record.is_of(result.labels):
         raise BuildError(f"{image.tag}: the engine ended the build without an error and without the image. Log: {log}")
     if present is not None and present.id != result.id:
         remove_replaced(client, str(present.id))
@@ -234,7 +235,7 @@ def _ending(tag: str, result: Built | Exception, seconds: float | None) -> Endin
 
 
 def _gather(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, context.Sources]:
-    own = functools.cache(functools.partial(context.own_packages, project))
+    own = functools.cache(functools.partial(context.install_own_packages, project))
     return {image.tag: context.gather(project, spec, image, own(image.python_version)) for image in images}
 
 
@@ -245,12 +246,12 @@ def _parent(client: docker.DockerClient, tag: str) -> base.BaseImage:
     return base.BaseImage(tag, str(image.id), tag)
 
 
-def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[changes.Plan]:
+def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
     """Return what `build_all` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
     wanted = spec.with_parents(images)
     client = docker_client.connect()
     bases = {image.system: base.find(client, image.system) for image in wanted}
-    plans: dict[str, changes.Plan] = {}
+    plans: dict[str, Plan] = {}
     docker_client.check_buildkit(client)
     sources = _gather(project, spec, wanted)
     for image in wanted:
@@ -263,7 +264,7 @@ def plan(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list
             beneath = f"{image.extends} (rebuilt)@"
         present = find(client, image.tag)
         record = sources[image.tag].record(beneath)
-        plans[image.tag] = changes.plan(image.tag, present.labels if present else None, record)
+        plans[image.tag] = make_plan(image.tag, present.labels if present else None, record)
     return list(plans.values())
 
 

@@ -191,7 +191,7 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 def _collect_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
     wanted = [pin for layer in pins.read_image(project, spec, image).values() for pin in layer]
-    there = {pin for pin, _ in wheels.found(wanted, [directory])}
+    there = {pin for pin, _ in wheels.find_locked(wanted, [directory])}
     if not (lacking := [pin for pin in wanted if pin not in there]):
         return
     with _scratch(directory.parent) as scratch:

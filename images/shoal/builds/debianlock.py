@@ -24,7 +24,6 @@ from shoal.sources import debian, render
 from shoal.sources.debian import DebianLock
 
 FIX = "Fix: .venv/bin/shoal lock --bases, then build again"
-_INSTALLS = re.compile(r"apt-get install -y --no-install-recommends ([a-z0-9.+ -]+)")
 _PRINT = "apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 {names}"
 _LISTED = re.compile(r"'\S+' (\S+\.deb) \d+ (SHA256:[0-9a-f]{64})")
 _TOLD = 5
@@ -43,8 +42,8 @@ class Locked:
 
 def installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[str, ...]]:
     """Return the Debian packages that the steps of these images ask apt for, each list once."""
-    files = [render.render(project, image) for image in images]
-    return sorted({tuple(names.split()) for file in files for names in _INSTALLS.findall(file)})
+    steps = (step for image in images for step in render.read_steps(project, image))
+    return sorted({names for step in steps for names in step.packages})
 
 
 def lock(project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool) -> Iterator[Locked]:

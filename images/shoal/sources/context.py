@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.docker_client.archive import Content
-from shoal.network.settings import NetworkSettings
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.network.settings import NetworkSettings
 from shoal.sources import bytecode, debian, packages, record, render, wheels
 from shoal.sources.pins import Pin, read_image
 from shoal.sources.steps import Step
@@ -53,7 +53,11 @@ class Sources:
             context |= {f"{layer}/{path.name}": path for path in local}
         context |= {f"{layer}/installed.tar": content for layer, content in self.own.items()}
         suite = self.image.system.suite
-        for folder, files in (("engine", self.engine), ("debian", self.debian), ("machine", machine.build_files(suite))):
+        for folder, files in (
+            ("engine", self.engine),
+            ("debian", self.debian),
+            ("machine", machine.build_files(suite)),
+        ):
             context |= {f"{folder}/{name}": content for name, content in files.items()}
         return context | {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
 

@@ -6,6 +6,7 @@ A trace of several ranks, such as one of `format_merged_trace`, can be read too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -186,24 +187,11 @@ def _is_event(event: object) -> bool:
 
 
 def _parse_complete_events(text: str) -> list[Any]:
-    """Return the complete events of a JSON array that is cut off, as it is if the process was killed."""
-    events: list[Any] = []
-    decoder, position = json.JSONDecoder(), _skip(text, 0, "[")
-    while position < len(text):
-        try:
-            event, position = decoder.raw_decode(text, position)
-        except ValueError:
-            break
-        events.append(event)
-        position = _skip(text, position, ",")
-    return events if text.lstrip().startswith("[") else []
-
-
-def _skip(text: str, position: int, mark: str) -> int:
-    """Return the position of the first character that is neither white space nor `mark`."""
-    while position < len(text) and (text[position].isspace() or text[position] == mark):
-        position += 1
-    return position
+    """Return the complete events of a trace that is cut off; it has one event per line, as our ranks write it."""
+    for complete in (text, text.rpartition("\n")[0]):
+        with contextlib.suppress(ValueError):
+            return list(json.loads(complete.rstrip().rstrip(",") + "]"))
+    return []
 
 
 def _make_rank(track: _Track, began: int) -> Rank:

@@ -6,8 +6,9 @@ exceeds Python's recursion limit for one large value with many small ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,15 @@ def squarify(values: Sequence[float], box: Box) -> list[Box]:
     while rest:
         count = _row_length(rest, min(box.width, box.height))
         row, rest = rest[:count], rest[count:]
-        boxes += _place_row(row, box)
-        box = _remaining_box(box, sum(row))
+        thickness = sum(row) / (min(box.width, box.height) or 1)
+        lengths = [area / (thickness or 1) for area in row]
+        offsets = accumulate(lengths, initial=0.0)
+        if box.width >= box.height:
+            boxes += [Box(box.x, box.y + offset, thickness, length) for length, offset in zip(lengths, offsets)]
+            box = Box(box.x + thickness, box.y, max(0.0, box.width - thickness), box.height)
+        else:
+            boxes += [Box(box.x + offset, box.y, length, thickness) for length, offset in zip(lengths, offsets)]
+            box = Box(box.x, box.y + thickness, box.width, max(0.0, box.height - thickness))
     return boxes
 
 
@@ -49,25 +57,3 @@ def _worst_ratio(row: Sequence[float], side: float) -> float:
     """Return the largest aspect ratio of the rectangles of a row."""
     square = (sum(row) / side) ** 2 if side else 0
     return max(max(area / square, square / area) for area in row) if square else 0
-
-
-def _place_row(row: Sequence[float], box: Box) -> Iterator[Box]:
-    """Yield the rectangles of a row, along the shorter side of the box."""
-    thickness = sum(row) / (min(box.width, box.height) or 1)
-    along = 0.0
-    for area in row:
-        length = area / (thickness or 1)
-        if box.width >= box.height:
-            yield Box(box.x, box.y + along, thickness, length)
-        else:
-            yield Box(box.x + along, box.y, length, thickness)
-        along += length
-
-
-def _remaining_box(box: Box, used: float) -> Box:
-    """Return what is left of a box after a row of the area `used`."""
-    if box.width >= box.height:
-        thickness = used / (box.height or 1)
-        return Box(box.x + thickness, box.y, max(0.0, box.width - thickness), box.height)
-    thickness = used / (box.width or 1)
-    return Box(box.x, box.y + thickness, box.width, max(0.0, box.height - thickness))

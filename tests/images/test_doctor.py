@@ -1,4 +1,4 @@
-"""Each check of `shoal doctor`, seen to pass and to fail, against an engine and servers of a few lines."""
+"""Each check of `shoal doctor` passes and fails, with fakes of Docker and of servers."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def with_machine(site: Site, **fields: Any) -> Site:
 # The engine
 
 
-def test_an_engine_is_told_with_its_api(site: Site) -> None:
+def test_docker_is_reported_with_its_api(site: Site) -> None:
     found = "Docker Engine 20.10.24, API 1.41 (needs 1.40 or later)"
     assert doctor.check_docker(site) == Result("ok", found)
 
 
-def test_an_old_engine_and_another_processor(site: Site, fake: FakeEngine) -> None:
+def test_old_docker_and_another_processor(site: Site, fake: FakeEngine) -> None:
     fake.answers["GET version"] = (200, VERSION | {"ApiVersion": "1.39"})
     assert doctor.check_docker(site).state == "failed"
     fake.answers["GET version"] = (200, VERSION | {"Arch": "arm64"})
@@ -130,7 +130,7 @@ def test_an_old_engine_and_another_processor(site: Site, fake: FakeEngine) -> No
     assert (state, found.partition("; ")[2]) == ("remark", "it runs on arm64, but images are for x86_64 (amd64)")
 
 
-def test_no_engine_fails_once_and_the_rest_is_not_checked(site: Site) -> None:
+def test_missing_docker_fails_once_and_the_rest_is_not_checked(site: Site) -> None:
     findings = {each.name: each for each in doctor.run_checks(replace(site, connect=no_engine), OF_THE_ENGINE)}
     engine = findings.pop("docker")
     assert (engine.state, engine.fix) == ("failed", "start one")
@@ -169,11 +169,11 @@ def test_disk(
     assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; the largest image takes 16 GiB")
 
 
-def test_the_disk_of_a_remote_engine_is_not_checked(site: Site) -> None:
+def test_disk_of_remote_docker_is_not_checked(site: Site) -> None:
     assert doctor.check_disk(site).found == "not checked: Docker runs on another machine"
 
 
-def test_a_network_is_made_and_removed(site: Site, fake: FakeEngine) -> None:
+def test_network_is_created_and_removed(site: Site, fake: FakeEngine) -> None:
     assert doctor.check_networks(site).state == "ok"
     assert fake.made == []
     fake.answers["POST networks"] = (500, {"message": "could not find an available address pool"})
@@ -186,7 +186,7 @@ def test_a_network_is_made_and_removed(site: Site, fake: FakeEngine) -> None:
 
 
 def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each system, from the best to the worst: on the engine, from a registry, kept, bootstrapped, nothing."""
+    """From best to worst: in Docker, in a registry, kept from an earlier build, bootstrapped, none of these."""
     shutil.copytree(site.project.templates, tmp_path / "dockerfiles")
     shutil.copy(site.project.buildspec, tmp_path)
     site = replace(site, start=tmp_path)
@@ -256,7 +256,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def closed() -> str:
-    """An address where nobody listens."""
+    """An address on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
@@ -272,7 +272,7 @@ def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
 
 
 @pytest.mark.parametrize(("status", "state"), [(404, "remark"), (401, "failed"), (503, "failed")])
-def test_an_index_that_answers_otherwise(site: Site, server: Server, status: int, state: str) -> None:
+def test_index_with_another_status(site: Site, server: Server, status: int, state: str) -> None:
     server.status = status
     result = doctor.check_package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert result.state == state
@@ -280,7 +280,7 @@ def test_an_index_that_answers_otherwise(site: Site, server: Server, status: int
 
 
 def test_a_mirror_that_lacks_a_suite(site: Site, server: Server) -> None:
-    """Both are asked at the addresses that this machine has for its own."""
+    """All suites are requested at the addresses of this machine's own suite."""
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/lean bookworm-security main")
     state, found, _ = doctor.check_debian_mirror(with_machine(site, apt_sources=sources))
     lacking = [f"{server.url}/lean: HTTP status 404 for {suite}-security" for suite in ("bookworm", "trixie")]
@@ -295,7 +295,7 @@ def test_an_extra_index_need_not_have_everything(site: Site, server: Server, clo
     assert (state, found) == ("failed", f"{closed}: [Errno 111] Connection refused")
 
 
-def test_a_server_that_hangs_is_not_waited_for(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_times_out(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.status = 0
     monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.2)
     began = time.monotonic()
@@ -329,13 +329,13 @@ def test_proxies_of_pip_and_apt_are_used(site: Site, server: Server, closed: str
     assert doctor.check_debian_mirror(with_machine(site, apt_sources=here, apt_proxies=direct)).state == "ok"
 
 
-def test_a_password_in_an_address_is_not_told(site: Site, server: Server) -> None:
+def test_password_in_an_address_is_not_shown(site: Site, server: Server) -> None:
     server.status = 401
     url = server.url.replace("//", "//user:planted@")
     assert "planted" not in str(doctor.check_package_index(with_machine(site, pip=(("index-url", url),))))
 
 
-def test_no_index_is_asked_where_pip_shall_ask_none(site: Site) -> None:
+def test_no_index_is_requested_with_no_index(site: Site) -> None:
     assert doctor.check_package_index(with_machine(site, pip=(("no-index", "true"),))).state == "ok"
 
 
@@ -410,7 +410,7 @@ def test_a_server_is_trusted_by_the_bundle_only(site: Site, server: Server, tmp_
     assert doctor.check_package_index(with_machine(site, pip=trusting, ca_bundle=other)).state == "ok"
 
 
-def test_settings_that_builds_cannot_use_are_told(site: Site) -> None:
+def test_settings_that_builds_cannot_use_are_reported(site: Site) -> None:
     assert doctor.check_settings(site).state == "ok"
     result = doctor.check_settings(with_machine(site, left_out=("pip's constraint: not supported in builds",)))
     assert result == Result("remark", "builds do not use: pip's constraint: not supported in builds")
@@ -440,7 +440,7 @@ def test_the_checkout(site: Site, tmp_path: Path) -> None:
 # All of them
 
 
-def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
+def test_checks_that_raise_or_hang_fail(site: Site) -> None:
     def broken(_: Site) -> Result:
         raise KeyError("MemTotal")
 
@@ -462,7 +462,7 @@ def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
     assert [line[0] for line in doctor.format_findings(findings).splitlines()] == ["✗", " ", "✗", " ", "✓"]
 
 
-def test_an_interrupt_waits_for_what_a_check_has_made_to_be_removed(site: Site) -> None:
+def test_interrupt_waits_for_checks_to_clean_up(site: Site) -> None:
     left = ["network"]
 
     def making(_: Site) -> Result:
@@ -494,8 +494,8 @@ def test_the_command_exits_10_and_prints_only_json(fake: FakeEngine, project: Pr
     assert fake.made == []
 
 
-def test_fix_starts_an_engine_by_the_script_and_says_so(tmp_path: Path, fake: FakeEngine) -> None:
-    """The script of this checkout, whose engine is a link to the fake's socket."""
+def test_fix_starts_docker_with_the_script(tmp_path: Path, fake: FakeEngine) -> None:
+    """The script of this checkout, which links the fake's socket."""
     (tmp_path / "buildspec.yml").write_text("images: []\n")
     (tmp_path / "scripts").mkdir()
     script = tmp_path / "scripts" / "engine.sh"

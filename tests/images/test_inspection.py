@@ -1,4 +1,4 @@
-"""What is inside an image: the bill of materials, the manifest, and whether the tag tells the truth."""
+"""Contents of an image: the bill of materials, the manifest, and the check of its tag."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def contents(**changes: Any) -> ImageFacts:
     return ImageFacts.model_validate({**FACTS, **changes})
 
 
-def test_the_bill_of_materials() -> None:
+def test_sbom() -> None:
     document = sbom.make_sbom(contents())
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.5")
     assert document["serialNumber"] == sbom.make_sbom(contents(bytes=1))["serialNumber"]  # of the digest alone
@@ -92,7 +92,7 @@ def test_the_manifest(matrix: BuildSpec) -> None:
     assert "tag" not in manifest.format_markdown(manifest.make_manifest(contents(tag="other:1"), None)).split("##")[0]
 
 
-def test_what_an_image_says_commands_no_terminal() -> None:
+def test_manifest_has_no_control_characters() -> None:
     evil = {"name": "x\x1b]0;title\x07\x1b[2J", "version": "1\r2\u202e", "licence": "", "homepage": ""}
     found = contents(distributions=[evil], environment={"A\x9b": "\x1b[31mred"})
     page = manifest.format_markdown(manifest.make_manifest(found, None))
@@ -135,12 +135,12 @@ def test_the_manifest_as_json(
         ),
     ],
 )
-def test_a_tag_that_says_something_else_is_told(matrix: BuildSpec, changes: dict[str, Any], words: list[str]) -> None:
+def test_wrong_tags_are_reported(matrix: BuildSpec, changes: dict[str, Any], words: list[str]) -> None:
     assert manifest.check_tag(contents(**changes), matrix.select(TAG)) == words
 
 
 class Empty:
-    """An engine without images."""
+    """Docker without images."""
 
     def __init__(self) -> None:
         self.images = self
@@ -160,7 +160,7 @@ class Empty:
         ("ubuntu:24.04", "^ubuntu:24.04: no such image on the engine or in buildspec.yml. Build or pull it"),
     ],
 )
-def test_only_an_image_of_the_matrix_is_said_to_be_built(
+def test_missing_image_has_a_fix_that_fits(
     project: Project, monkeypatch: pytest.MonkeyPatch, command: Callable[[str], None], tag: str, words: str
 ) -> None:
     monkeypatch.setattr(docker_client, "connect", Empty)
@@ -170,8 +170,8 @@ def test_only_an_image_of_the_matrix_is_said_to_be_built(
 
 
 @pytest.mark.parametrize("name", ["probe.py"])
-def test_a_probe_can_be_run_by_pythons_back_to_39(name: str) -> None:
-    """What images of others have: no syntax of a later one, and hints of types are not looked at."""
+def test_probe_runs_with_python_39(name: str) -> None:
+    """Images may have an old Python: the probe uses no later syntax, and type hints are not evaluated."""
     tree = ast.parse(files("shoal.inspection").joinpath(name).read_text(), feature_version=(3, 9))
     future, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     assert [alias.name for alias in future.names] == ["annotations"]
@@ -179,8 +179,8 @@ def test_a_probe_can_be_run_by_pythons_back_to_39(name: str) -> None:
     assert not younger & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-def test_a_foreign_image_is_asked_without_any_rights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs is the image's own Python, which may be anything."""
+def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image's own Python runs, which may be any program."""
     made: dict[str, Any] = {}
 
     def create(*arguments: Any) -> SimpleNamespace:
@@ -212,7 +212,7 @@ def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> ImageFacts:
     return read_facts(client, "foreign:1")
 
 
-def test_what_the_engine_knows_of_an_image_is_not_what_the_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_docker_override_claims_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     lies = {"tag": "prod:1", "id": "sha256:another", "created": "1999", "bytes": 1, "labels": {"not": "own"}}
     found = ask_image(monkeypatch, json.dumps({**FACTS, **lies}))
     assert (found.tag, found.id, found.created, found.bytes) == ("foreign:1", "sha256:own", "2026-01-01", 5)
@@ -220,7 +220,7 @@ def test_what_the_engine_knows_of_an_image_is_not_what_the_image_says(monkeypatc
 
 
 @pytest.mark.parametrize("says", ["[" * 100_000, "[1]", "null", "{}", '{"system": {"a": 1}}', "9" * 9999, "x"])
-def test_an_image_that_says_nonsense_is_told(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+def test_malformed_probe_output_is_an_error(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
     with pytest.raises(ImageError, match=r"^foreign:1: the output of its Python is (not|malformed)"):
         ask_image(monkeypatch, says)
 
@@ -231,7 +231,7 @@ def test_a_system_without_dpkg_and_commands_has_none(monkeypatch: pytest.MonkeyP
     assert probe.read_first_line(["pip", "--version"]) == ""
 
 
-def test_distributions_without_a_name_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_distributions_without_a_name_are_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in (("~orch-1", ""), ("b-1", "Name: b\nVersion: 1\n"), ("A-2", "Name: A\n")):
         (tmp_path / f"{name}.dist-info").mkdir()
         (tmp_path / f"{name}.dist-info" / "METADATA").write_text(text)
@@ -239,15 +239,15 @@ def test_distributions_without_a_name_are_passed_over(monkeypatch: pytest.Monkey
     assert [(of["name"], of["version"]) for of in probe.list_distributions()] == [("A", ""), ("b", "1")]
 
 
-def test_the_system_is_what_the_first_file_says(tmp_path: Path) -> None:
+def test_first_os_release_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "second").write_text('# a comment\nID=debian\nPRETTY_NAME="Debian \\"GNU\\" 12"\nEMPTY=\n')
     found = probe.read_os_release(str(tmp_path / "first"), str(tmp_path / "second"))
     assert found == {"ID": "debian", "PRETTY_NAME": 'Debian "GNU" 12', "EMPTY": ""}
     assert probe.read_os_release(str(tmp_path / "first")) == {}
 
 
-def test_the_probe_says_what_is_here() -> None:
-    """Run as an image's Python is given it; dpkg-query stands in for itself where this is Debian."""
+def test_probe_on_this_machine() -> None:
+    """Runs as in an image. Needs a Debian system with dpkg-query."""
     text = files("shoal.inspection").joinpath("probe.py").read_text()
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     found = ImageFacts.model_validate({**FACTS, **json.loads(ended.stdout)})

@@ -1,4 +1,4 @@
-"""`shoal new`: what it writes, and what it refuses."""
+"""`shoal new`: the project that it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_json_has_the_files(
 
 
 @pytest.mark.parametrize("name", ["My-Image", "a b", "-a", "a--b", "ünïcode"])
-def test_a_name_that_no_image_can_have_is_refused(tmp_path: Path, matrix: BuildSpec, name: str) -> None:
+def test_invalid_image_name_is_an_error(tmp_path: Path, matrix: BuildSpec, name: str) -> None:
     with pytest.raises(UsageError, match="is not a valid image name"):
         scaffold.write_project(tmp_path / name, matrix.select("pytorch"))
     assert list(tmp_path.iterdir()) == []
@@ -54,7 +54,7 @@ def test_nothing_is_overwritten(tmp_path: Path, matrix: BuildSpec) -> None:
     assert (tmp_path / "mine" / "train.py").read_text() == "precious"
 
 
-def test_a_file_is_no_directory_to_write_to(tmp_path: Path, matrix: BuildSpec) -> None:
+def test_existing_file_is_an_error(tmp_path: Path, matrix: BuildSpec) -> None:
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(UsageError, match="mine: is a file; expected a new or empty directory"):
         scaffold.write_project(tmp_path / "mine", matrix.select("pytorch"))

@@ -403,7 +403,7 @@ def two_images() -> tuple[Inventory, Inventory]:
     )
 
 
-def test_the_difference_says_what_has_grown_shrunk_come_and_gone() -> None:
+def test_comparison_of_two_images() -> None:
     before, after = two_images()
     comparison = compare(before, after)
     told = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
@@ -563,12 +563,12 @@ def broken_manifest(manifest: object, **files: bytes) -> bytes:
         (oci([gzip.compress(b"no tar" * 200)]), "not an image, or cut off"),
     ],
 )
-def test_what_is_no_image_is_refused_by_name(archive: bytes, words: str) -> None:
+def test_invalid_archives_are_errors(archive: bytes, words: str) -> None:
     with pytest.raises(ImageError, match=f"^a:1: .*{words}"):
         read(archive)
 
 
-def test_a_layer_without_history_has_words_too() -> None:
+def test_layer_without_history_has_a_title() -> None:
     found = read(broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=tar([("a", b"")])))
     assert (found.layers[0].digest, found.layers[0].command) == ("", "")
     assert layer_title(found.layers[0]) == "unknown command"
@@ -656,7 +656,7 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
         ("one.tar", "would overwrite another file"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
+def test_output_is_checked_before_the_image_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -667,7 +667,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
 
 
 class FakeEngine:
-    """An engine with one image: `there`."""
+    """Docker with one image: `there`."""
 
     def __init__(self, there: str, archive: bytes) -> None:
         self.images = self.api = self
@@ -688,9 +688,7 @@ class FakeEngine:
         return chunked(self.archive, chunk_size)
 
 
-def test_an_image_is_of_the_engine_by_its_tag_or_framework(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec
-) -> None:
+def test_image_is_found_by_tag_or_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec) -> None:
     fake = FakeEngine(matrix.defaults["pytorch"], oci([tar(TORCH)]))
     monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
@@ -717,8 +715,8 @@ def test_sums_add() -> None:
     assert (format_share(1, 1000), format_share(500, 1000)) == ("less than 1%", "50%")
 
 
-def test_names_in_an_image_command_no_terminal() -> None:
-    """Whoever made the image chose them: those of files, and the command of a layer."""
+def test_names_have_no_control_characters() -> None:
+    """The image's author chooses them: names of files, and commands of layers."""
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()

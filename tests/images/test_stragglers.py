@@ -1,4 +1,4 @@
-"""Hosts that go on after another has ended: stopped when their time is over, and waited for."""
+"""Hosts that still run after another has ended are stopped after a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from shoal.jobs import docker_job
 
 
-def test_a_host_that_goes_on_after_the_others_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_that_outlives_the_others_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[str] = []
     told = threading.Event()
 

@@ -188,7 +188,7 @@ def test_the_straggler_is_named(tmp_path: Path) -> None:
     assert "Rank 2 is the straggler: it is last in 10 of 10 collectives" in " ".join(timeline_text.summarize(analysis))
 
 
-def test_ranks_that_are_late_in_turn_are_no_stragglers(tmp_path: Path) -> None:
+def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path: Path) -> None:
     files = [
         write(
             tmp_path,
@@ -260,7 +260,7 @@ def test_an_object_with_trace_events_is_read_too(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "not text"),
     ],
 )
-def test_what_is_no_timeline_is_refused_by_name(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_invalid_timelines_are_errors(tmp_path: Path, text: str | bytes, words: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(TraceError, match=f"^{re.escape(str(file))}: .*{words}"):
@@ -297,7 +297,7 @@ def test_a_directory_stands_for_the_timelines_below_it(tmp_path: Path) -> None:
     assert trace.find_files([*files, tmp_path]) == files
 
 
-def test_a_path_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_path_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
     file = write(tmp_path, 0, [])
     with pytest.raises(UsageError, match=f"no such file or directory. Did you mean '{file.name}'"):
         trace.find_files([file.with_name("smdataparallel_timeline_9.json")])
@@ -371,7 +371,7 @@ def test_times_have_three_digits(nanoseconds: int | None, text: str) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_is_read_is_not_written_over(tmp_path: Path, as_json: bool) -> None:
+def test_input_is_not_overwritten(tmp_path: Path, as_json: bool) -> None:
     file = write(tmp_path, 0, [reduce(0, 1)])
     before = file.read_text()
     with pytest.raises(ShoalError, match="choose a name"):

@@ -158,7 +158,7 @@ def extract(path: Path) -> Iterator[Text]:
     content = path.read_text(errors="replace")
     kind = path.suffix or path.name
     if kind == ".md":
-        yield Text(path, 1, _without_blocks(content))
+        yield Text(path, 1, content)
     elif kind == ".py":
         yield from _of_python(path, content)
     elif kind in (".c", ".h"):
@@ -179,7 +179,7 @@ def extract(path: Path) -> Iterator[Text]:
 def _of_python(path: Path, content: str) -> Iterator[Text]:
     nodes = list(ast.walk(ast.parse(content)))
     docstrings = {id(node.value): node.value for node in nodes if isinstance(node, ast.Expr) and _is_string(node.value)}
-    yield from (Text(path, each.lineno, _without_blocks(_flat(each))) for each in docstrings.values())
+    yield from (Text(path, each.lineno, _flat(each)) for each in docstrings.values())
     formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     patterns = [node for node in nodes if isinstance(node, ast.Call) and _is_pattern(node)]
     known = {id(part) for node in (*formatted, *patterns) for part in ast.walk(node)} | docstrings.keys()
@@ -242,7 +242,7 @@ def _joined(path: Path, comments: list[tuple[int, int, str]]) -> Iterator[Text]:
             lines.append(text)
         else:
             if lines:
-                yield Text(path, start, _without_blocks("\n".join(lines)))
+                yield Text(path, start, "\n".join(lines))
             start, column, lines = number, place, [text]
         last = number
 
@@ -281,14 +281,9 @@ def _blank(found: regex.Match[str]) -> str:
     return str(regex.sub(r"[^\n]", " ", found[0]))
 
 
-def _without_blocks(text: str) -> str:
-    """The text with blanks in place of code blocks. Line breaks stay."""
-    return str(_FENCE.sub(lambda found: found[0] if "RESULT name=" in found[0] else _blank(found), text))
-
-
 def _mask(text: str) -> str:
-    """The text with one made-up word of the same length in place of each piece of code, and blanks for addresses."""
-    text = _NOISE.sub(_blank, text)
+    """The text with a made-up word of the same length for each piece of code, and blanks for code blocks and URLs."""
+    text = _NOISE.sub(_blank, _FENCE.sub(_blank, text))
     return str(_CODE.sub(lambda found: regex.sub(r"\S", "X", found[0].replace(" ", "X").replace("\n", " ")), text))
 
 
@@ -318,7 +313,8 @@ def check(texts: Iterable[Text], rules: list[Rule]) -> Iterator[Finding]:
                 continue
             for at, found in _matches(rule, text, masked):
                 line = text.line + (text.content.count("\n", 0, at) if text.exact else 0)
-                yield Finding(text.path, line, rule.name, rule.message(" ".join(found.split())))
+                message = rule.message(" ".join(found.split()))
+                yield Finding(text.path, line, rule.name, message if rule.limit is None else f"{message} ({found}…)")
 
 
 def _matches(rule: Rule, text: Text, masked: str) -> Iterator[tuple[int, str]]:
@@ -331,7 +327,8 @@ def _matches(rule: Rule, text: Text, masked: str) -> Iterator[tuple[int, str]]:
             continue
         for at, sentence in _sentences(block):
             if len(rule.pattern.findall(sentence)) > rule.limit:
-                yield start + at + len(sentence) - len(sentence.lstrip()), sentence.strip()[:60]
+                first = start + at + len(sentence) - len(sentence.lstrip())
+                yield first, " ".join(text.content[first : first + 60].split())
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Writes docs/api/dataparallel.md from the library's signatures and docstrings. `--check` writes nothing.
 
-Environment variables are described in docs/api/variables.toml. It is an error if a variable is in the code and not in
+The file docs/api/variables.toml describes environment variables. It is an error if a variable is in the code and not in
 that table, or in the table and not in the code. It is also an error if a public name has no docstring.
 """
 

@@ -1,4 +1,4 @@
-"""Checks that documented public functions describe their arguments, results and errors, and counts those of the rest.
+"""Checks that documented public functions describe their arguments, results and errors, and counts other functions.
 
 The documented functions are in the modules that scripts/api_docs.py lists. Each needs `Args` with every parameter,
 `Returns` if it returns something, and `Raises` if its body raises something. In the other modules, the functions that

@@ -47,7 +47,7 @@ _CODE = regex.compile(
     regex.DOTALL,
 )
 _WORD = regex.compile(r"(?<![\w-])[a-z]{2,}(?![\w-])")
-_SENTENCE_END = regex.compile(r"[.!?…](?=[\"'”)*_]*\s+[\"'“(*_]*[\p{Lu}\dX])|[.!?…](?=[\"'”)*_]*\s*$)")
+_SENTENCE_END = regex.compile(r"[.!?…](?=[\"'”)*_]*\s+[\"'“(*_\[]*[\p{Lu}\dX])|[.!?…](?=[\"'”)*_]*\s*$)")
 _ABBREVIATION = regex.compile(r"(?:e\.g|i\.e|etc|vs|cf|approx|No|St|Dr)\.$")
 _BLOCK = regex.compile(
     r"\n\s*\n"  # a blank line

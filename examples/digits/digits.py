@@ -1,7 +1,7 @@
-"""What all training scripts here share: hyperparameters, the digits, and the files a job leaves.
+"""Code that all training scripts here share: hyperparameters, the digits, and the files of a job.
 
-It imports no framework: what needs one is in digits_torch.py and digits_tensorflow.py. Nothing in the three is
-distributed: that is what the scripts show.
+It imports no framework: digits_torch.py and digits_tensorflow.py do. None of the three is distributed. The scripts show
+that part.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ HELD_OUT = 5  # every fifth image of each digit is for testing
 
 
 class Digits(NamedTuple):
-    """Images, float32 (n, 8, 8) from 0 to 1, and which digits they are, int64 (n,)."""
+    """Images, float32 (n, 8, 8) from 0 to 1, and their digits, int64 (n,)."""
 
     images: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int64]
 
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
-    """Hyperparameters arrive as `--name value`; what the platform decides, as SM_* variables."""
+    """Hyperparameters arrive as `--name value`, and settings of the platform as SM_* variables."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step (default: 32)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of Adam (default: 0.002)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
     parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
@@ -40,7 +40,7 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_digits(data_dir: Path | None) -> tuple[Digits, Digits]:
-    """The training and the test digits, from digits.npz in the channel, else from scikit-learn."""
+    """The training and the test digits, from digits.npz in the channel. Without a channel, from scikit-learn."""
     pixels, labels = _read(data_dir)
     digits = Digits((pixels / GREATEST_PIXEL).astype(np.float32), labels.astype(np.int64))
     held_out = np.zeros(len(digits.labels), dtype=bool)

@@ -1,4 +1,4 @@
-"""What the PyTorch scripts here share: the network, the digits as tensors, one pass over them, and saving."""
+"""Code that the PyTorch scripts here share: the network, the digits as tensors, one pass over them, and saving."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Net(torch.nn.Module):
 
 
 def current_device() -> torch.device:
-    """The GPU that joining the job has given to this rank, or the CPU of a host without."""
+    """The GPU that this rank got when it joined the job. Without GPUs, the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """The training and the test digits, images (n, 1, 8, 8), from the channel, else from scikit-learn."""
+    """The training and the test digits, images (n, 1, 8, 8), from the channel. Without a channel, from scikit-learn."""
     training, test = read_digits(data_dir)
     return _tensors(training), _tensors(test)
 

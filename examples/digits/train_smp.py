@@ -19,13 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 import smdistributed.modelparallel.torch as smp
 
 PARAMETERS = {"partitions": 4, "microbatches": 4, "ddp": True}
-"""Those of the job, the hyperparameter `mp_parameters`, win over these."""
+"""Defaults. The hyperparameter `mp_parameters` of the job overrides them."""
 
 
 @smp.step
 def train_step(model: Any, images: torch.Tensor, targets: torch.Tensor) -> Any:
     loss = functional.cross_entropy(model(images), targets)
-    model.backward(loss)  # not loss.backward(): it begins on another stage
+    model.backward(loss)  # not loss.backward(), because it begins on another stage
     return loss
 
 

@@ -16,7 +16,7 @@ from digits_tensorflow import share, share_size
 import smdistributed.modelparallel.tensorflow as smp
 
 PARAMETERS = {"partitions": 2, "microbatches": 4, "horovod": True}
-"""Those of the job, the hyperparameter `mp_parameters`, win over these. `horovod` means replicas; none is needed."""
+"""Defaults. The hyperparameter `mp_parameters` of the job overrides them. `horovod` allows replicas without Horovod."""
 
 loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

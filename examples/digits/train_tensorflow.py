@@ -1,4 +1,4 @@
-"""Train the digits with a Keras model and a training step of one's own, data parallel on any number of ranks.
+"""Train the digits with a Keras model and a custom training step, data parallel on any number of ranks.
 
 With the first-generation API, `smdistributed.dataparallel.tensorflow`. Runs as it is under `train` and mpirun, on GPUs
 and without, and alone: `python train_tensorflow.py`.

@@ -1,4 +1,4 @@
-"""Train the digits with torch's own DistributedDataParallel on the backend `smddp`; a stopped job goes on where it was.
+"""Train the digits with torch's own DistributedDataParallel on the backend `smddp`. A stopped job resumes.
 
 The second-generation API: one import and one backend name. Runs as it is under `train`, mpirun and torchrun, on GPUs
 and without, and alone: `python train_torch.py`.

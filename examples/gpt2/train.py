@@ -23,7 +23,7 @@ OBJECTS, ENDINGS = ("the tide", "a lantern", "the net", "an island"), ("at dawn"
 
 
 class Block(nn.Module):
-    """A layer of the transformer: attention to what came before, and a network for each place."""
+    """A layer of the transformer: attention to earlier positions, and a network for each position."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def read_text(file: str | None) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, done: int, args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """The same on all stages of a replica; replicas have batches of their own. Those of `done` steps are left out."""
+    """Batches, equal on all stages of a replica and different for each replica. Skips the first `done` steps."""
     draw = torch.Generator().manual_seed(args.seed * smp.dp_size() + smp.dp_rank())
     for number in range(done + args.steps):
         begins = torch.randint(0, len(text) - args.length, (args.batch_size,), generator=draw)
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
                 num_kept_partial_checkpoints=2,
             )
 
-    # The whole model for whoever uses it: a state dict that plain PyTorch loads.
+    # The whole model, as a state dict that plain PyTorch loads.
     if smp.dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True)
         if smp.pp_rank() == 0:
@@ -144,19 +144,19 @@ def main(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="of a replica; it is split into microbatches")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per replica and step")
     parser.add_argument("--length", type=int, default=64, help="bytes that the model sees")
-    parser.add_argument("--width", type=int, default=96, help="768 is that of the published small model")
-    parser.add_argument("--layers", type=int, default=4, help="12 are")
-    parser.add_argument("--heads", type=int, default=4, help="12 are")
+    parser.add_argument("--width", type=int, default=96, help="the published small model has 768")
+    parser.add_argument("--layers", type=int, default=4, help="the published small model has 12")
+    parser.add_argument("--heads", type=int, default=4, help="the published small model has 12")
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--partitions", type=int, default=2, help="stages, where no mp_parameters are given")
-    parser.add_argument("--text", help="a file to learn; without one, sentences are made")
+    parser.add_argument("--partitions", type=int, default=2, help="number of stages, if there are no mp_parameters")
+    parser.add_argument("--text", help="a file to learn; without it, the script makes sentences")
     parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--checkpoint-dir", default="", help="go on from the checkpoint there, and leave one")
+    parser.add_argument("--checkpoint-dir", default="", help="directory to resume from and to write checkpoints to")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--mp_parameters", help="those of the job, which smp.init has read already")
+    parser.add_argument("--mp_parameters", help="the mp_parameters of the job; smp.init reads them")
     parser.add_argument("--model-dir", default=os.environ.get("SM_MODEL_DIR", "model"))
     return parser.parse_args()
 

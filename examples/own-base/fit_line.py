@@ -1,4 +1,4 @@
-"""Fit a line to points of which each rank has its share: the least that shows ranks, engine and gradients at work."""
+"""Fit a line to points, with a share of the points on each rank: a minimal test of ranks and gradients."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_net() -> Any:
-    """Return a Keras model, equal to that of digits_torch.py, from images (n, 8, 8) to scores (n, 10)."""
+    """Return a Keras model, equal to `Net` of digits_torch.py, from images (n, 8, 8) to scores (n, 10)."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [

@@ -1,7 +1,7 @@
 """Train on the digits with a model in four stages, and two replicas: `mpirun -np 8 python train_smp.py`.
 
-The API is `smdistributed.modelparallel`; the network is that of the other scripts. Each replica gets 32 of a batch's 64
-images, which pass through the stages as a pipeline of four microbatches.
+The API is `smdistributed.modelparallel`; the network is the same as in the other scripts. Each replica gets 32 of a
+batch's 64 images, which pass through the stages as a pipeline of four microbatches.
 """
 
 from __future__ import annotations

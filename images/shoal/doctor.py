@@ -48,7 +48,7 @@ State = Literal["ok", "failed", "remark"]
 
 
 class Result(NamedTuple):
-    """What a check found, in one line, and how to fix it if it needs fixing."""
+    """The result of a check: its finding in one line, and a fix if it needs one."""
 
     state: State
     found: str
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, with its name."""
+    """A check's name and result."""
 
     name: str
     state: State
@@ -71,9 +71,9 @@ def _connect_to_docker() -> docker.DockerClient:
 
 @dataclass(frozen=True)
 class Site:
-    """What the checks inspect: the checkout around `start`, Docker, and this machine's network settings.
+    """Access for the checks: the checkout around `start`, Docker, and this machine's network settings.
 
-    What cannot be read raises `ShoalError`.
+    An attribute that cannot be read raises `ShoalError`.
     """
 
     start: Path
@@ -344,7 +344,7 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
             found[finding.name] = finding
     except Empty:
         pass
-    except BaseException:  # interrupted: checks still remove what they created
+    except BaseException:  # interrupted: checks still clean up
         _wait(threads)
         raise
     late = f"no result after {limit:g} s"
@@ -365,7 +365,7 @@ def _run_check(name: str, check: Check, site: Site) -> Finding:
     """Run a check. Body of a thread."""
     try:
         return Finding(name, *check(site))
-    except DockerError:  # reported by the check of Docker; the next one by that of the checkout
+    except DockerError:  # the check of Docker reports it
         return Finding(name, "remark", "not checked: needs Docker")
     except ShoalError:
         return Finding(name, "remark", "not checked: needs a checkout")
@@ -379,7 +379,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _start_docker(site: Site) -> str:
-    """Start Docker with scripts/engine.sh, which may install it; return what was done."""
+    """Start Docker with scripts/engine.sh, which may install it; return a sentence about the result."""
     script = site.project.root / "scripts" / "engine.sh"
     result = subprocess.run(
         [script], stdout=sys.stderr, check=False

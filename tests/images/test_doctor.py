@@ -114,7 +114,7 @@ def with_machine(site: Site, **fields: Any) -> Site:
     return replace(site, read_settings=lambda: replace(PLAIN, release="bookworm", **fields))
 
 
-# The engine
+# Docker
 
 
 def test_docker_is_reported_with_its_api(site: Site) -> None:
@@ -200,7 +200,7 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     fake.answers["GET images"] = (404, {"message": "no such image"})
     assert doctor.check_base_images(site) == Result("ok", both("{} can be pulled"))
     fake.answers["GET distribution"] = (500, {"message": "no route to host"})
-    monkeypatch.setattr(base, "obstacle", lambda _: "mmdebstrap is not here. What to do: run this as root")
+    monkeypatch.setattr(base, "obstacle", lambda _: "mmdebstrap is not here. Fix: run this as root")
     assert doctor.check_base_images(site) == Result("failed", "mmdebstrap is not here", "run this as root")
     monkeypatch.setattr(base, "obstacle", lambda _: "")
     assert doctor.check_base_images(site).found.count("bootstraps it") == 2
@@ -266,7 +266,7 @@ def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
     assert doctor.check_package_index(with_machine(site, pip=pip)).state == "ok"
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/debian bookworm-updates main")
     assert doctor.check_debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
-    suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all that images stand on
+    suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all base images
     files = [f"/debian/dists/{suite}/InRelease" for suite in suites]
     assert server.asked == ["/simple/pip/", "/more/pip/", *files]
 

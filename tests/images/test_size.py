@@ -80,7 +80,7 @@ def config(layers: Sequence[bytes], commands: Sequence[str]) -> bytes:
 
 
 def legacy(layers: Sequence[bytes], commands: Sequence[str] = ()) -> bytes:
-    """Return an image as engines before 25 save it; a layer that was there before is a symlink to it."""
+    """Return an image as Docker before version 25 saves it; a repeated layer is a symlink to the first."""
     files: list[tuple[str, Content]] = []
     first: dict[bytes, str] = {}
     for number, layer in enumerate(layers):
@@ -96,7 +96,7 @@ def legacy(layers: Sequence[bytes], commands: Sequence[str] = ()) -> bytes:
 
 
 def oci(layers: Sequence[bytes], commands: Sequence[str] = (), *, compressed: bool = False) -> bytes:
-    """Return an image as engines from 25 on save it."""
+    """Return an image as Docker saves it since version 25."""
     packed = [gzip.compress(layer, 1) if compressed else layer for layer in layers]
     about = config(layers, commands)
     blobs = {f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}": blob for blob in (*packed, about)}
@@ -261,7 +261,7 @@ def test_what_hides_what(lower: list[tuple[str, Content]], upper: list[tuple[str
 
 
 def test_a_layer_that_is_a_link_to_another_counts_again() -> None:
-    """As the engine counts it. The upper one hides the files of the lower, which are the same."""
+    """As Docker counts it. The upper layer hides the files of the lower one, which are the same."""
     layer = tar([("a", NOTES)])
     found = read(legacy([layer, layer], ["COPY a a", "COPY a a"]))
     assert [(of.sum.bytes, of.sum.hidden) for of in found.layers] == [(RECORD, taken(NOTES)), (RECORD, 0)]

@@ -1,4 +1,4 @@
-"""`shoal report timeline`: overlap and skew of small traces worked out by hand, merging, and what is refused."""
+"""`shoal report timeline`: overlap and skew of small traces worked out by hand, merging, and invalid files."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_merged_trace_reads_as_the_files_do(tmp_path: Path) -> None:
 
 
 def four_ranks(directory: Path, late: int = 2, by: float = 5, **about: Any) -> list[Path]:
-    """Ten steps; `late` begins each reduce later by `by` µs, the others together; all end together."""
+    """Write ten steps. Rank `late` begins each reduce `by` µs after the others. All ranks end together."""
     return [
         write(
             directory,
@@ -335,7 +335,7 @@ def test_a_long_recording_is_drawn_with_a_bounded_number_of_bars(
     events = [reduce(at, at + 1, size=10) for at in range(0, 40_000, 2)]
     html = timeline_page.render(analysis_of(write(tmp_path, 0, events)))
     assert html.count("<rect") < 3 * 300
-    assert "spans, the longest all_reduce, bucket" not in html  # a bucket's number would be that of one of them
+    assert "spans, the longest all_reduce, bucket" not in html  # the span stands for several buckets
     assert "spans, the longest all_reduce\n" in html
 
 
@@ -405,5 +405,5 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     write(tmp_path, 0, [reduce(0, 1)])
     unwritable = shoal(".", "-o", "no/such/page.html", cwd=tmp_path)
     assert unwritable.returncode == UsageError.exit_code
-    assert "no/such/page.html cannot be written: no/such is no directory. Make it" in unwritable.stderr
+    assert "no/such/page.html: no/such is not a directory. Fix: mkdir" in unwritable.stderr
     assert "-o .: cannot be written: it is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr

@@ -41,7 +41,7 @@ def main(asked: Question | None) -> None:
         app(standalone_mode=True, obj=asked)
     except Exception as error:
         failure = _convert_error(error)
-        if failure is None:  # a defect of ours: its traceback says most
+        if failure is None:  # a defect: the traceback is most helpful
             raise
         print(f"shoal: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)

@@ -1,4 +1,4 @@
-"""What all commands share: the application, arguments, output for people and programs, and access to the project."""
+"""Shared by all commands: the application, arguments, output for people and programs, and access to the project."""
 
 from __future__ import annotations
 

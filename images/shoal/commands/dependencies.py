@@ -1,4 +1,4 @@
-"""Commands on what images are built from: `lock` pins packages, `bundle` downloads them for offline builds."""
+"""Commands on the packages in images: `lock` pins them, `bundle` downloads them for offline builds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lock_images(
 ) -> None:
     """Pin the Python packages of images, with hashes, in dockerfiles/requirements/, and render the Dockerfiles.
 
-    Child images whose locks no longer fit are locked too, unless you --skip them.
+    Child images are locked too if their locks no longer fit, unless you --skip them.
     """
     here, matrix = open_project()
     if bases:

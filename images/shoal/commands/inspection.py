@@ -137,7 +137,7 @@ def report_size(
 ) -> None:
     """Write an HTML page that shows which layers and packages use the space in an image, or how two images differ.
 
-    Sizes are those of the layers' tar archives. Compressed sizes are those of gzip, as in a registry.
+    Sizes count the layers' tar archives. Compressed sizes are after gzip, as in a registry.
     """
     names = [image, other] if other else [image]
     inventories, written = size.write_report(names, load_matrix(), page, as_json, console)

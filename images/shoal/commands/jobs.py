@@ -42,7 +42,7 @@ _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|m
 
 
 class Engine(StrEnum):
-    """Where a job runs: in Docker, or on this machine without it."""
+    """The place in which a job runs: Docker, or this machine without Docker."""
 
     docker = "docker"
     none = "none"

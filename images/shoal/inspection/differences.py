@@ -131,7 +131,7 @@ def format_differences(differences: Differences) -> Iterator[str]:
     if (more := len(differences.unexplained) - MAX_LISTED) > 0:
         yield f"✗ and {more:,} more, which --json lists"
     if not differences.unexpected and not differences.packages:
-        yield "✓ no differences beyond those of two builds of one commit"
+        yield "✓ no unexpected differences for two builds of one commit"
 
 
 def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator[tuple[str, Kind]]:

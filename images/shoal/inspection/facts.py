@@ -36,7 +36,7 @@ class Package(pydantic.BaseModel):
 
 
 class ImageFacts(pydantic.BaseModel):
-    """What Docker and a container of an image report."""
+    """The facts that Docker and a container of an image report."""
 
     tag: str
     id: str

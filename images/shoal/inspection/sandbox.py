@@ -36,7 +36,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str, Any]:
-    """Run a Python program of ours with the image's Python, and return the JSON object that it prints.
+    """Run one of our Python programs with the image's Python, and return the JSON object that it prints.
 
     Args:
         client: Docker.

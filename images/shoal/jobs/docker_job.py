@@ -58,7 +58,7 @@ def run(image: str, request: job.JobRequest, console: Console) -> job.JobResult:
     Args:
         image: The tag of the image.
         request: The job, which the caller has checked.
-        console: Where logs and messages go.
+        console: The console for logs and messages.
 
     Raises:
         DockerError: If Docker does not answer, refuses, or lacks the image.

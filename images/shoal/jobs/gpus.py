@@ -29,7 +29,7 @@ Devices = tuple[str, ...]
 
 
 def check_option(option: str | None, hosts: int) -> None:
-    """Raise `UsageError` if the value of `--gpus` is no list of GPUs, or cannot be divided evenly between hosts."""
+    """Raise `UsageError` if the value of `--gpus` is not a list of GPUs, or cannot be divided evenly between hosts."""
     if option is None or option in (ALL, NONE):
         return
     names = option.split(",")

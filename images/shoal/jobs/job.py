@@ -127,7 +127,7 @@ class JobResult:
     archives: Mapping[str, Path]
     """model.tar.gz and output.tar.gz, if the job wrote files for them."""
     launch: Mapping[str, Any]
-    """What `train` reports about the launch (output/job.json of the first host); empty if it wrote no report."""
+    """The report of `train` about the launch (output/job.json of the first host); empty if there is none."""
     metrics: Mapping[str, Any]
     """The content of output/data/metrics.json; empty if the script did not write it."""
     messages: Mapping[str, str]
@@ -161,7 +161,7 @@ def make_job_directory(request: JobRequest, name: str) -> Path:
 
 
 def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
-    """Write what SageMaker mounts at /opt/ml: code, configuration and empty output directories.
+    """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
     at input/data/<channel>.
@@ -245,7 +245,7 @@ def read_result(
     trees: Mapping[str, Path],
     notes: Mapping[str, str] | None = None,
 ) -> JobResult:
-    """Pack the files of a job that has ended, and read what it reports.
+    """Pack the files of a job that has ended, and read its reports.
 
     Args:
         name: The job's name.

@@ -22,7 +22,7 @@ def run(request: job.JobRequest, console: Console) -> job.JobResult:
 
     Args:
         request: The job, which the caller has checked.
-        console: Where the output of `train` and messages go.
+        console: The console for the output of `train` and messages.
 
     Raises:
         DockerError: If this Python environment has no `train`, or the machine lacks the requested GPUs.

@@ -30,7 +30,7 @@ def run_in_container(image: str, factory: str, options: Sequence[str], console: 
         image: The tag of the image.
         factory: `FILE.py:NAME`. The file's directory is mounted read-only.
         options: Further arguments of the plan command.
-        console: Where its output goes, with `as_json` only its standard error.
+        console: The console for its output; with `as_json`, for its standard error only.
         as_json: Print its standard output, one JSON document, when it has ended.
 
     Raises:

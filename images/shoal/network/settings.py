@@ -1,7 +1,7 @@
 """The network settings of this machine that builds use: package mirrors, pip, credentials, CA bundle, proxies.
 
-They enter a build as files in the context's `machine/` directory, which is mounted only while a step runs, and as proxy
-build arguments, which Docker never records.
+A build gets them as files in the context's `machine/` directory, which is mounted only while a step runs. Proxies are
+build arguments too; Docker does not record those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
 # The parts of a Debian suite that builds use; not backports, and no suites of other vendors.
 _POCKETS = ("", "-updates", "-security")
-# The package index of a bundle has no signature. Whoever sets `debs` has checked its SHA-256.
+# The package index of a bundle has no signature. The code that sets `debs` has checked its SHA-256.
 _BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
 _ADDED_CA = Path("/usr/local/share/ca-certificates")
 
@@ -65,8 +65,8 @@ class NetworkSettings:
     def select_sources(self, suite: str) -> tuple[str, ...]:
         """Return the apt sources for builds on a Debian suite.
 
-        A Debian mirror holds all suites at one address. So if this machine has no sources of `suite`, those of its own
-        release are used with the suite's name: on bookworm, `URL bookworm-security main` becomes
+        A Debian mirror holds all suites at one address. This machine may have sources of its own release only. Their
+        addresses are then used for `suite`: on bookworm, `URL bookworm-security main` becomes
         `URL trixie-security main`.
 
         Args:
@@ -184,7 +184,7 @@ def _read_apt_proxies() -> Iterator[str]:
 
 
 def _debian_release() -> str:
-    """Return the Debian suite of this machine; empty if it runs another system, whose mirrors have other suites."""
+    """Return the Debian suite of this machine; empty if it runs another system."""
     with contextlib.suppress(OSError):
         release = platform.freedesktop_os_release()
         return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""

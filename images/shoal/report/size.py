@@ -49,7 +49,7 @@ def write_report(
         matrix: The matrix, which defines the frameworks; None outside a checkout.
         output: The page to write.
         as_json: Whether to write the inventories.
-        console: Where progress goes.
+        console: The console for progress.
 
     Returns:
         The inventories, and the files that were written.
@@ -153,7 +153,7 @@ def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
-    """Yield an image as an archive. By its ID, because a tag may stand for several images."""
+    """Yield an image as an archive. By its ID, because several images may have had the tag."""
     yield from client.api.get_image(image_id, chunk_size=_CHUNK)
 
 

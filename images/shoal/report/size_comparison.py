@@ -17,7 +17,7 @@ _SHELL = re.compile(r"(\|\d+ (\S+=\S* )*)?/bin/sh -c (#\(nop\) +)?|# buildkit\s*
 
 @dataclass(frozen=True)
 class Change:
-    """A package or a layer in two images; None: not in that image. `kind` is that of its owner, or "layer"."""
+    """A package or a layer in two images; None: not in that image. `kind` is its owner's kind, or "layer"."""
 
     kind: str
     name: str

@@ -112,7 +112,7 @@ def _view_image(inventory: Inventory) -> ImageView:
 
 
 def _make_layer_row(number: int, layer: Layer, longest: int) -> Row:
-    """Return the row of a layer, with a bar that shows its kinds of files and what is hidden."""
+    """Return the row of a layer, with a bar that shows its kinds of files and its hidden files."""
     kinds = {kind: total(of for owner, of in layer.owners.items() if owner.kind == kind) for kind in size_text.KINDS}
     shown = {kind: Sum(of.bytes - of.hidden, of.compressed) for kind, of in kinds.items()}
     hidden = Sum(layer.sum.hidden, layer.sum.hidden_compressed)
@@ -121,7 +121,7 @@ def _make_layer_row(number: int, layer: Layer, longest: int) -> Row:
 
 
 def _describe_layer(layer: Layer) -> str:
-    """Return the largest packages of a layer, and its command. Commands begin alike, and long ones are cut off."""
+    """Return the largest packages of a layer, and its command. Commands alone look similar."""
     packages = [(owner.name, of.bytes) for owner, of in layer.owners.items() if owner.kind in ("python", "debian")]
     names = [name for name, _ in sorted(packages, key=lambda item: -item[1])[:_MAX_NAMES]]
     return " · ".join([*([", ".join(names)] if names else []), layer_title(layer)])
@@ -137,7 +137,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def _make_cells(owners: dict[Owner, Sum], by_kind: dict[str, Sum]) -> Iterator[Cell]:
-    """Yield the rectangles of the treemap. Those of one kind are next to each other."""
+    """Yield the rectangles of the treemap. Rectangles of one kind are next to each other."""
     kinds = sorted((kind for kind, of in by_kind.items() if of.bytes), key=lambda kind: -by_kind[kind].bytes)
     smallest = sum(of.bytes for of in by_kind.values()) * _SMALLEST
     for kind, box in zip(kinds, squarify([by_kind[kind].bytes for kind in kinds], _CANVAS), strict=True):

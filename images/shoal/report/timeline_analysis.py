@@ -2,8 +2,8 @@
 
 Definitions, per rank:
 
-- *busy*: the times at which its main thread computes: its `compute` spans, or if there are none, the time from its
-  first span to its last; in both cases without its `wait` spans.
+- *busy*: the times at which its main thread computes: its `compute` spans without its `wait` spans. If it has no
+  `compute` spans, all the time from its first span to its last without its `wait` spans.
 - *communication*: the time in `communication` spans. Spans that overlap count once. The time in which an early rank
   waits for the others is included.
 - *exposed*: communication while the rank is not busy. It makes training longer; the rest costs nothing.

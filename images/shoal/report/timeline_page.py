@@ -152,7 +152,7 @@ def _make_bars(report: RankReport, category: str, window: Interval, y: int, shor
 
 
 def _choose_marks(report: RankReport, window: Interval) -> Iterator[Span]:
-    """Yield the instants of a window; none if they are so many that they would cover the bars."""
+    """Yield the instants of a window; none if they would cover the bars."""
     instants = [mark for mark in report.rank.instants if window[0] <= mark.begin < window[1]]
     return iter(instants if len(instants) <= UNITS // 100 else ())
 
@@ -216,5 +216,5 @@ def _list_kinds(timeline: Timeline) -> list[str]:
 
 
 def _collective_key(span: Span) -> tuple[object, ...]:
-    """Return what identifies a kind of collective."""
+    """Return the name, bucket and group, which identify a kind of collective."""
     return span.name, span.args.get("bucket"), span.args.get("group")

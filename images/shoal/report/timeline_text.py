@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def describe_span(span: Span) -> str:
-    """Return lines with a span's name, bytes, duration, bandwidth, dtype, engine and group, as far as recorded."""
+    """Return lines with a span's name, bytes, duration, bandwidth, dtype, communication engine and group."""
     bucket = f", bucket {span.args['bucket']}" if "bucket" in span.args else ""
     several = f"{span.args['spans']} spans, the longest " if "spans" in span.args else ""
     rate = f"{format_bytes(span.bytes)} in {format_time(span.duration)}, {format_bandwidth(span_bandwidth(span))}"

@@ -44,7 +44,7 @@ def read(directory: Path) -> dict[str, File]:
 
 def compare(old: dict[str, File], new: dict[str, File], *packages: dict[str, str]) -> Differences:
     before, after = packages or ({}, {})
-    return differences.compare(
+    return differences.compare_images(
         "a:1", "a:2", FileSystem(files=old, packages=before), FileSystem(files=new, packages=after)
     )
 

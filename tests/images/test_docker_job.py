@@ -101,8 +101,8 @@ def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.Monkey
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        local_job.run(request_, Console(file=io.StringIO()))
+        local_job.run_job_locally(request_, Console(file=io.StringIO()))
     assert len({environment[SECRET] for environment in given}) == 2
     monkeypatch.setenv(SECRET_FILE, "/mounted")
-    local_job.run(request_, Console(file=io.StringIO()))
+    local_job.run_job_locally(request_, Console(file=io.StringIO()))
     assert (given[-1].get(SECRET), given[-1][SECRET_FILE]) == (None, "/mounted"), "`train` refuses both"

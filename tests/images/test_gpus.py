@@ -44,7 +44,7 @@ class FakeEngine:
 
 def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS) -> tuple[list[Any], list[str]]:
     said: list[str] = []
-    return gpus.divide(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
+    return gpus.divide_gpus(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_settings_of_a_container() -> None:
     assert (some["DeviceIDs"], some["Count"], some["Capabilities"]) == (["0", "1"], 0, [["gpu"]])
     assert gpus.device_requests(("all",))[0]["Count"] == -1
     assert gpus.device_requests(()) == []
-    assert gpus.environment(()) == {"NVIDIA_VISIBLE_DEVICES": "void"}
-    assert gpus.environment(("0", "1")) == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
-    assert gpus.environment(("all",)) == {}
+    assert gpus.gpu_environment(()) == {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert gpus.gpu_environment(("0", "1")) == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
+    assert gpus.gpu_environment(("all",)) == {}
 
 
 def test_local_job_sees_the_requested_gpus(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
 from shoal.matrix.spec import BuildSpec
 from shoal.report import size, size_page, size_text, treemap
 from shoal.report.formats import format_byte_change, format_bytes, format_share
-from shoal.report.size_comparison import compare, layer_title
+from shoal.report.size_comparison import compare_sizes, layer_title
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
@@ -327,7 +327,7 @@ def test_long_and_odd_names_and_empty_layers_add_up(layout: Any) -> None:
     found = read(layout(layers))
     assert [layer.sum.bytes for layer in found.layers] == [len(layer) for layer in layers]
     assert {owner.name for owner in found.owners} >= {"caf?", "ünï"}
-    assert size_page.render([found]).encode()
+    assert size_page.render_size_page([found]).encode()
 
 
 names = st.sampled_from(["a", "b", "a/b", "a/c", "c/d/e/f/g", ".wh.a", "a/.wh.b", "a/.wh..wh..opq", "c/.wh.d"])
@@ -405,7 +405,7 @@ def two_images() -> tuple[Inventory, Inventory]:
 
 def test_comparison_of_two_images() -> None:
     before, after = two_images()
-    comparison = compare(before, after)
+    comparison = compare_sizes(before, after)
     told = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
     grown = sum(of.bytes for owner, of in after.owners.items() if owner == TORCHS) - before.owners[TORCHS].bytes
     assert grown == taken(LIBRARY * 20)
@@ -422,7 +422,7 @@ def test_comparison_of_two_images() -> None:
     assert layers[2:] == [("COPY new /", "new"), ("COPY old /", "gone")]
     (torch,) = (change for change in comparison.packages if change.name == "big-torch")
     assert torch.version == "2.0.1+cu117 → 2.1.0"
-    back = {change.name: change.state for change in compare(after, before).packages}
+    back = {change.name: change.state for change in compare_sizes(after, before).packages}
     assert (back["big-torch"], back["old"], back["new"]) == ("shrunk", "new", "gone")
 
 
@@ -430,11 +430,11 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
     first, second, third = (tar([(name, name.encode() * 10_000)]) for name in ("a", "bb", "ccc"))
     before = read(oci([first, second], ["RUN one", "RUN two"]))
     after = read(oci([first, second, third], ["RUN other", "RUN two", "RUN two"]))
-    told = [(change.name, change.state, change.bytes) for change in compare(before, after).layers]
+    told = [(change.name, change.state, change.bytes) for change in compare_sizes(before, after).layers]
     assert told == [("RUN other", "same", 0), ("RUN two", "same", 0), ("RUN two", "new", len(third))]
-    others = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
+    others = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
     assert [change.bytes for change in others.layers] == [len(third) - len(first), len(third) - len(second)]
-    turns = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))
+    turns = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))
     assert [(change.state, change.bytes) for change in turns.layers] == [
         ("same", 0), ("grown", len(third) - len(first))
     ]  # fmt: skip
@@ -442,7 +442,7 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
 
 def test_an_image_does_not_differ_from_itself() -> None:
     one, _ = two_images()
-    comparison = compare(one, one)
+    comparison = compare_sizes(one, one)
     assert not any(change.is_changed for change in (*comparison.packages, *comparison.layers))
     assert next(size_text.summarize_comparison(comparison)) == "one:1 and one:1 have the same size."
 
@@ -472,7 +472,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
-    html = size_page.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
+    html = size_page.render_size_page([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
     page = Parsed(html)
     for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "big-torch · RUN pip install big-torch"):
         assert words in page.words
@@ -488,7 +488,7 @@ def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None
 
 def test_the_page_of_two_images_shows_the_difference() -> None:
     before, after = two_images()
-    page = Parsed(size_page.render([before, after], compare(before, after)))
+    page = Parsed(size_page.render_size_page([before, after], compare_sizes(before, after)))
     for words in ("other:2 is", "than one:1", "2.0.1+cu117 → 2.1.0", "COPY old /", "gone", "new", "grown"):
         assert words in page.words
     assert f"+{taken(NEW) / 1000:.2f} kB" in page.words
@@ -502,11 +502,11 @@ def test_nasty_names_are_escaped() -> None:
         ("[red]/x", NOTES),
     ]
     found = read(oci([tar(files)], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>")
-    html = size_page.render([found, found], compare(found, found))
+    html = size_page.render_size_page([found, found], compare_sizes(found, found))
     assert not re.search(r"<script|<i>name|<b>echo", html)
     assert "<script>alert(1)<" in Parsed(html).words
     console = Console(width=200, record=True, file=io.StringIO())
-    size.print_report(console, [found])
+    size.print_size_report(console, [found])
     text = console.export_text()
     assert "[bold]" in text
     assert "[red]" in text
@@ -514,7 +514,7 @@ def test_nasty_names_are_escaped() -> None:
 
 def test_a_long_list_of_packages_is_folded() -> None:
     files: list[tuple[str, Content]] = [(f"dir{number}/x", NOTES) for number in range(60)]
-    page = Parsed(size_page.render([read(oci([tar(files)]))]))
+    page = Parsed(size_page.render_size_page([read(oci([tar(files)]))]))
     assert "21 more" in page.words
     assert "dir59" in page.words
 
@@ -662,7 +662,7 @@ def test_output_is_checked_before_the_image_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.tar").write_text("no image")
     with pytest.raises(UsageError, match=f"-o {re.escape(output)}: .*{words}"):
-        size.write_report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
+        size.write_size_report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
     assert (tmp_path / "one.tar").read_text() == "no image"
 
 
@@ -693,20 +693,20 @@ def test_image_is_found_by_tag_or_framework(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
     for word in ("pytorch", matrix.defaults["pytorch"]):
-        (found,), written = size.write_report([word], matrix, tmp_path / "size.html", False, console)
+        (found,), written = size.write_size_report([word], matrix, tmp_path / "size.html", False, console)
         assert found.name == matrix.defaults["pytorch"]
         assert found.sum.bytes == len(tar(TORCH))
         assert written == [tmp_path / "size.html"]
     assert fake.saved == ["sha256:1", "sha256:1"]  # by ID: a name may have several images
     with pytest.raises(UsageError, match="not built yet"):
-        size.write_report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
     assert len(fake.saved) == 2  # nothing is read before all are found
     with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
-        size.write_report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
-        size.write_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match="debian: no such image"):
-        size.write_report(["debian"], None, tmp_path / "size.html", False, console)
+        size.write_size_report(["debian"], None, tmp_path / "size.html", False, console)
 
 
 def test_sums_add() -> None:
@@ -720,8 +720,8 @@ def test_names_have_no_control_characters() -> None:
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()
-    size.print_report(Console(file=screen, width=200), [found])
-    size.print_report(Console(file=screen, width=200), [found, other])
+    size.print_size_report(Console(file=screen, width=200), [found])
+    size.print_size_report(Console(file=screen, width=200), [found, other])
     assert "title" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
     assert "\x07" not in screen.getvalue()

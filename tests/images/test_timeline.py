@@ -19,7 +19,7 @@ from shoal.errors import ShoalError, TraceError, UsageError
 from shoal.report import timeline_page, timeline_text, trace
 from shoal.report.formats import format_time
 from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
-from shoal.report.timeline import write_report
+from shoal.report.timeline import write_timeline_report
 from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
 EPOCH = 1_700_000_000_000_000
@@ -120,8 +120,8 @@ def test_overlap_without_compute_spans_is_by_the_waits(tmp_path: Path) -> None:
 def test_no_communication_has_no_overlap(tmp_path: Path) -> None:
     analysis = analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 10)]))
     assert analysis.ranks[0].overlap is None
-    assert "No communication was recorded." in list(timeline_text.summarize(analysis))
-    assert "–" in timeline_page.render(analysis)
+    assert "No communication was recorded." in list(timeline_text.summarize_timeline(analysis))
+    assert "–" in timeline_page.render_timeline_page(analysis)
 
 
 def test_files_that_began_at_different_times_are_put_on_one_clock(tmp_path: Path) -> None:
@@ -185,7 +185,9 @@ def test_the_straggler_is_named(tmp_path: Path) -> None:
     assert analysis.shares == {0: 0, 1: 0, 2: 1, 3: 0}
     assert [of.last_to for of in analysis.ranks][2] == 10
     assert [of.lateness for of in analysis.ranks] == [0, 0, 5000, 0]
-    assert "Rank 2 is the straggler: it is last in 10 of 10 collectives" in " ".join(timeline_text.summarize(analysis))
+    assert "Rank 2 is the straggler: it is last in 10 of 10 collectives" in " ".join(
+        timeline_text.summarize_timeline(analysis)
+    )
 
 
 def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_missing_path_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path) -> None:
-    html = timeline_page.render(analysis_of(*four_ranks(tmp_path, host="<algo>")))
+    html = timeline_page.render_timeline_page(analysis_of(*four_ranks(tmp_path, host="<algo>")))
     for rank in range(4):
         assert f">rank {rank}</b>" in html
     bars = re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', html)
@@ -322,7 +324,7 @@ def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path)
 
 
 def test_the_exposed_part_is_drawn_over_its_span(tmp_path: Path) -> None:
-    html = timeline_page.render(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
+    html = timeline_page.render_timeline_page(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
     assert re.search(r'<rect class="communication" x="4000.0" y="(\d+)" width="6000.0"', html)
     assert re.search(r'<rect class="exposed" x="6000.0" y="(\d+)" width="4000.0"', html)
     assert "40.0 µs of it exposed" in html
@@ -333,7 +335,7 @@ def test_a_long_recording_is_drawn_with_a_bounded_number_of_bars(
 ) -> None:
     monkeypatch.setattr(timeline_page, "_MAX_BARS", 300)
     events = [reduce(at, at + 1, size=10) for at in range(0, 40_000, 2)]
-    html = timeline_page.render(analysis_of(write(tmp_path, 0, events)))
+    html = timeline_page.render_timeline_page(analysis_of(write(tmp_path, 0, events)))
     assert html.count("<rect") < 3 * 300
     assert "spans, the longest all_reduce, bucket" not in html  # the span stands for several buckets
     assert "spans, the longest all_reduce\n" in html
@@ -375,7 +377,7 @@ def test_input_is_not_overwritten(tmp_path: Path, as_json: bool) -> None:
     file = write(tmp_path, 0, [reduce(0, 1)])
     before = file.read_text()
     with pytest.raises(ShoalError, match="choose a name"):
-        write_report([tmp_path], file.with_suffix(".html") if as_json else file, as_json)
+        write_timeline_report([tmp_path], file.with_suffix(".html") if as_json else file, as_json)
     assert file.read_text() == before
 
 

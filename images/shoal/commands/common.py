@@ -38,13 +38,15 @@ EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException
 
 _IMAGES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'. Default: all images."
 Images = Annotated[
-    list[str] | None, typer.Argument(metavar="[IMAGE]...", help=_IMAGES_HELP, autocompletion=completion.images)
+    list[str] | None, typer.Argument(metavar="[IMAGE]...", help=_IMAGES_HELP, autocompletion=completion.complete_images)
 ]
-Image = Annotated[str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.images)]
+Image = Annotated[
+    str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images)
+]
 Skip = Annotated[
     list[str] | None,
     typer.Option(
-        "--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=completion.images
+        "--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=completion.complete_images
     ),
 ]
 AsJson = Annotated[

@@ -17,7 +17,7 @@ _SPLIT = "\x1f"
 def join_words(environment: MutableMapping[str, str]) -> None:
     """Join the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
 
-    The last word keeps only the part that bash will replace. The part before it is stored for `images`.
+    The last word keeps only the part that bash will replace. The part before it is stored for `complete_images`.
     """
     if environment.get("_SHOAL_COMPLETE") != "complete_bash":
         return
@@ -30,7 +30,7 @@ def join_words(environment: MutableMapping[str, str]) -> None:
     environment.update({"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(before)), _HEAD: head})
 
 
-def images(incomplete: str) -> list[str]:
+def complete_images(incomplete: str) -> list[str]:
     """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon."""
     try:
         matrix = spec.load(project.find(Path.cwd()).buildspec)

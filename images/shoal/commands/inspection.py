@@ -34,7 +34,9 @@ from shoal.report import output_files, size
 _SIZE_HELP = "Framework from buildspec.yml, any tag that Docker has, or a .tar file written by docker save."
 AnyImage = Annotated[
     str,
-    typer.Argument(metavar="IMAGE", help="Framework from buildspec.yml, or any tag.", autocompletion=completion.images),
+    typer.Argument(
+        metavar="IMAGE", help="Framework from buildspec.yml, or any tag.", autocompletion=completion.complete_images
+    ),
 ]
 OutputFile = Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: standard output.")]
 
@@ -140,8 +142,8 @@ def report_size(
     Sizes count the layers' tar archives. Compressed sizes are after gzip, as in a registry.
     """
     names = [image, other] if other else [image]
-    inventories, written = size.write_report(names, load_matrix(), page, as_json, console)
-    size.print_report(console, inventories)
+    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, console)
+    size.print_size_report(console, inventories)
     print_written(written)
 
 
@@ -162,7 +164,7 @@ def report_differences(
     tags = resolve_tag(image), resolve_tag(other)
     client = _connect_with_images(*tags)
     with progress_console(as_json).status(f"reading {' and '.join(tags)}"):
-        found = differences.compare(*tags, *(differences.read_image(client, tag) for tag in tags))
+        found = differences.compare_images(*tags, *(differences.read_image(client, tag) for tag in tags))
     if as_json:
         print_json({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:

@@ -116,13 +116,13 @@ def run_job(options: RunOptions) -> None:
     if options.engine is Engine.none:
         resolve_tag(options.image)
         _refuse_limits({"--shm-size": options.shm_size, "--memory": options.memory})
-        result = local_job.run(request, progress)
+        result = local_job.run_job_locally(request, progress)
     else:
         if options.build:
             tag, build_seconds = _build_image(options.image, progress)
         else:
             tag = resolve_tag(options.image)
-        result = docker_job.run(tag, request, progress)
+        result = docker_job.run_job_in_docker(tag, request, progress)
     summary.print_summary(progress, request, result, build_seconds)
     if options.as_json:
         print_json({**vars(result), "build_seconds": build_seconds})
@@ -165,8 +165,8 @@ def report_timeline(
 
     Example: shoal report timeline jobs/my-job
     """
-    analysis, written = timeline.write_report(paths, page, as_json)
-    timeline.print_report(console, analysis)
+    analysis, written = timeline.write_timeline_report(paths, page, as_json)
+    timeline.print_timeline_report(console, analysis)
     print_written(written)
 
 

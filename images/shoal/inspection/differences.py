@@ -97,7 +97,7 @@ def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, Fi
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 
-def compare(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
+def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
     """Compare two images.
 
     Args:

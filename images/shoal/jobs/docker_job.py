@@ -49,7 +49,7 @@ class _HostExit:
     """Whether the kernel's out-of-memory killer ended it."""
 
 
-def run(image: str, request: job.JobRequest, console: Console) -> job.JobResult:
+def run_job_in_docker(image: str, request: job.JobRequest, console: Console) -> job.JobResult:
     """Run a job in containers, and print the hosts' logs with the host's name before each line.
 
     An interrupt stops the hosts, removes them and the network, and is raised again. A second interrupt removes them
@@ -91,7 +91,7 @@ def _create_hosts(
 ) -> dict[str, Container]:
     """Create the network and the containers, each with its /opt/ml, its GPUs and the job's secret. Start nothing."""
     say = functools.partial(console.print, markup=False, soft_wrap=True)
-    devices = gpus.divide(client, image, request.gpus, request.host_names, say)
+    devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, name)
     settings = _container_settings(request, name, str(network.name))
     secret = request.make_secret()
@@ -106,7 +106,7 @@ def _create_hosts(
                 "name": f"{name}-{host}",
                 "networking_config": {network.name: alias},
                 "device_requests": gpus.device_requests(own_devices),
-                "environment": {**gpus.environment(own_devices), **settings["environment"]},
+                "environment": {**gpus.gpu_environment(own_devices), **settings["environment"]},
             }
             hosts[host] = containers.create(client, image, ["train"], {**settings, **own})
             packed_tree.seek(0)

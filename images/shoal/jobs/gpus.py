@@ -28,7 +28,7 @@ Devices = tuple[str, ...]
 """GPUs by index or UUID; (`all`,): every GPU that Docker has."""
 
 
-def check_option(option: str | None, hosts: int) -> None:
+def check_gpus_option(option: str | None, hosts: int) -> None:
     """Raise `UsageError` if the value of `--gpus` is not a list of GPUs, or cannot be divided evenly between hosts."""
     if option is None or option in (ALL, NONE):
         return
@@ -45,7 +45,7 @@ def check_option(option: str | None, hosts: int) -> None:
         )
 
 
-def divide(
+def divide_gpus(
     client: docker.DockerClient, image: str, option: str | None, hosts: Sequence[str], say: Callable[[str], object]
 ) -> list[Devices]:
     """Return the GPUs of each host.
@@ -91,7 +91,7 @@ def device_requests(devices: Devices) -> list[DeviceRequest]:
     return [DeviceRequest(device_ids=list(devices), capabilities=[["gpu"]])] if devices else []
 
 
-def environment(devices: Devices) -> dict[str, str]:
+def gpu_environment(devices: Devices) -> dict[str, str]:
     """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default."""
     return {} if devices == (ALL,) else {VISIBLE: ",".join(devices) or "void"}
 

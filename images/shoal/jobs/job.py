@@ -78,7 +78,7 @@ class JobRequest:
                 raise UsageError(f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-'")
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
-        gpus.check_option(self.gpus, self.hosts)
+        gpus.check_gpus_option(self.gpus, self.hosts)
         self.encode_hyperparameters("")
 
     @property

@@ -15,7 +15,7 @@ from shoal.errors import DockerError
 from shoal.jobs import distribution, gpus, job
 
 
-def run(request: job.JobRequest, console: Console) -> job.JobResult:
+def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
     """Run a job on this machine. All ranks run on one host, so the world size is as requested.
 
     An interrupt ends `train`, which ends its ranks.

@@ -23,7 +23,7 @@ from shoal.layers.inventory import Inventory, Sum
 from shoal.matrix.spec import BuildSpec
 from shoal.report import output_files, size_page, size_text
 from shoal.report.formats import format_byte_change, format_bytes
-from shoal.report.size_comparison import Change, Comparison, compare, layer_title
+from shoal.report.size_comparison import Change, Comparison, compare_sizes, layer_title
 
 _CHUNK = 1024 * 1024  # bytes
 _MAX_ROWS = 10  # of a table on the terminal
@@ -31,7 +31,7 @@ _NUMBER_WIDTH = 13  # of a column of numbers, in letters
 
 
 @dataclass(frozen=True)
-class _Archive:
+class _ImageArchive:
     """An image as a tar archive of about `size` bytes, which is read in chunks."""
 
     name: str
@@ -39,7 +39,7 @@ class _Archive:
     chunks: Iterator[bytes]
 
 
-def write_report(
+def write_size_report(
     names: Sequence[str], matrix: BuildSpec | None, output: Path, as_json: bool, console: Console
 ) -> tuple[list[Inventory], list[Path]]:
     """Write the page of one image or two, and with `as_json` their inventories next to it.
@@ -61,23 +61,23 @@ def write_report(
     page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
     archives = [_open_image(name, matrix) for name in names]
     inventories = [_read_inventory(archive, console) for archive in archives]
-    comparison = compare(*inventories) if len(inventories) == 2 else None
-    texts = {page: size_page.render(inventories, comparison)}
+    comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
+    texts = {page: size_page.render_size_page(inventories, comparison)}
     texts |= {other: json.dumps(make_document(inventories, comparison), indent=2) + "\n" for other in others}
     output_files.write_files(output, texts)
     return inventories, list(texts)
 
 
-def print_report(console: Console, inventories: Sequence[Inventory]) -> None:
+def print_size_report(console: Console, inventories: Sequence[Inventory]) -> None:
     """Print the size of an image with its largest layers and packages, or how two images differ."""
     if len(inventories) == 2:
-        comparison = compare(*inventories)
-        _print_sentences(console, (sentence for of in inventories for sentence in size_text.summarize(of)))
+        comparison = compare_sizes(*inventories)
+        _print_sentences(console, (sentence for of in inventories for sentence in size_text.summarize_size(of)))
         _print_sentences(console, size_text.summarize_comparison(comparison))
         _print_changes(console, comparison)
         return
     for of in inventories:
-        _print_sentences(console, size_text.summarize(of))
+        _print_sentences(console, size_text.summarize_size(of))
         layers = sorted(of.layers, key=lambda layer: -layer.sum.bytes)
         _print_sizes(console, "layer", [(layer_title(layer), layer.sum) for layer in layers])
         _print_sizes(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
@@ -128,12 +128,12 @@ def _change_document(change: Change) -> dict[str, Any]:
     }
 
 
-def _open_image(name: str, matrix: BuildSpec | None) -> _Archive:
+def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
     """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has."""
     file = Path(name)
     if file.suffix == ".tar":
         try:
-            return _Archive(name, file.stat().st_size, _read_chunks(file.open("rb")))
+            return _ImageArchive(name, file.stat().st_size, _read_chunks(file.open("rb")))
         except OSError as error:
             raise UsageError(
                 f"{name}: cannot be read: {error.strerror}. Fix: write one with docker save -o {name} TAG"
@@ -143,7 +143,7 @@ def _open_image(name: str, matrix: BuildSpec | None) -> _Archive:
     image = find(client, tag)
     if image is None:
         raise UsageError(missing(client, tag, matrix))
-    return _Archive(tag, int(image.attrs["Size"]), _save_image(client, str(image.id)))
+    return _ImageArchive(tag, int(image.attrs["Size"]), _save_image(client, str(image.id)))
 
 
 def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -157,7 +157,7 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
     yield from client.api.get_image(image_id, chunk_size=_CHUNK)
 
 
-def _read_inventory(archive: _Archive, console: Console) -> Inventory:
+def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
     """Read the inventory of an image, with a progress bar."""
     columns = (
         SpinnerColumn(),

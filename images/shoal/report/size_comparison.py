@@ -70,7 +70,7 @@ class Comparison:
         return Change("image", self.after.name, self.before.sum, self.after.sum)
 
 
-def compare(before: Inventory, after: Inventory) -> Comparison:
+def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
     """Compare two images."""
     packages = sorted(
         _compare_packages(before, after), key=lambda change: (-abs(change.bytes), change.kind, change.name)

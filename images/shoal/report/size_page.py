@@ -65,7 +65,7 @@ class ImageView:
     """Each kind's CSS class, name and size."""
 
 
-def render(inventories: Sequence[Inventory], comparison: Comparison | None = None) -> str:
+def render_size_page(inventories: Sequence[Inventory], comparison: Comparison | None = None) -> str:
     """Return the page as HTML, for one image, or for two and how they differ."""
     changes = [change for change in comparison.packages if change.is_changed] if comparison else []
     layer_changes = comparison.layers if comparison else ()
@@ -94,7 +94,7 @@ def _view_image(inventory: Inventory) -> ImageView:
     longest = max((of.bytes for of in owners.values()), default=0)
     return ImageView(
         name=inventory.name,
-        summary=tuple(size_text.summarize(inventory)),
+        summary=tuple(size_text.summarize_size(inventory)),
         layers=tuple(_make_layer_row(number, layer, longest_layer) for number, layer in enumerate(inventory.layers, 1)),
         cells=tuple(_make_cells(owners, by_kind)),
         packages=tuple(

@@ -17,7 +17,7 @@ KINDS = {
 """The names of the kinds of owners, in the order of the pictures."""
 
 
-def summarize(inventory: Inventory) -> Iterator[str]:
+def summarize_size(inventory: Inventory) -> Iterator[str]:
     """Yield the sentences that summarize the size of an image."""
     sizes = inventory.sum
     layers = format_count(len(inventory.layers), "layer")

@@ -12,7 +12,7 @@ from shoal.report import output_files, timeline_page, timeline_text, trace
 from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
 
-def write_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
+def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
     """Write the page, and with `as_json` the merged trace next to it.
 
     Args:
@@ -30,15 +30,15 @@ def write_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[An
     files = trace.find_files(paths)
     page, *others = output_files.choose_files(output, as_json, files)
     analysis = analyse(trace.read_timeline(files))
-    texts = {page: timeline_page.render(analysis)}
+    texts = {page: timeline_page.render_timeline_page(analysis)}
     texts |= {other: trace.format_merged_trace(analysis.timeline) for other in others}
     output_files.write_files(output, texts)
     return analysis, list(texts)
 
 
-def print_report(console: Console, analysis: Analysis) -> None:
+def print_timeline_report(console: Console, analysis: Analysis) -> None:
     """Print the summary, caveats and a table of the ranks."""
-    for sentence in (*timeline_text.summarize(analysis), *list_caveats(analysis)):
+    for sentence in (*timeline_text.summarize_timeline(analysis), *list_caveats(analysis)):
         console.print(sentence, markup=False, soft_wrap=True)
     table = Table(box=None)
     columns = [column for column in timeline_text.COLUMNS if column.on_terminal]

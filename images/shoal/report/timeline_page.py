@@ -54,12 +54,12 @@ class Picture:
     """Each tick's x and text."""
 
 
-def render(analysis: Analysis) -> str:
+def render_timeline_page(analysis: Analysis) -> str:
     """Return the page as HTML."""
     return render_page(
         "timeline.html.j2",
         analysis=analysis,
-        summary=list(timeline_text.summarize(analysis)),
+        summary=list(timeline_text.summarize_timeline(analysis)),
         caveats=list(list_caveats(analysis)),
         pictures=[_make_picture(analysis, title, window) for title, window in _choose_windows(analysis.timeline)],
         columns=timeline_text.COLUMNS,

@@ -55,7 +55,7 @@ def span_bandwidth(span: Span) -> float | None:
     return span.bytes / span.duration if span.bytes and span.duration else None
 
 
-def summarize(analysis: Analysis) -> Iterator[str]:
+def summarize_timeline(analysis: Analysis) -> Iterator[str]:
     """Yield the sentences that summarize a timeline."""
     reports = analysis.ranks
     hosts = len({report.rank.host for report in reports})

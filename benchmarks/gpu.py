@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
         for ranks in sorted({1, len(devices)}):
             figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
         shared = measure("shared", devices[:1] * 2, found, options)
-        recorded = {name: analyse(trace.read(trace.find([found / name]))) for name in ("fp16", "fp32")}
+        recorded = {name: analyse(trace.read_timeline(trace.find_files([found / name]))) for name in ("fp16", "fp32")}
         figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
         figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
     return finish(figures)

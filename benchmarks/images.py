@@ -19,10 +19,11 @@ from report import Figure, finish, print_machine
 
 from shoal import docker_client
 from shoal.builds import base_image
-from shoal.inspection import sizes as inside
-from shoal.inspection.sizes import MIB
 from shoal.matrix import project
 from shoal.matrix.spec import ImageSpec, load
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.integration.image_sizes import MIB, measure_parts
 
 REPEATS = 5
 AWS_MIB = 20_575
@@ -32,7 +33,7 @@ AWS_MIB = 20_575
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
     client, tag = docker_client.connect(), spec.tag
-    parts = inside.read(client, tag, base_image.find_base_of(client, tag, spec.system))
+    parts = measure_parts(client, tag, base_image.find_base_of(client, tag, spec.system))
     print(parts)
     total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB
     return [

@@ -123,7 +123,7 @@ def convert_os_error(error: OSError) -> ShoalError | None:
     """Return the error that a user sees for `error`.
 
     Returns:
-        `DiskError` if the disk is full, `FileError` if the error names a file, otherwise None: a defect of ours.
+        `DiskError` if the disk is full, `FileError` if the error names a file, otherwise None, because it is a defect.
     """
     reason = error.strerror or type(error).__name__
     if is_disk_full(error):

@@ -1,4 +1,4 @@
-"""`shoal run`: what containers of a job are made with, against an engine of a few lines."""
+"""`shoal run`: the settings of a job's containers, with a fake of Docker."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def create(request: JobRequest) -> FakeEngine:
     return client
 
 
-def test_an_engine_without_a_default_network_runs_jobs(request_: JobRequest) -> None:
+def test_docker_without_a_default_network_runs_jobs(request_: JobRequest) -> None:
     assert create(request_).options == [{}]
 
 
-def test_hosts_of_a_job_have_a_secret_that_their_settings_do_not_show(request_: JobRequest) -> None:
+def test_hosts_share_a_secret_that_settings_do_not_show(request_: JobRequest) -> None:
     first, second = create(request_), create(request_)
     secrets = [files[docker_job.SECRET_PATH] for client in (first, second) for files in client.files.values()]
     assert len(secrets) == 4
@@ -77,32 +77,32 @@ def test_hosts_of_a_job_have_a_secret_that_their_settings_do_not_show(request_: 
     assert f'"{SECRET_FILE}": "/{docker_job.SECRET_PATH}"' in shown
 
 
-def test_a_secret_that_is_given_is_the_jobs(request_: JobRequest) -> None:
+def test_secret_of_the_user_is_used(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET: "given", "A": "b"}}))
     assert {files[docker_job.SECRET_PATH] for files in client.files.values()} == {b"given"}
     assert all(SECRET not in settings["environment"] for settings in client.made.values())
     assert all(settings["environment"]["A"] == "b" for settings in client.made.values())
 
 
-def test_a_file_that_is_named_has_the_jobs_secret(request_: JobRequest) -> None:
+def test_secret_file_of_the_user_is_used(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET_FILE: "/mounted"}}))
     assert all(docker_job.SECRET_PATH not in files for files in client.files.values())
     assert {settings["environment"][SECRET_FILE] for settings in client.made.values()} == {"/mounted"}
 
 
-def test_without_an_engine_a_job_has_a_secret_too(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, str]] = []
 
     def train(_: str, environment: dict[str, str], __: Console) -> int:
         given.append(environment)
         return 0
 
-    monkeypatch.setattr(local_job, "_train", train)
+    monkeypatch.setattr(local_job, "_run_train", train)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        local_job.run(request_, Console(file=io.StringIO()))
+        local_job.run_job_locally(request_, Console(file=io.StringIO()))
     assert len({environment[SECRET] for environment in given}) == 2
     monkeypatch.setenv(SECRET_FILE, "/mounted")
-    local_job.run(request_, Console(file=io.StringIO()))
+    local_job.run_job_locally(request_, Console(file=io.StringIO()))
     assert (given[-1].get(SECRET), given[-1][SECRET_FILE]) == (None, "/mounted"), "`train` refuses both"

@@ -1,4 +1,4 @@
-"""The same job without Docker: `shoal run --engine none`, with this environment's real `train` and `mpirun`."""
+"""`shoal run --engine none`, with the real `train` and `mpirun` of this environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal plan-model --json`: the document alone is on standard output; the library's `plan` is not run here."""
+"""`shoal plan-model --json` prints only its document on standard output. The library's `plan` is faked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.jobs import model_plan
 
 
 class Container:
-    """A container that has ended. Its output comes in two streams, as the engine gives them."""
+    """A container that has ended, with two output streams."""
 
     labels: tuple[str, ...] = ()
 
@@ -35,7 +35,7 @@ class Container:
 
 
 class Engine:
-    """An engine that makes such containers."""
+    """Docker with such containers."""
 
     def __init__(self) -> None:
         self.containers = self.networks = self

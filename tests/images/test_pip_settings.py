@@ -1,4 +1,4 @@
-"""pip's settings: the same as pip itself says."""
+"""pip's settings are read as pip itself reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
 
 
 def told_by_pip(environment: dict[str, str]) -> dict[str, str]:
-    """Return what `pip config list` says of `pip install`: files, then variables."""
+    """Return the settings of `pip install` in the output of `pip config list`; variables override files."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     found = [
@@ -27,7 +27,7 @@ def told_by_pip(environment: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """A home and a directory of the system's with settings that overlap, and the variables that lead there."""
+    """Settings in several files, some of them twice, and the variables that name their directories."""
     files = {
         "etc/pip/pip.conf": "[global]\nindex-url = https://one.example/simple\ntimeout = 1\n[install]\nno-binary = a\n",
         "home/.pip/pip.conf": "[global]\nindex-url = https://two.example/simple\nretries = 2\n",
@@ -52,7 +52,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
         {"XDG_CONFIG_HOME": "etc"},
     ],
 )
-def test_pip_says_the_same(
+def test_settings_equal_those_of_pip(
     machine: dict[str, str], variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,21 +61,21 @@ def test_pip_says_the_same(
     assert found == told_by_pip(environment)
 
 
-def test_the_environment_is_stronger_than_files(machine: dict[str, str]) -> None:
+def test_environment_overrides_files(machine: dict[str, str]) -> None:
     assert pip_settings.read_pip_settings(machine)["timeout"] == "3"
     assert pip_settings.read_pip_settings(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
     assert pip_settings.read_pip_settings(machine)["extra-index-url"] == "https://a.example https://b.example"
 
 
-def test_empty_values_set_nothing(machine: dict[str, str]) -> None:
-    """`pip config list` shows them; `pip install` passes over them."""
+def test_empty_values_are_ignored(machine: dict[str, str]) -> None:
+    """`pip config list` shows them, but `pip install` ignores them."""
     path = Path(machine["HOME"], ".config", "pip", "pip.conf")
     path.write_text(path.read_text() + "index-url =\n")
     found = pip_settings.read_pip_settings(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
     assert (found["index-url"], found["timeout"]) == ("https://two.example/simple", "3")
 
 
-def test_a_file_that_is_no_configuration_is_told(machine: dict[str, str]) -> None:
+def test_invalid_file_is_an_error(machine: dict[str, str]) -> None:
     path = Path(machine["HOME"], ".pip", "pip.conf")
     path.write_text("no section\n")
     with pytest.raises(SpecError, match=f"{path}: not a configuration of pip"):

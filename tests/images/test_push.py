@@ -14,7 +14,7 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.builds import push
-from shoal.commands import dependencies
+from shoal.commands import images
 from shoal.errors import PushError
 from shoal.matrix.project import Project
 
@@ -104,7 +104,7 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_told(
     monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match="denied: the first"):
-        dependencies.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
+        images.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
     told = capsys.readouterr()
     tags = ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "tensorflow-training:2.14.1-gpu-py311-cu118-debian12"]
     assert f"shoal: localhost:5000/{tags[1]}: denied: the second" in told.err
@@ -163,7 +163,7 @@ def test_an_engine_that_goes_away_is_told_for_each_image(
     monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match=r"pytorch.*Docker went away during the push: .* Fix: see that it"):
-        dependencies.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)
+        images.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)
     first, second = json.loads(capsys.readouterr().out)
     assert (first["state"], second["state"]) == ("failed", "pushed" if back else "failed")
     assert back or "Docker went away" in second["error"]

@@ -129,5 +129,5 @@ def ask_running_containers(monkeypatch: pytest.MonkeyPatch, image_containers: Im
     `test_a_container_of_its_own_says_the_same` shows that this makes no difference.
     """
     monkeypatch.setattr(
-        sandbox, "said", lambda _, tag, command: image_containers.of(tag).run(*command, user=sandbox.NOBODY)
+        sandbox, "run_command", lambda _, tag, command: image_containers.of(tag).run(*command, user=sandbox.NOBODY)
     )

@@ -1,4 +1,4 @@
-"""Where one begins: is this machine ready, and a project of one's own."""
+"""Commands to get started: `doctor` checks this machine, `new` creates a project."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ from typing import Annotated
 import typer
 
 from shoal import doctor, scaffold
-from shoal.commands import output
-from shoal.commands.common import AsJson, app, open_project, say, tell_written
+from shoal.commands.common import AsJson, app, open_project, print_json, print_line, print_written
 
 
 @app.command("doctor")
-def examine(
+def check_machine(
     fix: Annotated[
-        bool, typer.Option("--fix", help="Do what can be done: start an engine where none answers.")
+        bool, typer.Option("--fix", help="Fix what can be fixed: start Docker if it does not answer.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check what builds and jobs need of this machine: engine, disk, network, certificates; say what to do."""
+    """Check whether this machine can build images and run jobs, and print fixes.
+
+    Checks Docker, disk, memory, network, certificates and GPUs.
+    """
     site = doctor.Site(Path.cwd())
-    findings = doctor.examine(site)
-    if fix and doctor.mend(site, findings):
-        findings = doctor.examine(site)
+    findings = doctor.run_checks(site)
+    if fix and doctor.apply_fixes(site, findings):
+        findings = doctor.run_checks(site)
     if as_json:
-        output.write(findings)
+        print_json(findings)
     else:
-        say(doctor.told(findings))
-    doctor.judge(findings)
+        print_line(doctor.format_findings(findings))
+    doctor.raise_failures(findings)
 
 
 @app.command("new")
-def new_project(
-    directory: Annotated[Path, typer.Argument(help="Where; its last part is the image's name.")],
-    image: Annotated[str, typer.Option(help="What it stands on: a tag, or a framework of buildspec.yml.")] = "pytorch",
+def create_project(
+    directory: Annotated[Path, typer.Argument(help="Directory to create. Its name becomes the image's name.")],
+    image: Annotated[str, typer.Option(help="Base image: a tag, or a framework from buildspec.yml.")] = "pytorch",
     as_json: AsJson = False,
 ) -> None:
-    """Write a project for an image of your own: a Dockerfile on one of ours, a script that trains, a test."""
+    """Create a project for your own image: a Dockerfile, a training script and a test.
+
+    Example: shoal new my-training --image tensorflow
+    """
     _, matrix = open_project()
-    written = scaffold.write(directory.absolute(), matrix.select(image))
+    written = scaffold.write_project(directory.absolute(), matrix.select(image))
     if as_json:
-        output.write(written)
+        print_json(written)
     else:
-        tell_written(written)
+        print_written(written)

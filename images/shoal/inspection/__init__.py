@@ -1,1 +1,1 @@
-"""What is inside an image, as its container says: a bill of materials, a manifest, whether the tag tells the truth."""
+"""Inspects images: their contents, vulnerabilities and differences, and whether their tags are correct."""

@@ -1,6 +1,7 @@
-"""Known vulnerabilities of what is inside, from a file in the form of `pip-audit --format json`: no network is asked.
+"""Known vulnerabilities of the packages in an image, from a report of `pip-audit --format json`. Needs no network.
 
-What is accepted stands in a file too, with a reason and a day on which that ends."""
+An allow-list accepts vulnerabilities, each with a reason and until a date.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from shoal.errors import SpecError
-from shoal.inspection.facts import Contents, Distribution
+from shoal.inspection.facts import Distribution, ImageFacts
 from shoal.matrix import yaml_file
 
 
-class _Vulnerability(pydantic.BaseModel):
+class _Advisory(pydantic.BaseModel):
     id: str
     fix_versions: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -30,50 +31,51 @@ class _Vulnerability(pydantic.BaseModel):
 class _Dependency(pydantic.BaseModel):
     name: str
     version: str = ""
-    vulns: tuple[_Vulnerability, ...] = ()
+    vulns: tuple[_Advisory, ...] = ()
 
 
-class Advisories(pydantic.BaseModel):
-    """The file of pip-audit, of any set of packages; what is not installed in an image is passed over."""
+class AuditReport(pydantic.BaseModel):
+    """A report of pip-audit. It may cover packages that the image does not have."""
 
     dependencies: tuple[_Dependency, ...]
 
-    def about(self, found: Distribution) -> list[_Dependency]:
-        """Return the entries of an installed distribution."""
-        name = canonicalize_name(found.name)
+    def find(self, installed: Distribution) -> list[_Dependency]:
+        """Return the entries about an installed distribution."""
+        name = canonicalize_name(installed.name)
         named = [entry for entry in self.dependencies if canonicalize_name(entry.name) == name]
-        return [entry for entry in named if _is_same(found.version, entry.version)]
+        return [entry for entry in named if _is_same_version(installed.version, entry.version)]
 
 
-class Accepted(yaml_file.Model):
+class AcceptedVulnerability(yaml_file.Model):
     """An entry of the allow-list."""
 
     id: Annotated[str, pydantic.Field(min_length=1)]
-    """Of the vulnerability, or one of its aliases."""
+    """The identifier of the vulnerability, or one of its aliases."""
     reason: Annotated[str, pydantic.Field(min_length=1)]
     expires: datetime.date
-    """The last day on which it counts."""
+    """The last day on which it is accepted."""
 
 
 class AllowList(yaml_file.Model):
     """The allow-list."""
 
-    accepted: tuple[Accepted, ...]
+    accepted: tuple[AcceptedVulnerability, ...]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A vulnerability of an installed distribution. `accepted`: the entry that names it, also one that has expired."""
+class Vulnerability:
+    """A known vulnerability of an installed distribution."""
 
     name: str
     version: str
     id: str
     aliases: tuple[str, ...]
     fixed_in: tuple[str, ...]
-    accepted: Accepted | None
+    accepted: AcceptedVulnerability | None
+    """The entry of the allow-list, even if it has expired."""
 
-    def counts(self, today: datetime.date) -> bool:
-        """Return whether nobody accepts it, or nobody any more."""
+    def is_unaccepted(self, today: datetime.date) -> bool:
+        """Return whether no entry of the allow-list accepts it today."""
         return self.accepted is None or self.accepted.expires < today
 
     def __str__(self) -> str:
@@ -82,49 +84,62 @@ class Finding:
         return f"{line}; accepted until {self.accepted.expires}: {self.accepted.reason}" if self.accepted else line
 
 
-def read(path: Path) -> Advisories:
-    """Read advisories. Raises SpecError with file and key for what is no file of pip-audit."""
+def read_report(path: Path) -> AuditReport:
+    """Read a report of pip-audit. Raises `SpecError` if it is not one."""
     try:
-        return Advisories.model_validate(json.loads(path.read_text()))
+        return AuditReport.model_validate(json.loads(path.read_text()))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, pydantic.ValidationError) as error:
-        raise SpecError(f"{path}: not what `pip-audit --format json` writes: {error}") from error
+        raise SpecError(f"{path}: not a report of `pip-audit --format json`: {error}") from error
 
 
-def read_accepted(path: Path | None) -> tuple[Accepted, ...]:
-    """Read an allow-list. Raises SpecError with file, line and key."""
+def read_allow_list(path: Path | None) -> tuple[AcceptedVulnerability, ...]:
+    """Read an allow-list; None has no entries. Raises `SpecError` with file, line and key."""
     return yaml_file.read_yaml(path, AllowList)[0].accepted if path else ()
 
 
-def findings(contents: Contents, advisories: Advisories, accepted: Sequence[Accepted]) -> list[Finding]:
-    """Return what is known of the distributions in an image, by their names."""
-    return sorted(_findings(contents, advisories, accepted), key=lambda finding: (finding.name, finding.id))
+def find_vulnerabilities(
+    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability]
+) -> list[Vulnerability]:
+    """Return the known vulnerabilities of the distributions in an image, sorted by distribution.
+
+    Args:
+        facts: What is installed in the image.
+        report: What is known about packages.
+        accepted: The entries of the allow-list. If several name a vulnerability, the one that expires last is used.
+    """
+    return sorted(_match_advisories(facts, report, accepted), key=lambda found: (found.name, found.id))
 
 
-def _findings(contents: Contents, advisories: Advisories, accepted: Sequence[Accepted]) -> Iterator[Finding]:
-    for found in contents.distributions:
-        for known in [known for dependency in advisories.about(found) for known in dependency.vulns]:
+def _match_advisories(
+    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability]
+) -> Iterator[Vulnerability]:
+    """Yield each advisory about an installed distribution, with the entry that accepts it."""
+    for installed in facts.distributions:
+        for known in [known for dependency in report.find(installed) for known in dependency.vulns]:
             entries = [entry for entry in accepted if entry.id in {known.id, *known.aliases}]
             entry = max(entries, key=lambda entry: entry.expires, default=None)
-            name = canonicalize_name(found.name)
-            yield Finding(name, found.version, known.id, known.aliases, known.fix_versions, entry)
+            name = canonicalize_name(installed.name)
+            yield Vulnerability(name, installed.version, known.id, known.aliases, known.fix_versions, entry)
 
 
-def unaudited(contents: Contents, advisories: Advisories) -> list[str]:
-    """Return the distributions in an image of which the file says nothing, good or bad."""
-    return sorted(canonicalize_name(found.name) for found in contents.distributions if not advisories.about(found))
+def list_unaudited(facts: ImageFacts, report: AuditReport) -> list[str]:
+    """Return the distributions in an image that the report does not cover."""
+    return sorted(canonicalize_name(found.name) for found in facts.distributions if not report.find(found))
 
 
-def _is_same(installed: str, known: str) -> bool:
-    """Whether two versions are one. An index knows no part after `+`: where `known` has none, any will do."""
+def list_unused(
+    found: Sequence[Vulnerability], accepted: Sequence[AcceptedVulnerability]
+) -> list[AcceptedVulnerability]:
+    """Return the entries of an allow-list that match no vulnerability."""
+    return [entry for entry in accepted if all(one.accepted != entry for one in found)]
+
+
+def _is_same_version(installed: str, known: str) -> bool:
+    """Return whether two versions are equal; a local part (after `+`) counts only if both have one."""
     try:
         ours, theirs = Version(installed), Version(known)
     except InvalidVersion:
         return installed == known
     return ours == theirs or (theirs.local is None and Version(ours.public) == theirs)
-
-
-def unused(found: Sequence[Finding], accepted: Sequence[Accepted]) -> list[Accepted]:
-    """Return the entries of an allow-list that accept nothing that is there."""
-    return [entry for entry in accepted if all(finding.accepted != entry for finding in found)]

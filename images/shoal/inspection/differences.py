@@ -1,4 +1,4 @@
-"""Where the files of two images differ, and which of it two builds of one commit may differ in."""
+"""Compares the files of two images, and separates differences that two builds of one commit may have from others."""
 
 from __future__ import annotations
 
@@ -12,90 +12,101 @@ import docker
 
 from shoal.errors import DifferenceError
 from shoal.inspection import filesystem
-from shoal.inspection.filesystem import File, Image
+from shoal.inspection.filesystem import File, FileSystem
 
 Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {
-    "time": "a file has the time at which it was installed",
-    "bytecode's time": "bytecode holds its source's time, and is read only while both agree",
+    "time": "the time at which the file was installed",
+    "bytecode's time": "bytecode records the time of its source",
 }
-"""In what two builds of one commit on one base differ, and why."""
-TOLD = 50
-"""How many of the others are told by name."""
+"""The differences between two builds of one commit on one base, and why they are there."""
+MAX_LISTED = 50
+"""How many unexplained differences are printed."""
 
 
 @dataclass(frozen=True)
 class PackageChange:
-    """A package of Debian whose version is another; empty where it is not there. files: how many differ for it, in
-    what nothing else explains.
-    """
+    """A Debian package that has another version, or is in only one of the images."""
 
     name: str
     before: str
+    """Its version; empty if it is not installed."""
     after: str
     files: int
+    """How many unexpected differences it explains."""
 
     def __str__(self) -> str:
-        versions = f"{self.before or 'not there'} → {self.after or 'not there'}"
-        return f"Debian's {self.name}: {versions}, {self.files:,} files"
+        versions = f"{self.before or 'not installed'} → {self.after or 'not installed'}"
+        return f"Debian package {self.name}: {versions}, {self.files:,} files"
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Two images, how many files are in both, and what is different about which; `owners` says which of these belong
-    to packages of Debian that have changed.
-    """
+    """The differences between two images."""
 
     before: str
     after: str
     common: int
+    """How many paths are in both images."""
     found: Mapping[str, Kind]
+    """The kind of difference, by path."""
     packages: tuple[PackageChange, ...] = ()
     owners: Mapping[str, str] = field(default_factory=dict)
+    """The changed Debian package that explains a difference, by path."""
 
     @property
     def counts(self) -> Counter[Kind]:
+        """The number of differences of each kind."""
         return Counter(self.found.values())
 
     @property
     def unexpected(self) -> dict[str, Kind]:
-        """Those that two builds of one commit do not have."""
+        """The differences that two builds of one commit do not have."""
         return {path: kind for path, kind in self.found.items() if kind not in EXPECTED}
 
     @property
     def unexplained(self) -> dict[str, Kind]:
-        """Those of them that no package of another version has."""
+        """The unexpected differences that no changed Debian package explains."""
         return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
     def check(self) -> None:
-        """Raise DifferenceError for any that two builds of one commit do not have."""
+        """Raise `DifferenceError` if there are differences that two builds of one commit do not have."""
         if self.unexpected or self.packages:
             raise DifferenceError(
                 f"{self.before} and {self.after} differ in {len(self.unexpected):,} files and"
-                f" {len(self.packages)} of Debian's packages, besides their times. What to do: docs/size.md says what"
-                " two builds of one commit may differ in"
+                f" {len(self.packages)} Debian packages, apart from file times. Fix: build both from one commit and one"
+                " base (docs/size.md lists the expected differences)"
             )
 
 
-def read(client: docker.DockerClient, tag: str) -> Image:
-    """Return the files of an image by path, its configuration as if it were some, and its packages.
+def read_image_pins(client: docker.DockerClient, tag: str) -> FileSystem:
+    """Return the file system of an image, with its configuration as further files. No code of the image runs.
 
-    Nothing of the image is run. Raises DockerError where there is no image.
+    Raises:
+        DockerError: If Docker lacks the image.
     """
-    found = filesystem.read(client, tag)
-    found.files.update(_configuration(client.images.get(tag).attrs["Config"]))
+    found = filesystem.read_filesystem(client, tag)
+    found.files.update(_configuration_files(client.images.get(tag).attrs["Config"]))
     return found
 
 
-def _configuration(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
+def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
+    """Yield the settings of an image's configuration, each as a file."""
     for key in ("Cmd", "Entrypoint", "Env", "Labels", "User", "WorkingDir"):
         content = json.dumps(config.get(key), sort_keys=True)
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 
-def compare(before: str, after: str, old: Image, new: Image) -> Differences:
-    """Return where the files of two images differ, by path, and their packages, by name."""
-    found = dict(_found(old.files, new.files))
+def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
+    """Compare two images.
+
+    Args:
+        before: The tag of the first image.
+        after: The tag of the second image.
+        old: The file system of the first image, from `read_image_pins`.
+        new: The file system of the second image.
+    """
+    found = dict(_compare_files(old.files, new.files))
     names = {name for name, _ in old.packages.items() ^ new.packages.items()}
     owner = {path: (new.files.get(path) or old.files[path]).package for path in found if found[path] not in EXPECTED}
     owners = {path: name for path, name in owner.items() if name in names}
@@ -107,32 +118,33 @@ def compare(before: str, after: str, old: Image, new: Image) -> Differences:
     return Differences(before, after, len(old.files.keys() & new.files.keys()), found, packages, owners)
 
 
-def told(differences: Differences) -> Iterator[str]:
-    """Yield lines: how many files differ in what, and why that is to be expected, or which they are."""
+def format_differences(differences: Differences) -> Iterator[str]:
+    """Yield the lines of a report: the number of differences of each kind, and the paths of unexplained ones."""
     yield f"{differences.before}\n{differences.after}"
     same = differences.common - sum(kind not in ("added", "removed") for kind in differences.found.values())
     yield f"{same:>9,} files, directories and links are the same in both"
     for kind, count in differences.counts.most_common():
-        yield f"{count:>9,} differ: {kind}{f' ({EXPECTED[kind]})' if kind in EXPECTED else ''}"
+        yield f"{count:>9,} differ in {kind}{f' ({EXPECTED[kind]})' if kind in EXPECTED else ''}"
     yield from (f"✗ {change}" for change in differences.packages)
-    for path, kind in list(differences.unexplained.items())[:TOLD]:
+    for path, kind in list(differences.unexplained.items())[:MAX_LISTED]:
         yield f"✗ {kind}: {path}"
-    if (more := len(differences.unexplained) - TOLD) > 0:
-        yield f"✗ and {more:,} more, which --json names"
+    if (more := len(differences.unexplained) - MAX_LISTED) > 0:
+        yield f"✗ and {more:,} more, which --json lists"
     if not differences.unexpected and not differences.packages:
-        yield "✓ as two builds of one commit"
+        yield "✓ no unexpected differences for two builds of one commit"
 
 
-def _found(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator[tuple[str, Kind]]:
+def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator[tuple[str, Kind]]:
+    """Yield the paths that differ, with the kind of difference."""
     for path in sorted(old.keys() | new.keys()):
         if path not in old or path not in new:
             yield path, "added" if path in new else "removed"
-        elif kind := _kind(old[path], new[path]):
+        elif kind := _compare_file(old[path], new[path]):
             yield path, kind
 
 
-def _kind(old: File, new: File) -> Kind | None:
-    """What is different about a file: the first of what is."""
+def _compare_file(old: File, new: File) -> Kind | None:
+    """Return the first difference between two versions of a file; None if they are equal."""
     if old.content != new.content:
         return "content"
     if (old.mode, old.uid, old.gid) != (new.mode, new.uid, new.gid):

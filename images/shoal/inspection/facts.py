@@ -1,8 +1,9 @@
-"""What a container of an image says is inside."""
+"""Facts about an image: what is installed, read by a program in one of its containers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import docker
 import pydantic
@@ -10,40 +11,49 @@ import pydantic
 from shoal.errors import ImageError
 from shoal.inspection import sandbox
 
+_PROBE = Path(__file__).with_name("probe.py")
+
 
 class Distribution(pydantic.BaseModel):
-    """A Python distribution. licence: an expression or words; empty where its metadata does not say."""
+    """A Python distribution."""
 
     name: str
     version: str
     licence: str
+    """An SPDX expression or free text; empty if the metadata has none."""
     homepage: str
 
 
 class Package(pydantic.BaseModel):
-    """A Debian package. licence: those that its copyright file names, joined by AND; empty where it is free text."""
+    """A Debian package."""
 
     name: str
     version: str
     architecture: str
     source: str
     licence: str
+    """The licences in its copyright file, joined by AND; empty if that file is free text."""
 
 
-class Contents(pydantic.BaseModel):
-    """An image. id: its digest. created: ISO 8601. commands: the first line of what each says of its version."""
+class ImageFacts(pydantic.BaseModel):
+    """The facts that Docker and a container of an image report."""
 
     tag: str
     id: str
+    """The image's digest."""
     created: str
+    """In ISO 8601."""
     bytes: int
     labels: dict[str, str]
     system: dict[str, str]
+    """The content of /etc/os-release."""
     python: str
     machine: str
+    """The processor architecture."""
     distributions: tuple[Distribution, ...]
     packages: tuple[Package, ...]
     commands: dict[str, str]
+    """The first line that each command prints about its version."""
     environment: dict[str, str]
 
     @property
@@ -52,18 +62,26 @@ class Contents(pydantic.BaseModel):
         return {distribution.name: distribution.version for distribution in self.distributions}
 
 
-def read(client: docker.DockerClient, tag: str) -> Contents:
-    """Ask a container of the image, without a network. Raises ImageError where there is no image, or no Python.
+def read_facts(client: docker.DockerClient, tag: str) -> ImageFacts:
+    """Read the facts of an image, in a container without a network.
 
-    What the engine knows is taken from it, whatever the image says.
+    Facts that Docker knows are taken from Docker, because an image may lie about them.
+
+    Raises:
+        ImageError: If Docker lacks the image, it has no Python, or its answer is malformed.
     """
-    said = sandbox.ask(client, tag, "probe.py")
+    found = sandbox.run_probe(client, tag, _PROBE)
     image = client.images.get(tag)
-    about = image.attrs
-    known = {"tag": tag, "id": image.id, "created": about["Created"], "bytes": about["Size"], "labels": image.labels}
+    known = {
+        "tag": tag,
+        "id": image.id,
+        "created": image.attrs["Created"],
+        "bytes": image.attrs["Size"],
+        "labels": image.labels,
+    }
     try:
-        return Contents.model_validate(said | known)
+        return ImageFacts.model_validate(found | known)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise ImageError(f"{tag}: what its Python says is not what was asked: {field!r}: {first['msg']}") from None
+        raise ImageError(f"{tag}: the output of its Python is malformed: {field!r}: {first['msg']}") from None

@@ -1,14 +1,14 @@
-"""Asks a container of an image: a command or a program of this package runs in it and prints.
+"""Runs a command in a locked-down container of an image that is not trusted, and returns its output.
 
-The image may be anybody's, and its Python is the image's own program. So it runs as nobody, without a network, without
-any of the kernel's capabilities and with no way to get one, on a file system that it cannot write to.
+The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
+read-only file system.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import docker
@@ -20,8 +20,8 @@ from shoal.docker_client.containers import strip_controls
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"
-# Away from the modules of the image's user; with a log that is kept whole; and without the proxies of the engine's
-# client, which would look like the image's own.
+# The working directory has no Python modules of the image. The log is kept whole. The client's proxies are not passed
+# on, because they would look like the image's own.
 _SETTINGS: dict[str, Any] = {
     "user": NOBODY,
     "cap_drop": ["ALL"],
@@ -35,25 +35,37 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def ask(client: docker.DockerClient, tag: str, program: str) -> Any:
-    """Return what a file of this package prints there. Raises ImageError where there is no image, or no Python."""
-    text = files("shoal.inspection").joinpath(program).read_text()
-    output = said(client, tag, ["python3", "-B", "-c", text])
+def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str, Any]:
+    """Run one of our Python programs with the image's Python, and return the JSON object that it prints.
+
+    Args:
+        client: Docker.
+        tag: The tag of the image.
+        program: The program; it may use the standard library only.
+
+    Raises:
+        ImageError: If Docker lacks the image, it has no Python, or the output is not a JSON object.
+    """
+    output = run_command(client, tag, ["python3", "-B", "-c", program.read_text()])
     try:
         found = json.loads(output)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"{tag}: what its Python says is no JSON: {error}") from None
+        raise ImageError(f"{tag}: the output of its Python is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ImageError(f"{tag}: what its Python says is no JSON object")
+        raise ImageError(f"{tag}: the output of its Python is not a JSON object")
     return found
 
 
-def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
-    """Return what a command prints there. Raises ImageError where there is no image or no such command, or it fails."""
+def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
+    """Run a command in a container of the image, which is removed, and return its standard output.
+
+    Raises:
+        ImageError: If Docker lacks the image, it has no such command, or the command fails.
+    """
     try:
         client.images.get(tag)
     except docker.errors.ImageNotFound:
-        raise ImageError(f"{tag}: not on the engine. Build or pull it") from None
+        raise ImageError(f"{tag}: Docker does not have this image. Fix: build it or pull it") from None
     program, *arguments = command
     label = containers.unique_name("inside")
     settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
@@ -63,9 +75,8 @@ def said(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
             container.start()
         except docker.errors.APIError as error:
             name = "Python" if program.startswith("python") else program
-            raise ImageError(f"{tag}: has no {name} to ask: {error.explanation}") from None
+            raise ImageError(f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            raise ImageError(
-                f"{tag}: cannot be asked what is inside:\n{strip_controls(container.logs().decode(errors='replace'))}"
-            )
+            output = strip_controls(container.logs().decode(errors="replace"))
+            raise ImageError(f"{tag}: cannot be inspected:\n{output}")
         return container.logs(stderr=False).decode(errors="replace")

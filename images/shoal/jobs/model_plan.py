@@ -1,4 +1,4 @@
-"""`shoal plan-model`: runs the model-parallel library's `plan` where the library is, in an image or here."""
+"""Runs `shoal plan-model`: the `plan` command of the model-parallel library, in an image or on this machine."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from shoal.docker_client import containers
 from shoal.errors import UsageError
 
 _COMMAND = ("-m", "smdistributed.modelparallel", "plan")
-_ROOM = "/opt/plan"
+_DIRECTORY = "/opt/plan"
 
 
-def run_here(factory: str, options: Sequence[str], *, as_json: bool) -> int:
-    """Run it with this Python. Returns its exit code."""
-    return subprocess.run([sys.executable, *_command(factory, options, as_json)], check=False).returncode
+def run_locally(factory: str, options: Sequence[str], *, as_json: bool) -> int:
+    """Run the plan command with this Python, and return its exit code."""
+    return subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False).returncode
 
 
-def _command(factory: str, options: Sequence[str], as_json: bool) -> list[str]:
-    return [*_COMMAND, factory, *options, *(["--json"] if as_json else [])]
+def run_in_container(image: str, factory: str, options: Sequence[str], console: Console, *, as_json: bool) -> int:
+    """Run the plan command in a container without a network, and return its exit code.
 
+    Args:
+        image: The tag of the image.
+        factory: `FILE.py:NAME`. The file's directory is mounted read-only.
+        options: Further arguments of the plan command.
+        console: The console for its output; with `as_json`, for its standard error only.
+        as_json: Print its standard output, one JSON document, when it has ended.
 
-def run_in(image: str, factory: str, options: Sequence[str], console: Console, *, as_json: bool) -> int:
-    """Run it in a container of `image`, without a network. The directory that the file is in is mounted, read-only.
-
-    With `as_json`, its standard output is a document, which is printed whole at the end; `console` has the rest.
-    Returns its exit code. Raises `UsageError` when the file is not there, `DockerError` without an engine or image.
+    Raises:
+        UsageError: If there is no such file.
+        DockerError: If Docker does not answer, or lacks the image.
     """
-    where, _, name = factory.rpartition(":")
-    path = Path(where)
-    if not where or not path.is_file():
-        raise UsageError(f"{factory}: expected FILE.py:NAME, a file of this machine and a function in it")
+    file, _, name = factory.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise UsageError(f"{factory}: expected FILE.py:NAME, an existing file and a function in it")
     label = containers.unique_name("plan")
     client = docker_client.connect()
     settings = {
         "entrypoint": ["python"],
-        "mounts": [docker.types.Mount(_ROOM, str(path.parent.resolve()), type="bind", read_only=True)],
-        "working_dir": _ROOM,
+        "mounts": [docker.types.Mount(_DIRECTORY, str(path.parent.resolve()), type="bind", read_only=True)],
+        "working_dir": _DIRECTORY,
         "network_mode": "none",
         "labels": {containers.JOB_LABEL: label},
     }
     with containers.remove_at_end(client, label):
         container = containers.create_container(
-            client, image, _command(f"{path.name}:{name}", options, as_json), settings
+            client, image, _arguments(f"{path.name}:{name}", options, as_json), settings
         )
         container.start()
         for line in containers.split_lines(container.logs(stream=True, follow=True, stdout=not as_json)):
@@ -57,3 +61,7 @@ def run_in(image: str, factory: str, options: Sequence[str], console: Console, *
         if as_json:
             print(container.logs(stderr=False).decode(errors="replace"), end="")
         return code
+
+
+def _arguments(factory: str, options: Sequence[str], as_json: bool) -> list[str]:
+    return [*_COMMAND, factory, *options, *(["--json"] if as_json else [])]

@@ -1,7 +1,7 @@
 """pip's settings on this machine, read as pip's documentation defines (Configuration): files, then the environment.
 
-`pip config list` prints the same, and tests compare both. It is not used here: it takes 0.24 s instead of
-0.02 s before each build, and environments made by uv have no pip.
+`pip config list` prints the same, and tests compare both. Reasons not to use it: it takes 0.24 s per build instead of
+0.02 s, and environments made by uv have no pip.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str =
 
     Args:
         environment: The environment variables to read.
-        prefix: The Python environment whose pip.conf to read.
+        prefix: The Python environment, which may have a pip.conf.
 
     Raises:
         SpecError: If a file is not a valid configuration. pip fails on it too.

@@ -1,7 +1,7 @@
 """The network settings of this machine that builds use: package mirrors, pip, credentials, CA bundle, proxies.
 
-They enter a build as files in the context's `machine/` directory, which is mounted only while a step runs, and as proxy
-build arguments, which Docker never records.
+A build gets them as files in the context's `machine/` directory, which is mounted only while a step runs. Proxies are
+build arguments too; Docker does not record those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
 # The parts of a Debian suite that builds use; not backports, and no suites of other vendors.
 _POCKETS = ("", "-updates", "-security")
-# The package index of a bundle has no signature. Whoever sets `debs` has checked its SHA-256.
+# The package index of a bundle has no signature. The code that sets `debs` has checked its SHA-256.
 _BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
 _ADDED_CA = Path("/usr/local/share/ca-certificates")
 
@@ -65,8 +65,8 @@ class NetworkSettings:
     def select_sources(self, suite: str) -> tuple[str, ...]:
         """Return the apt sources for builds on a Debian suite.
 
-        A Debian mirror holds all suites at one address. So if this machine has no sources of `suite`, those of its own
-        release are used with the suite's name: on bookworm, `URL bookworm-security main` becomes
+        A Debian mirror holds all suites at one address. This machine may have sources of its own release only. Their
+        addresses are then used for `suite`: on bookworm, `URL bookworm-security main` becomes
         `URL trixie-security main`.
 
         Args:
@@ -130,7 +130,7 @@ def read_network_settings() -> NetworkSettings:
         find_links=find_links,
         apt_sources=sources,
         release=_debian_release(),
-        apt_proxies=tuple(_apt_proxies()),
+        apt_proxies=tuple(_read_apt_proxies()),
         ca_bundle=path.read_bytes() if path else None,
         proxies=tuple(sorted(_proxy_variables())),
         left_out=(*left_out, *filter(None, [netrc.problem]), *unread),
@@ -165,13 +165,15 @@ def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:
+    """Yield the proxy variables that are set, in either case."""
     for name in _PROXIES:
         for spelling in (name, name.lower()):
             if value := os.environ.get(spelling):
                 yield spelling, value
 
 
-def _apt_proxies() -> Iterator[str]:
+def _read_apt_proxies() -> Iterator[str]:
+    """Yield the proxy lines of apt's configuration; none if `apt-config` is not installed."""
     try:
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:
@@ -182,7 +184,7 @@ def _apt_proxies() -> Iterator[str]:
 
 
 def _debian_release() -> str:
-    """Return the Debian suite of this machine; empty if it runs another system, whose mirrors have other suites."""
+    """Return the Debian suite of this machine; empty if it runs another system."""
     with contextlib.suppress(OSError):
         release = platform.freedesktop_os_release()
         return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
@@ -201,17 +203,18 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
     """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options."""
     for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
         if path.suffix == ".list" and path.is_file():
-            yield from _one_line_sources(path.read_text())
+            yield from _parse_one_line_sources(path.read_text())
         elif path.suffix == ".sources":
-            yield from _deb822_sources(path.read_text())
+            yield from _parse_deb822_sources(path.read_text())
 
 
-def _one_line_sources(text: str) -> Iterator[str]:
+def _parse_one_line_sources(text: str) -> Iterator[str]:
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
-def _deb822_sources(text: str) -> Iterator[str]:
+def _parse_deb822_sources(text: str) -> Iterator[str]:
+    """Yield the sources of a file in deb822 format, in one-line form."""
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":

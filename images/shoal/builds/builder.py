@@ -58,7 +58,7 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Session:
-    """What the builds of one command share; `bases` are by system, `sources` by tag."""
+    """The shared state of one command's builds; `bases` are by system, `sources` by tag."""
 
     project: Project
     spec: BuildSpec
@@ -249,7 +249,7 @@ def _run_build(
 
 
 def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
-    """Return the IDs, by tag, that decide whether images are up to date: their own, and those of their bases."""
+    """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases."""
     client = docker_client.connect()
     systems = dict.fromkeys(image.system for image in images)
     ids: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
@@ -258,7 +258,7 @@ def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult
 
 
 def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
-    """Return what `build_images` would do to each image, and raise as it does. Nothing is built, pulled or changed."""
+    """Return the work of `build_images` for each image, without doing it. Raises the same errors before any build."""
     wanted = spec.with_parents(images)
     client = docker_client.connect()
     bases = {image.system: base_image.find_base(client, image.system) for image in wanted}

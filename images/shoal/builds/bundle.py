@@ -55,7 +55,7 @@ class Bundle:
     packages: tuple[str, ...]
     """Debian's packages, without those that they need."""
     images: tuple[str, ...]
-    """The images whose wheels it has."""
+    """The images that it has wheels for."""
     bytes: int
     digest: str
     """The digest of `SHA256SUMS`, which lists all other files."""
@@ -103,15 +103,15 @@ def _add_system(
     (directory / DEBS).mkdir(parents=True, exist_ok=True)
     say(f"base: {found.reference}")
     _save_image(client, found.reference, directory / BASE)
-    say(f"Debian packages: {' '.join(names)}, and what they need")
+    say(f"Debian packages: {' '.join(names)}, and their dependencies")
     _add_debs(client, found.reference, system.suite, names, directory)
     return found.reference
 
 
 def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
-    """Add the wheels of `shoal` and of all that it needs, for hosts with this Python and processor but no network.
+    """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
-    Versions are those of the project's tests, as far as these pin them. Raises BuildError with pip's words.
+    Versions are pinned as for the project's tests, if they are pinned there. Raises BuildError with pip's words.
     """
     target.mkdir(parents=True, exist_ok=True)
     pinned = project.root / "requirements" / "dev.txt"
@@ -121,7 +121,7 @@ def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
         own = packages.build_wheel(project.root / "images", scratch / "own")
         result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
         if result.returncode:
-            raise _failure(f"pip cannot download what shoal itself needs:\n{result.stderr.strip()[-2000:]}")
+            raise _failure(f"pip cannot download the dependencies of shoal:\n{result.stderr.strip()[-2000:]}")
         _move(scratch / "wheels", target)
 
 

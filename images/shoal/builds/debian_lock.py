@@ -49,7 +49,7 @@ def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[
 def lock_systems(
     project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool
 ) -> Iterator[LockResult]:
-    """Yield the lock of each system by what its registry and mirror have now. If it changed, `write` it.
+    """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
 
     Raises BuildError with apt's words, DockerError, BaseImageError.
     """

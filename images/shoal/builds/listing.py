@@ -1,4 +1,4 @@
-"""The rows of `shoal list`: an image's axes, the frameworks whose default it is, and whether Docker has it."""
+"""The rows of `shoal list`: an image's axes, the frameworks that it is the default of, and whether Docker has it."""
 
 from __future__ import annotations
 

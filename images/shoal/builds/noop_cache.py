@@ -1,9 +1,9 @@
 """Remembers `shoal build` commands that had nothing to do, to answer the next one before anything large is imported.
 
-An answer is kept with the state of every file that it depends on, as git's index has it (size, inode, time of the last
-status change, which nothing can set back), and with the IDs of Docker's images. If one differs, there is no answer, and
-the builder decides. From the standard library it imports only what loads in a few milliseconds: not pathlib, typing,
-hashlib or http. See docs/decisions/remembering-builds.md.
+An answer is kept with the IDs of Docker's images, and with the state of every file that it depends on. The state is
+size, inode, and time of the last status change, as in git's index. Nothing can set that time back. If one differs,
+there is no answer, and the builder decides. Imports from the standard library load in a few milliseconds: not
+pathlib, typing, hashlib or http. See docs/decisions/remembering-builds.md.
 """
 
 from __future__ import annotations

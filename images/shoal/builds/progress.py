@@ -36,7 +36,7 @@ def make_display(console: Console, tags: Iterable[str]) -> Progress:
 
 
 class BuildProgress:
-    """Shows the events of one image's build on a display, writes its log, and keeps what explains a failure.
+    """Shows the events of one image's build on a display, writes its log, and keeps the cause of a failure.
 
     Use it as a context manager. `failed_step` and `tail`, the last lines that it printed, describe the failing step.
     `not_locked` are the Debian packages that steps installed and the lock does not have.

@@ -34,16 +34,16 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
         raise DockerError(
             f"no Docker Engine answers at {where}: {error}\n"
-            "Fix: start one (as root on Debian or Ubuntu: scripts/engine.sh installs and starts it), point"
-            " DOCKER_HOST at one, or run the same job without Docker: make train ENGINE=none"
+            "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, scripts/engine.sh installs and"
+            " starts it. Without Docker, you can run a job in this environment: make train ENGINE=none"
         ) from error
 
 
 def check_buildkit(client: docker.DockerClient) -> None:
     """Raise `DockerError` if BuildKit cannot build images: Docker lacks it, or DOCKER_BUILDKIT=0 forbids it.
 
-    Docker has it since API 1.39. The `Builder-Version` of its ping does not show it: Docker 20.10 has BuildKit, but
-    names it there only if it is the command line's default. Podman, which speaks the same API, names its own component.
+    Docker has it since API 1.39. The `Builder-Version` of its ping does not show it: Docker 20.10 names BuildKit
+    there only if it is the command line's default. Podman, which has the same API, names its own component.
     Why there is no other builder: docs/decisions/buildkit-over-http.md.
     """
     if os.environ.get("DOCKER_BUILDKIT") == "0":

@@ -54,7 +54,7 @@ def pack_file(name: str, content: bytes) -> bytes:
 def unpack_safely(source: IO[bytes], target: Path) -> Iterator[str]:
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
-    Files keep their permissions, without setuid and setgid; whoever unpacks them can read them. `tarfile`'s own
+    Files keep their permissions, without setuid and setgid, and are readable for this user. `tarfile`'s own
     `filter="data"` is missing in Debian 12's Python (3.11.2), and would let one odd file stop the others.
     """
     with tarfile.open(fileobj=source) as archive:
@@ -82,7 +82,7 @@ def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as out:
         shutil.copyfileobj(content, out)
-    if not entry.issym():  # whose own mode means nothing
+    if not entry.issym():  # the mode of a symlink has no meaning
         path.chmod(entry.mode & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
 
 

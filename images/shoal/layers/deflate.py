@@ -1,7 +1,7 @@
 """Measures the gzip size of a stream, in blocks on all cores. The compressed bytes are not kept.
 
-The blocks are those of pigz: each is compressed by itself, with the end of the previous one as its dictionary. The sum
-differs from that of `gzip -6` by well under a percent, and is the same on every machine.
+The blocks are as in pigz: each is compressed by itself, with the end of the previous one as its dictionary. The sum
+differs from the size of `gzip -6` by well under a percent, and is the same on every machine.
 Why not a library: docs/decisions/written-by-hand.md.
 """
 

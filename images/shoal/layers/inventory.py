@@ -1,7 +1,7 @@
 """The inventory of an image: its layers, its packages, and the bytes of each owner. Plain data, for any report.
 
-Sizes are bytes of the layers' tar archives. Every byte has an owner: the owners' sums add up to the sizes of the
-layers, and these to the size of the image, uncompressed and compressed.
+Sizes are bytes of the layers' tar archives. Every byte has an owner. So the owners' sums add up to the sizes of
+the layers, and these add up to the size of the image, uncompressed and compressed.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def debian_packages(status: bytes) -> Iterator[DebianPackage]:
 
 
 def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator[PythonDistribution]:
-    """Yield the distributions whose METADATA is among the texts by path, without vendored ones."""
+    """Yield the distributions that have a METADATA among the texts, which are by path. Vendored ones are left out."""
     for path, text in texts.items():
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "METADATA":

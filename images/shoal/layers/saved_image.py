@@ -1,8 +1,8 @@
 """Reads the archive that `docker save` writes, once from begin to end, and keeps the list of entries of each layer.
 
 There are two layouts. Docker before 25 writes a directory for each layer with a `layer.tar`, which may be a symlink to
-another's. The OCI layout has `blobs/sha256/`, whose layers may be compressed. Both have `manifest.json` at the end, so
-everything that looks like a layer is read as one. No layer is held in memory.
+another's. The OCI layout has `blobs/sha256/`, with layers that may be compressed. Both have `manifest.json` at the end.
+So everything that looks like a layer is read as one. No layer is held in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Entry:
     path: str
     """Without a leading slash."""
     kind: Kind
-    """Whatever is none of the others is a file."""
+    """Devices and the like count as files."""
     target: str
     """The text of a symlink, or the path that a hard link shares."""
     begin: int

@@ -91,7 +91,7 @@ class ImageSpec(Release):
     variant: Variant = "runtime"
     """`devel` also has compilers; its tag ends with that word."""
     packages: tuple[Package, ...] = ()
-    """Debian packages beyond those of every image."""
+    """Debian packages in addition to the ones of every image."""
     extends: str | None = None
     """The tag of the image of the matrix that it extends."""
 
@@ -196,7 +196,7 @@ class Exclusion(Model):
 
 
 class BuildFile(Model):
-    """buildspec.yml: the images to build, and what all of them share."""
+    """buildspec.yml: the images to build, and their common settings."""
 
     indexes: Mapping[str, str] = pydantic.Field(default_factory=dict)
     """Package indexes by name."""
@@ -228,7 +228,7 @@ class DroppedFile(Model):
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """The images, and what all of them share. The names are those of `BuildFile`."""
+    """The images and their common settings, named as in `BuildFile`."""
 
     indexes: Mapping[str, str]
     mpi: tuple[str, ...]
@@ -302,7 +302,7 @@ def _problems_of_versions(
             hint = did_you_mean(child.extends, _parents(image for _, image in combinations), cutoff=0.3)
             yield (
                 ("children", number, "extends"),
-                f"{child.extends!r} is no image before it; children extend runtime variants.{hint}",
+                f"{child.extends!r} matches no earlier image; children extend runtime variants.{hint}",
             )
     for key, entries in (("releases", versions.releases), ("children", versions.children)):
         for number, entry in enumerate(entries):
@@ -346,6 +346,6 @@ def _problems_of_choice(
     tags = [image.tag for image in images]
     for framework, tag in file.defaults.items():
         if tag not in tags:
-            yield ("defaults", framework), f"{tag!r} is no image of the matrix.{did_you_mean(tag, tags)}"
+            yield ("defaults", framework), f"{tag!r} is not in the matrix.{did_you_mean(tag, tags)}"
     if not images:
         yield (), "the axes and exclusions leave no image"

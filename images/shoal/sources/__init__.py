@@ -1,1 +1,1 @@
-"""What a build is made from: steps, Dockerfiles, locks, our packages, the build context, and its record."""
+"""The inputs of a build: steps, Dockerfiles, locks, our packages, the build context, and its record."""

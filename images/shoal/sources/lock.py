@@ -31,8 +31,8 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
-# pip picks files for the Python that --python-version names, but evaluates markers (`; python_version < "3.13"`) for
-# the Python that it runs in, and has no option for that. So its markers are patched, and the patch is checked.
+# pip picks files for the Python of --python-version. But it evaluates markers (`; python_version < "3.13"`) for the
+# Python that it runs in, and has no option for that. So its markers are patched, and the patch is checked.
 _PIP_FOR = """
 import sys
 from pip._internal.cli.main import main
@@ -126,7 +126,7 @@ def _pip(python_version: str) -> list[str]:
 
 
 def target_options(python_version: str) -> list[str]:
-    """Return pip's options for files of the images' platform and Python, whatever this machine has."""
+    """Return pip's options that select files for the platform and Python of images, not of this machine."""
     platforms = [f"--platform={name}" for name in _PLATFORMS]
     return ["--only-binary=:all:", "--implementation=cp", f"--python-version={python_version}", *platforms]
 

@@ -28,7 +28,7 @@ class Provenance:
 
 
 def read_provenance(project: Project) -> Provenance:
-    """Return what git and the packages' pyproject.toml say."""
+    """Return the provenance, from git and the packages' pyproject.toml."""
     return Provenance(find_revision(project.root), _declared_source(project.root))
 
 

@@ -1,7 +1,7 @@
-"""What an image records, in its labels, of how it was made. Here alone it is decided whether an image is up to date.
+"""The record in an image's labels of how it was made. Only this module decides whether an image is up to date.
 
 The record has a key for each step. It covers the step's instructions, the files that these read, and the steps before:
-two builds share a step if they share its key. The machine's configuration is no part of it.
+two builds share a step if they share its key. It does not cover the machine's configuration.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a build would do to an image: the steps that it would run (`rebuilt`) of all (`steps`), and why."""
+    """The work of a build: which steps it would run (`rebuilt`), out of how many (`steps`), and why."""
 
     tag: str
     state: Literal["up to date", "rebuilt", "new"]
@@ -108,7 +108,7 @@ def read_record(labels: Mapping[str, str]) -> Record | None:
 
 
 def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Plan:
-    """Return what a build does to the image with these labels; None: Docker has no such image."""
+    """Return the work of a build for the image with these labels; None: Docker has no such image."""
     names = tuple(step.name for step in wanted.steps)
     if labels is None:
         return Plan(tag, "new", len(names), names, ("Docker does not have it",))

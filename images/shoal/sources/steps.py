@@ -16,11 +16,11 @@ class Step:
     text: str
     """The instructions, without comments."""
     note: str = ""
-    """What the Dockerfile says about the step, after its name."""
+    """A comment for the Dockerfile, after the name."""
     begins: str | None = None
     """The build stage that begins with this step; empty for the last stage, which becomes the image."""
     folders: tuple[str, ...] = ()
-    """Folders of the build context that the instructions read, except `machine`: it is no input of an image."""
+    """Folders of the build context that the instructions read. `machine` is left out: it does not change the image."""
     stages: tuple[str, ...] = ()
     """Build stages that the instructions copy from."""
     packages: tuple[tuple[str, ...], ...] = ()
@@ -28,9 +28,10 @@ class Step:
 
 
 class StepCollector:
-    """Collects the steps that a template declares with `step`, and what the other functions note inside each.
+    """Collects the steps that a template declares with `step`, and the inputs of each.
 
-    These functions return the text that an instruction needs. So an instruction cannot use an input that is not noted.
+    The other functions note an input and return the text for the instruction. So no instruction has an input that is
+    not noted.
     """
 
     def __init__(self) -> None:

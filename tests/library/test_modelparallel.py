@@ -304,7 +304,7 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
         beat.join()
     assert mail.told == [1]
     before = stages[1]._observer._heard
-    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, ()))
+    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._heard > before
     assert stages[1]._held == []
 

@@ -33,9 +33,10 @@ from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 from smdistributed.modelparallel.torch.observation import Observer
 from smdistributed.modelparallel.torch.packing import pack, unpack
+from smdistributed.modelparallel.torch.transfers import Transfers
 from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
 
-_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
+_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
 _REASON_SECONDS = 1.0
 _TELL_SECONDS = 5.0
 Hop = tuple[int, tuple[str, ...]]
@@ -90,6 +91,7 @@ class Stage:
     ) -> None:
         self._mail, self.ranks, self._module, self._seconds = mail, tuple(ranks), module, seconds
         self.index = self.ranks.index(rank)
+        self.transfers: Transfers | None = None
         self._workers = Workers(devices.use)
         self._calls = itertools.count()
         self._lock = threading.Lock()
@@ -121,6 +123,8 @@ class Stage:
             self._step = _Step(self.steps, slot, config.deterministic_server)
             held, self._held = self._held, []
         self._step.forwards = microbatches if simple else 0
+        if self.transfers:
+            self.transfers.begin(self.steps)
         self._observer.step_begins(self.steps)
         for message in held:
             self._handle(message)
@@ -397,7 +401,7 @@ class Stage:
     def _send(self, to: int, *args: Any, **kwargs: Any) -> None:
         """`messages.send`. Where that stage is gone, raises why: it may have said so, and that be on its way."""
         try:
-            send(self._mail, to, *args, **kwargs)
+            send(self._mail, to, *args, **kwargs, transfers=self.transfers)
         except (HandshakeError, TimeoutError) as error:
             raise SMPRuntimeError(f"{self._who(to)} cannot be reached: {error}") from error
         except OSError as error:
@@ -530,6 +534,8 @@ class Stage:
             self._failure = error
             step = self._step
         self._failed.set()
+        if self.transfers:
+            self.transfers.stop()
         self._put_event(None)
         if step:
             for reply in (*step.replies.values(), *step.at_backward):

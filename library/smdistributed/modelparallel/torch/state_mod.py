@@ -21,9 +21,11 @@ from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.recording import start_timeline
 from smdistributed.modelparallel.torch import devices
+from smdistributed.modelparallel.torch.carrier import open_carrier
 from smdistributed.modelparallel.torch.comm import open_post
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.stage import Stage
+from smdistributed.modelparallel.torch.transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +46,7 @@ class State(Job):
         self.verify_steps = 0
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self.transfers: Transfers | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -80,7 +83,8 @@ class State(Job):
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        meet(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        mail = meet(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        self._open_transfers(mail, PrefixStore("transfers", store))
         start_timeline(self.rank, self.grid.size)
         # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -120,6 +124,17 @@ class State(Job):
         self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module, seconds)
         return mail
 
+    def _open_transfers(self, mail: Mail, store: PrefixStore) -> None:
+        """Have large tensors go from device to device, if the job asks for it and can."""
+        seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
+        carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
+        if carrier is None:
+            return
+        self.transfers = Transfers(carrier, mail, self.rank, self.stage.deliver, self.stage.fail, seconds)
+        self.stage.transfers = self.transfers
+        carrier.warm_up(self.rank, self.grid.size, seconds)
+        self.transfers.start()
+
     def group_of(self, name: str) -> tuple[int, ...]:
         return self.grid.group(name, self.rank)
 
@@ -135,7 +150,7 @@ class State(Job):
         if message.kind is Kind.OBJECT:
             self.post.deliver(source, message.call, message)
         else:
-            self.stage.deliver(message)
+            (self.transfers.take if self.transfers else self.stage.deliver)(message)
 
     def _lost(self, source: int) -> None:
         self.stage.lost(source)

@@ -17,7 +17,7 @@ from tests.toolkit.netns import UNAVAILABLE, Host, cut, running, two_hosts
 
 from smdistributed.core import mail
 from smdistributed.core.frames import Writer
-from smdistributed.core.handshake import Caller, HandshakeError, accept, call
+from smdistributed.core.handshake import HandshakeError, Initiator, answer_handshake, initiate_handshake
 from smdistributed.core.mail import Access, Mail
 from smdistributed.core.sockets import LOSS_SECONDS, own_address
 
@@ -47,8 +47,8 @@ class Rank:
     def call(self, number: int) -> tuple[socket.socket, Writer]:
         """A connection to this rank by another one, which the test plays."""
         sock = self.connect()
-        session = call(sock, KEY, number, self.number, time.monotonic() + LIMIT_S)
-        return sock, Writer(self.mail._tags(session))
+        session = initiate_handshake(sock, KEY, number, self.number, time.monotonic() + LIMIT_S)
+        return sock, Writer(self.mail._tag_key(session))
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.changed:
@@ -99,8 +99,8 @@ def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank])
         b"x" * 18,
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 4096,
-        Caller(b"o" * 32, 0, 1).hello,
-        Caller(KEY, 0, 1).hello[:7],
+        Initiator(b"o" * 32, 0, 1).hello,
+        Initiator(KEY, 0, 1).hello[:7],
     ],
     ids=["silent", "18 bytes", "http", "ones", "hello", "part of a hello"],
 )
@@ -135,7 +135,7 @@ def test_more_strangers_than_there_are_files_keep_no_rank_out(ranks: tuple[Rank,
             undo.enter_context(ranks[1].connect())
         ranks[0].mail.send(1, b"here")
         ranks[1].gets(b"here")
-        assert len(ranks[1].mail._strangers) <= 64
+        assert len(ranks[1].mail._unauthenticated) <= 64
 
 
 def test_who_has_another_key_is_told_so_and_not_heard(ranks: tuple[Rank, Rank]) -> None:
@@ -183,7 +183,7 @@ def test_a_rank_that_takes_no_messages_ends_a_send_at_its_limit() -> None:
 
         def answer() -> None:
             sock, _ = listener.accept()
-            accept(sock, KEY, 1, time.monotonic() + LIMIT_S)
+            answer_handshake(sock, KEY, 1, time.monotonic() + LIMIT_S)
             kept.append(sock)
 
         kept: list[socket.socket] = []

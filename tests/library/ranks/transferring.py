@@ -23,7 +23,10 @@ _given: list[int] = []
 
 
 class Counting(carrier.Carrier):
-    """Counts the tensors that are received."""
+    """Takes tensors of any length, and counts those that it receives."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        super().__init__(group, device, 1)
 
     def receive(self, tensors: Any, *arguments: Any) -> None:
         super().receive(tensors, *arguments)
@@ -38,7 +41,7 @@ def open_group(store: Store, rank: int, size: int, seconds: float) -> Any:
 def open_on_cpu(store: Store, rank: int, size: int, replicas: int, seconds: float) -> Counting | None:
     if replicas > 1 or size == 1:
         return None
-    return Counting(open_group(store, rank, size, seconds), torch.device("cpu"), 1)
+    return Counting(open_group(store, rank, size, seconds), torch.device("cpu"))
 
 
 def main(words: list[str]) -> None:
@@ -47,8 +50,7 @@ def main(words: list[str]) -> None:
         words = words[1:]
         os.environ[carrier.VARIABLE] = "nccl"
         patched.open_group, patched.without_nccl = open_group, lambda *_: ""
-        patched.Carrier, patched._LEAST_BYTES = Counting, 1
-        Counting.__init__.__defaults__ = (1,)  # type: ignore[attr-defined]
+        patched.Carrier = Counting
     else:
         state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]
     atexit.register(lambda: print(f"transferred {sum(_given)} tensors\n", end=""))

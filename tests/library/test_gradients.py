@@ -47,8 +47,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def stage(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One stage of its own, and what it gives to collectives."""
     reduced: list[Any] = []
-    post = SimpleNamespace(gather=lambda part, _: [part])
-    monkeypatch.setattr(optimizer, "state", SimpleNamespace(post=post, group=lambda _: (0,), model=None, cfg=Config()))
+    objects = SimpleNamespace(gather=lambda part, _: [part])
+    monkeypatch.setattr(optimizer, "state", SimpleNamespace(objects=objects, group=lambda _: (0,), model=None, cfg=Config()))
     monkeypatch.setattr(optimizer, "dist", SimpleNamespace(all_reduce=reduced.append))
     monkeypatch.setattr(optimizer, "device_of", lambda _: torch.device("cpu"))
 

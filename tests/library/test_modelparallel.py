@@ -318,4 +318,4 @@ def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_f
     assert f"says: {why}" in said
     assert "is told: Stage 1 (rank 1) failed:" in said
     assert said.count(why) == 2
-    assert "Fix: see what it does; if it may take longer, set SMP_TIMEOUT_SECONDS to more seconds on all ranks." in said
+    assert "Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS higher on all ranks." in said

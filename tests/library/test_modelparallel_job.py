@@ -21,7 +21,7 @@ from smdistributed.modelparallel.backend.config import check
 from smdistributed.modelparallel.backend.exceptions import MicrobatchError, SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.backend.job import Job
 from smdistributed.modelparallel.backend.meeting import meet
-from smdistributed.modelparallel.backend.post import Post
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.splitting import Splitter, merge
 
@@ -30,19 +30,19 @@ class Rank:
     """A front that sends pickles."""
 
     def __init__(self, store: LocalStore, rank: int, size: int) -> None:
-        self.post = Post(rank, self._send, pickle.loads, 30)
+        self.objects = ObjectExchange(rank, self._send, pickle.loads, 30)
         self._rank, self.store = rank, store
         self.mail = meet(store.prefixed("smp"), rank, size, "127.0.0.1", True, self._open)
 
     def _open(self, access: Access) -> Mail:
         self.access = access
-        return Mail(self._rank, access, self._deliver, self.post.lost)
+        return Mail(self._rank, access, self._deliver, self.objects.lost)
 
     def _send(self, to: int, box: str, obj: object) -> None:
         self.mail.send(to, box.encode(), [pickle.dumps(obj)])
 
     def _deliver(self, source: int, head: bytes, bodies: list[bytearray]) -> None:
-        self.post.deliver(source, head.decode(), bodies[0])
+        self.objects.deliver(source, head.decode(), bodies[0])
 
 
 @contextmanager
@@ -71,31 +71,31 @@ def in_threads(work: Any, size: int) -> None:
 def test_ranks_that_have_met_exchange_objects_in_boxes_of_their_own() -> None:
     with met(3) as ranks:
         found: dict[int, list[Any]] = {}
-        ranks[0].post.send("later", 1, "box")
-        ranks[0].post.send(None, 1)
-        in_threads(lambda rank: found.update({rank: ranks[rank].post.gather(rank * 10, [0, 1, 2])}), 3)
+        ranks[0].objects.send("later", 1, "box")
+        ranks[0].objects.send(None, 1)
+        in_threads(lambda rank: found.update({rank: ranks[rank].objects.gather(rank * 10, [0, 1, 2])}), 3)
         assert [found[rank] for rank in range(3)] == [[0, 10, 20]] * 3
-        assert ranks[1].post.receive(0) is None
-        assert ranks[1].post.receive(0, "box") == "later"
+        assert ranks[1].objects.receive(0) is None
+        assert ranks[1].objects.receive(0, "box") == "later"
         with pytest.raises(SMPRuntimeError, match="Rank 2 sends to itself"):
-            ranks[2].post.send(1, 2)
+            ranks[2].objects.send(1, 2)
 
 
 def test_what_a_rank_has_sent_is_there_after_it_is_lost() -> None:
     with met(2) as ranks:
-        ranks[0].post.send("last", 1)
+        ranks[0].objects.send("last", 1)
         ranks[0].mail.close()
-        assert ranks[1].post.receive(0) == "last"
+        assert ranks[1].objects.receive(0) == "last"
         for _ in range(2):
-            with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
-                ranks[1].post.receive(0)
-        with pytest.raises(SMPRuntimeError, match="Rank 0 is gone: its own error says why"):
-            ranks[1].post.send("too late", 0)
+            with pytest.raises(SMPRuntimeError, match="Rank 0: connection lost"):
+                ranks[1].objects.receive(0)
+        with pytest.raises(SMPRuntimeError, match="Rank 0: connection lost"):
+            ranks[1].objects.send("too late", 0)
 
 
 def test_an_object_that_nobody_sends_is_waited_for_until_the_limit() -> None:
-    waiting = Post(1, lambda *_: None, pickle.loads, 0.05)
-    with pytest.raises(SMPRuntimeError, match=r"Rank 0 has sent nothing to rank 1.*within 0.05 s.*SMP_TIMEOUT_SECONDS"):
+    waiting = ObjectExchange(1, lambda *_: None, pickle.loads, 0.05)
+    with pytest.raises(SMPRuntimeError, match=r"Rank 1 has waited 0.05 s for an object from rank 0.*SMP_TIMEOUT_SECONDS"):
         waiting.receive(0)
     waiting.deliver(0, "", pickle.dumps("late"))
     assert waiting.receive(0) == "late"

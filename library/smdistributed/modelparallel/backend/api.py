@@ -147,26 +147,26 @@ def get_rdp_group() -> list[int]:
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
     """Send any object that can be pickled to that rank, which calls `recv_from`."""
     to = _world_rank(dest_rank, rank_type)
-    current().post.send(obj, to)
+    current().objects.send(obj, to)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """The next object that that rank sends here. Raises SMPRuntimeError when the rank is gone."""
     source = _world_rank(src_rank, rank_type)
-    return current().post.receive(source)
+    return current().objects.receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
     """Send an object to all others of the group, which call `recv_from` with this rank."""
     for other in current().group(group.value):
         if other != current().rank:
-            current().post.send(obj, other)
+            current().objects.send(obj, other)
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     """Every rank's object, in the order of the group's ranks; all of them call it."""
     ranks = current().group(group.value)
-    return current().post.gather(obj, ranks)
+    return current().objects.gather(obj, ranks)
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:

@@ -6,7 +6,7 @@ import sys
 
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
-from smdistributed.modelparallel.backend.post import Post
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.ranks import Grid
 
 
@@ -18,7 +18,7 @@ class Job:
     rank: int
     local_rank: int
     local_size: int
-    post: Post
+    objects: ObjectExchange
 
     def __init__(self) -> None:
         self.initialized = False

@@ -68,7 +68,7 @@ class State(Job):
         master = launch.master.host if launch.master else "127.0.0.1"
         meet(store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_mail)
         # Whoever is connected hears who ends.
-        self.seed = self.post.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
+        self.seed = self.objects.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
         peers = self.grid.group("DP_GROUP", self.rank)
         if len(peers) > 1:
             self.replicas = open_group(launch, store, peers)
@@ -92,7 +92,7 @@ class State(Job):
 
     def _open_mail(self, access: Access) -> Mail:
         self.messages = Messages(self.rank, access)
-        self.post = self.messages.post
+        self.objects = self.messages.objects
         return self.messages.mail
 
 

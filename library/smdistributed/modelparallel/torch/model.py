@@ -389,11 +389,11 @@ class DistributedModel(nn.Module):
         ranks = state.group("PP_GROUP")
         if gather_to_rank0:
             if state.rank != ranks[0]:
-                state.post.send(local, ranks[0], "state")
+                state.objects.send(local, ranks[0], "state")
                 return {}
-            parts = [local, *(state.post.receive(rank, "state") for rank in ranks[1:])]
+            parts = [local, *(state.objects.receive(rank, "state") for rank in ranks[1:])]
         else:
-            parts = state.post.gather(local, ranks)
+            parts = state.objects.gather(local, ranks)
         return self._in_order({key: value for part in parts for key, value in part.items()})
 
     def _in_order(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class DistributedModel(nn.Module):
         if not self.partitioned:
             return super().cpu()
         own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
-        parts = state.post.gather(own, state.group("PP_GROUP"))
+        parts = state.objects.gather(own, state.group("PP_GROUP"))
         whole = {name: tensor for part in parts for name, tensor in part.items()}
         for name, parameter in self.module.named_parameters():
             parameter.data = whole[name]

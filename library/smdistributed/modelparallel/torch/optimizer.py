@@ -219,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.cfg.shard_optimizer_state:
             local["state"] = self._owned(local["state"])
         if state.cfg.shard_optimizer_state and gather_if_shard:
-            local["state"] = _union(state.post.gather(local["state"], state.group("RDP_GROUP")))
+            local["state"] = _union(state.objects.gather(local["state"], state.group("RDP_GROUP")))
         masters = set(self._masters.values())
         local["masters"] = {i: p.data for i, p in enumerate(self._parameters()) if p in masters}
         local["loss_scale"] = self.scale.state_dict()
@@ -263,11 +263,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks, kept = state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             if state.rank != ranks[0]:
-                state.post.send(kept, ranks[0], "state")
+                state.objects.send(kept, ranks[0], "state")
                 return {}
-            parts = [kept, *(state.post.receive(rank, "state") for rank in ranks[1:])]
+            parts = [kept, *(state.objects.receive(rank, "state") for rank in ranks[1:])]
         else:
-            parts = state.post.gather(kept, ranks)
+            parts = state.objects.gather(kept, ranks)
         return {**local, **{key: _union(part[key] for part in parts) for key in kept}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -419,7 +419,7 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float =
         part = _largest(gradients)
     else:
         part = sum(float((norms**norm_type).sum()) for norms in _norms(gradients, norm_type))
-    parts = state.post.gather(part, state.group("PP_GROUP"))
+    parts = state.objects.gather(part, state.group("PP_GROUP"))
     total = _maximum(parts) if infinite else sum(parts) ** (1 / norm_type)
     if total > max_norm and gradients:
         torch._foreach_mul_(gradients, max_norm / (total + 1e-6))

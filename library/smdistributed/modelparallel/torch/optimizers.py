@@ -213,7 +213,7 @@ def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -
     if parameters & _updated():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
         group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
-        square = sum(state.post.gather(square, state.group(group)))
+        square = sum(state.objects.gather(square, state.group(group)))
     return float(square**0.5)
 
 

@@ -25,7 +25,7 @@ from smdistributed.core.mail import Mail, Waiter
 from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER
+from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn
 from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
 from smdistributed.modelparallel.torch import devices
@@ -322,7 +322,7 @@ class Stage:
     def _wait_no_longer(self, what: str) -> None:
         """The other stages have been silent for too long."""
         who = f"{self._who(self.ranks[self.index])} has heard of no other stage for {self._seconds:g} s"
-        self.fail(SMPRuntimeError(f"{who}, in step {self.steps}: {what}. {LONGER}"))
+        self.fail(SMPRuntimeError(f"{who}, in step {self.steps}: {what}. {TIMEOUT_FIX}"))
 
     def _handle(self, message: Message) -> None:
         step = self._in_step()

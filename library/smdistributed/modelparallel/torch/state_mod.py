@@ -21,8 +21,8 @@ from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.recording import start_timeline
 from smdistributed.modelparallel.torch import devices
-from smdistributed.modelparallel.torch.comm import open_post
 from smdistributed.modelparallel.torch.messages import Kind, receive
+from smdistributed.modelparallel.torch.objects import open_object_exchange
 from smdistributed.modelparallel.torch.stage import Stage
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class State(Job):
     def _open_mail(self, access: Access) -> Mail:
         seconds = timeout_seconds()
         mail = Mail(self.rank, access, self._deliver, self._lost, seconds)
-        self.post = open_post(mail, self.rank, seconds)
+        self.objects = open_object_exchange(mail, self.rank, seconds)
         self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module, seconds)
         return mail
 
@@ -133,13 +133,13 @@ class State(Job):
             self.stage.fail(error)
             return
         if message.kind is Kind.OBJECT:
-            self.post.deliver(source, message.call, message)
+            self.objects.deliver(source, message.call, message)
         else:
             self.stage.deliver(message)
 
     def _lost(self, source: int) -> None:
         self.stage.lost(source)
-        self.post.lost(source)
+        self.objects.lost(source)
 
 
 state = State()

@@ -60,13 +60,13 @@ class Verification:
             {name: self._of_this_step(name, parameter.grad) for name, parameter in parameters.items()},
         )
         if state.rank != ranks[0]:
-            state.post.send(own, ranks[0], "verify")
-            told, differs = state.post.receive(ranks[0], "verify")
+            state.objects.send(own, ranks[0], "verify")
+            told, differs = state.objects.receive(ranks[0], "verify")
         else:
-            everything = [own, *(state.post.receive(rank, "verify") for rank in ranks[1:])]
+            everything = [own, *(state.objects.receive(rank, "verify") for rank in ranks[1:])]
             told, differs = self._verdict(function, parts, results, everything)
             for rank in ranks[1:]:
-                state.post.send((told, differs), rank, "verify")
+                state.objects.send((told, differs), rank, "verify")
             if not differs and state.rank == state.group("DP_GROUP")[0]:
                 print(told, file=sys.stderr)
         if differs:

@@ -48,7 +48,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One stage of its own, and what it gives to collectives."""
     reduced: list[Any] = []
     objects = SimpleNamespace(gather=lambda part, _: [part])
-    monkeypatch.setattr(optimizer, "state", SimpleNamespace(objects=objects, group=lambda _: (0,), model=None, cfg=Config()))
+    monkeypatch.setattr(
+        optimizer, "state", SimpleNamespace(objects=objects, group=lambda _: (0,), model=None, cfg=Config())
+    )
     monkeypatch.setattr(optimizer, "dist", SimpleNamespace(all_reduce=reduced.append))
     monkeypatch.setattr(optimizer, "device_of", lambda _: torch.device("cpu"))
 

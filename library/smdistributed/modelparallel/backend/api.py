@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from smdistributed.modelparallel.backend.job import current
+from smdistributed.modelparallel.backend.context import current_context
 
 
 class CommGroup(enum.Enum):
@@ -36,15 +36,15 @@ PP_GROUP, TP_GROUP, RDP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGrou
 
 def is_initialized() -> bool:
     """Whether `init` has been called."""
-    return current().initialized
+    return current_context().initialized
 
 
 def _rank(name: str) -> int:
-    return current().group(name).index(current().rank)
+    return current_context().group(name).index(current_context().rank)
 
 
 def _size(name: str) -> int:
-    return len(current().group(name))
+    return len(current_context().group(name))
 
 
 def rank() -> int:
@@ -59,14 +59,14 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's number among those of its host."""
-    current().require()
-    return current().local_rank
+    current_context().require()
+    return current_context().local_rank
 
 
 def local_size() -> int:
     """The number of processes on this host."""
-    current().require()
-    return current().local_size
+    current_context().require()
+    return current_context().local_size
 
 
 def mp_rank() -> int:
@@ -121,52 +121,52 @@ def rdp_size() -> int:
 
 def get_mp_group() -> list[int]:
     """The ranks that hold this rank's replica of the model."""
-    return list(current().group("MP_GROUP"))
+    return list(current_context().group("MP_GROUP"))
 
 
 def get_pp_group() -> list[int]:
     """The ranks that hold the stages of this rank's pipeline, in order."""
-    return list(current().group("PP_GROUP"))
+    return list(current_context().group("PP_GROUP"))
 
 
 def get_dp_group() -> list[int]:
     """The ranks that hold the same stage in all replicas."""
-    return list(current().group("DP_GROUP"))
+    return list(current_context().group("DP_GROUP"))
 
 
 def get_tp_group() -> list[int]:
     """The ranks that share tensors with this one."""
-    return list(current().group("TP_GROUP"))
+    return list(current_context().group("TP_GROUP"))
 
 
 def get_rdp_group() -> list[int]:
     """The ranks that hold the same parameters as this one."""
-    return list(current().group("RDP_GROUP"))
+    return list(current_context().group("RDP_GROUP"))
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
     """Send any object that can be pickled to that rank, which calls `recv_from`."""
     to = _world_rank(dest_rank, rank_type)
-    current().objects.send(obj, to)
+    current_context().objects.send(obj, to)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """The next object that that rank sends here. Raises SMPRuntimeError when the rank is gone."""
     source = _world_rank(src_rank, rank_type)
-    return current().objects.receive(source)
+    return current_context().objects.receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
     """Send an object to all others of the group, which call `recv_from` with this rank."""
-    for other in current().group(group.value):
-        if other != current().rank:
-            current().objects.send(obj, other)
+    for other in current_context().group(group.value):
+        if other != current_context().rank:
+            current_context().objects.send(obj, other)
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     """Every rank's object, in the order of the group's ranks; all of them call it."""
-    ranks = current().group(group.value)
-    return current().objects.gather(obj, ranks)
+    ranks = current_context().group(group.value)
+    return current_context().objects.gather(obj, ranks)
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
@@ -200,7 +200,7 @@ def rdp_barrier() -> None:
 
 
 def _world_rank(number: int, rank_type: RankType) -> int:
-    ranks = current().group(rank_type.value)
+    ranks = current_context().group(rank_type.value)
     if not 0 <= number < len(ranks):
         raise ValueError(f"{rank_type.name} {number} is not there: they count from 0 to {len(ranks) - 1}.")
     return ranks[number]

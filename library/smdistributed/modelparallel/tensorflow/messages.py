@@ -41,7 +41,7 @@ class _Tensor(NamedTuple):
 
 
 class Messages:
-    """Of this rank. `objects` exchanges Python objects; tensors go by labels, by the operations of `core.tensorflow.operations`.
+    """Of this rank. `objects` exchanges Python objects; tensors go by labels: see `core.tensorflow.operations`.
 
     names: what is awaited with a label, as people call it.
     """

@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from smdistributed.core.launch import fill_in, read_launch
+from smdistributed.core.launch import fill_in
 from smdistributed.core.mail import Access, Mail
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import take_device
-from smdistributed.modelparallel.backend.config import read_config, read_verify_steps
+from smdistributed.modelparallel.backend.config import read_verify_steps
+from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
-from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
 from smdistributed.modelparallel.backend.limits import timeout_seconds
-from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
-from smdistributed.modelparallel.backend.recording import start_timeline
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.objects import open_object_exchange
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 
-class State(Job):
+class State(Context):
     """Set by `init`; before, only `initialized` may be asked."""
 
     stage: Stage
@@ -61,15 +60,12 @@ class State(Job):
         """Read the configuration and meet the other ranks. Calling it again does nothing."""
         if self.initialized:
             return
-        refuse_dataparallel()
         fill_in(os.environ)
-        self.cfg = read_config(argument, os.environ)
+        launch = self.configure(argument)
         self.verify_steps = read_verify_steps(os.environ)
-        launch = read_launch()
         register()
-        self._meet(launch.rank, launch.world_size)
+        self._start_process_group(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
-        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, dist.get_world_size())
         for name in GROUPS:
             for ranks in self.grid.groups(name):
@@ -80,7 +76,7 @@ class State(Job):
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        meet(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
         start_timeline(self.rank, self.grid.size)
         # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -91,7 +87,7 @@ class State(Job):
         """torch.distributed's group of the ranks of `group(name)`."""
         return self._process_groups[self.group(name)]
 
-    def _meet(self, rank: int, size: int) -> None:
+    def _start_process_group(self, rank: int, size: int) -> None:
         if dist.is_initialized():
             return
         if self.cfg.ddp_port is not None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 
-_SECONDS = {Kind.FORWARD: 1.0, Kind.GO_ON: 0.1, Kind.BACKWARD: 2.0}
+_SECONDS = {TurnKind.FORWARD: 1.0, TurnKind.RESUME: 0.1, TurnKind.BACKWARD: 2.0}
 _LATENCY = 0.01
 
 
@@ -65,7 +65,7 @@ class _Stage:
     def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
         microbatches = sorted({event.microbatch for event in program})
         self._rest = {m: list(_work(program, m)) for m in microbatches}
-        forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not Kind.BACKWARD]
+        forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not TurnKind.BACKWARD]
         has_backwards = sum(map(len, self._rest.values())) > len(forwards)
         self._forwards = len(forwards)
         self._simple = simple and has_backwards
@@ -92,7 +92,7 @@ class _Stage:
             return
         work = ready[choice]
         self._rest[work.turn.microbatch].pop(0)
-        self._forwards -= work.turn.kind is not Kind.BACKWARD
+        self._forwards -= work.turn.kind is not TurnKind.BACKWARD
         self.free_at = now + _SECONDS[work.turn.kind]
         for place, event in work.events:
             self.done.append(place)
@@ -102,7 +102,7 @@ class _Stage:
             self._schedule.finish(work.turn.microbatch)
 
     def _is_ready(self, work: _Work, now: float, arrivals: dict[str, float]) -> bool:
-        if self._simple and work.turn.kind is Kind.BACKWARD and self._forwards:
+        if self._simple and work.turn.kind is TurnKind.BACKWARD and self._forwards:
             return False
         return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now
 
@@ -113,7 +113,7 @@ def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
 
     def work() -> _Work:
         backward = events[0][1].is_backward
-        kind = Kind.BACKWARD if backward else Kind.GO_ON if has_begun else Kind.FORWARD
+        kind = TurnKind.BACKWARD if backward else TurnKind.RESUME if has_begun else TurnKind.FORWARD
         return _Work(Turn(kind, microbatch), events)
 
     for place, event in enumerate(program):

@@ -73,8 +73,8 @@ from smdistributed.modelparallel.torch.construction import (
     set_tensor_parallelism,
     tensor_parallelism,
 )
+from smdistributed.modelparallel.torch.manual_partition import partition, set_partition
 from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.module_manager import partition, set_partition
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.splitting import StepOutput
 from smdistributed.modelparallel.torch.state_mod import state

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.core.options import refuse_unknown, warn_without_effect
+from smdistributed.modelparallel.torch.random_numbers import derive_seed
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.unsupported import refuse
-from smdistributed.modelparallel.torch.work import mix
 
 _SMALL = 4096
 """Tensors of fewer elements are made at once: constructors read numbers from them, and they cost no memory."""
@@ -164,7 +164,7 @@ def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
     tape, seed = _recipes[_storage(tensor)]
     made: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(mix(seed, *name.encode()))
+        torch.manual_seed(derive_seed(seed, *name.encode()))
         for call in _needed(tape, _storage(tensor)):
             args, kwargs = _real((call.args, call.kwargs), made)
             if "device" in kwargs:

@@ -208,18 +208,18 @@ class FusedNovoGrad(_Layerwise):
 
 
 def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
-    """The 2-norm of all gradients; of all stages, if one of these ids is that of a parameter of the model."""
+    """The 2-norm of all gradients; over all stages, if `parameters` holds the id of a parameter of the model."""
     square = sum(float(gradient.float().square().sum()) for gradient in gradients)
-    if parameters & _updated():
+    if parameters & _updated_ids():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
         group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
         square = sum(state.objects.gather(square, state.group(group)))
     return float(square**0.5)
 
 
-def _updated() -> set[int]:
+def _updated_ids() -> set[int]:
     """The ids of the placed model's parameters, and of their copies in single precision."""
     if not state.initialized or state.model is None or not state.model.partitioned:
         return set()
-    copies = state.optimizer.masters.values() if state.optimizer else ()
+    copies = state.optimizer.master_weights.copies.values() if state.optimizer else ()
     return set(map(id, (*state.model.module.parameters(), *copies)))

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPEr
 from smdistributed.modelparallel.backend.partition import Partition
 from smdistributed.modelparallel.torch.auto_partition import partition
 from smdistributed.modelparallel.torch.half_precision import dtype_of
-from smdistributed.modelparallel.torch.optimizer import share
+from smdistributed.modelparallel.torch.optimizer_shards import assign_owners
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -123,7 +123,7 @@ def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: s
     updated = [p.numel() * (4 if is_cast(p) else p.element_size()) for p in trained]
     copies = sum(2 * size for p, size in zip(trained, updated) if is_cast(p))
     states = [0] * (replicas if config.shard_optimizer_state else 1)
-    for size, owner in zip(updated, share(trained, len(states))):
+    for size, owner in zip(updated, assign_owners(trained, len(states))):
         states[owner] += size * OPTIMIZER_STATES[optimizer]
     own = sum(p.numel() * (2 if is_cast(p) else p.element_size()) for p in (*parameters, *trained))
     return own + copies + max(states)

@@ -1,12 +1,17 @@
-"""What `smp.init` sets up, for the rest of the package and for scripts that look (`smp.state.cfg`)."""
+"""The state of this process after `smp.init`. `state` is the one instance: public functions read it, others get it.
+
+Scripts read it too: `smp.state.cfg`, `smp.state.module_manager`.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in
@@ -20,20 +25,35 @@ from smdistributed.modelparallel.backend.limits import timeout_seconds
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.torch import devices
+from smdistributed.modelparallel.torch.master_weights import MasterWeights
 from smdistributed.modelparallel.torch.messages import Kind, receive
+from smdistributed.modelparallel.torch.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.objects import open_object_exchange
 from smdistributed.modelparallel.torch.stage import Stage
+from smdistributed.modelparallel.torch.step_gradients import StepGradients
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from smdistributed.modelparallel.torch.model import DistributedModel
-    from smdistributed.modelparallel.torch.module_manager import ModuleManager
-    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+class WrappedModel(nn.Module):
+    """What the optimizer and the steps use of the script's model. `DistributedModel` is the only subclass."""
+
+    module: nn.Module
+    """The script's own model."""
+    manager: ModuleManager
+    gradients: StepGradients
+    partitioned: bool
+    """Whether it is decided which stage has which module."""
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What the model uses of the script's optimizer. `DistributedOptimizer` is the only subclass."""
+
+    optimizer: torch.optim.Optimizer
+    """The script's own optimizer."""
+    master_weights: MasterWeights
 
 
 class State(Context):
-    """Set by `init`; before, only `initialized` may be asked."""
+    """Set by `init`; before, only `initialized` may be read."""
 
     stage: Stage
 
@@ -41,23 +61,30 @@ class State(Context):
         super().__init__()
         self.is_tracing = False
         self.verify_steps = 0
-        self.model: DistributedModel | None = None
-        self.optimizer: DistributedOptimizer | None = None
+        """How many steps are run again without stages."""
+        self.model: WrappedModel | None = None
+        self.optimizer: WrappedOptimizer | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
     def module_manager(self) -> ModuleManager:
-        """The modules of the script's model, by name, and their stages."""
-        return self.the_model().manager
-
-    def the_model(self) -> DistributedModel:
-        """The model that the script wrapped. Raises StepUsageError when it has none."""
+        """The modules of the script's model, by name, and their stages. Raises StepUsageError without a model."""
         if self.model is None:
             raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
-        return self.model
+        return self.model.manager
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Read the configuration and meet the other ranks. Calling it again does nothing."""
+        """Reads the configuration, and connects to the other ranks. Calling it again does nothing.
+
+        It makes torch's process groups, selects this rank's GPU, and starts the threads of the transport.
+
+        Args:
+            argument: `mp_parameters` of the script.
+
+        Raises:
+            SMPConfigError: If the configuration is not allowed.
+            LaunchError: If the environment does not say which rank this is.
+        """
         if self.initialized:
             return
         fill_in(os.environ)
@@ -72,13 +99,13 @@ class State(Context):
                 self._open_group(ranks)
         if torch.cuda.is_available():
             take_device()
-        devices.note()
+        devices.remember_device()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
         connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
         start_timeline(self.rank, self.grid.size)
-        # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
+        # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ.pop("LOCAL_RANK", None)
         self.begin()
@@ -86,6 +113,10 @@ class State(Context):
     def process_group(self, name: str) -> Any:
         """torch.distributed's group of the ranks of `group(name)`."""
         return self._process_groups[self.group(name)]
+
+    def gather_over_stages(self, obj: object) -> list[Any]:
+        """Exchanges one object between the stages of this rank's pipeline, which all call it; in their order."""
+        return self.objects.gather(obj, self.group("PP_GROUP"))
 
     def _start_process_group(self, rank: int, size: int) -> None:
         if dist.is_initialized():
@@ -99,7 +130,7 @@ class State(Context):
 
     @property
     def _backend(self) -> str:
-        """That of the groups: of itself `smddp`, which uses NCCL for CUDA tensors where every rank has a device."""
+        """The groups' backend. `smddp` uses NCCL for CUDA tensors if every rank has a device of its own."""
         return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
     def _open_group(self, ranks: tuple[int, ...]) -> None:
@@ -111,30 +142,27 @@ class State(Context):
 
     def _open_mail(self, access: Access) -> Mail:
         seconds = timeout_seconds()
-        mail = Mail(self.rank, access, self._deliver, self._lost, seconds)
+        mail = Mail(self.rank, access, self._deliver, self._lose, seconds)
         self.objects = open_object_exchange(mail, self.rank, seconds)
-        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module, seconds)
+        self.stage = Stage(mail, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
         return mail
 
-    def group_of(self, name: str) -> tuple[int, ...]:
-        return self.grid.group(name, self.rank)
-
-    def _module(self, name: str) -> Any:
+    def _find_module(self, name: str) -> nn.Module:
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
         try:
             message = receive(source, head, bodies)
         except Exception as error:  # a receiving thread has no caller
-            self.stage.fail(error)
+            self.stage.failures.fail(error)
             return
         if message.kind is Kind.OBJECT:
             self.objects.deliver(source, message.call, message)
         else:
             self.stage.deliver(message)
 
-    def _lost(self, source: int) -> None:
-        self.stage.lost(source)
+    def _lose(self, source: int) -> None:
+        self.stage.failures.fail_by_loss(source)
         self.objects.lost(source)
 
 

@@ -1,4 +1,7 @@
-"""Ranks, groups and messages: the functions of `smp` that concern the job, and are the same in every front."""
+"""Ranks, groups and messages: the functions of `smp` that are the same for every framework (AWS API).
+
+All functions but `is_initialized` raise StepUsageError before `smp.init`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """What a rank's number counts: its place in the job, or in this rank's group of that name (AWS API)."""
+    """What the number of a rank counts: its place in the job, or in this rank's group of that name (AWS API)."""
 
     WORLD_RANK = "WORLD"
     MP_RANK = "MP_GROUP"
@@ -145,62 +148,104 @@ def get_rdp_group() -> list[int]:
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
-    """Send any object that can be pickled to that rank, which calls `recv_from`."""
+    """Sends an object to a rank, which calls `recv_from`.
+
+    Args:
+        obj: Any object that can be pickled.
+        dest_rank: The receiver.
+        rank_type: What `dest_rank` counts.
+
+    Raises:
+        SMPRuntimeError: If the receiver is this rank, or its connection is lost.
+        ValueError: If there is no such rank.
+    """
     to = _world_rank(dest_rank, rank_type)
     current_context().objects.send(obj, to)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """The next object that that rank sends here. Raises SMPRuntimeError when the rank is gone."""
+    """Waits for the next object that a rank sends here.
+
+    Args:
+        src_rank: The sender.
+        rank_type: What `src_rank` counts.
+
+    Returns:
+        The object.
+
+    Raises:
+        SMPRuntimeError: If the sender is this rank, its connection is lost, or nothing arrives within
+            SMP_TIMEOUT_SECONDS.
+        ValueError: If there is no such rank.
+    """
     source = _world_rank(src_rank, rank_type)
     return current_context().objects.receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-    """Send an object to all others of the group, which call `recv_from` with this rank."""
+    """Sends an object to all other ranks of a group. They call `recv_from` with this rank.
+
+    Args:
+        obj: Any object that can be pickled.
+        group: The group.
+
+    Raises:
+        SMPRuntimeError: If the connection to a receiver is lost.
+    """
     for other in current_context().group(group.value):
         if other != current_context().rank:
             current_context().objects.send(obj, other)
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Every rank's object, in the order of the group's ranks; all of them call it."""
+    """Exchanges one object between all ranks of a group; each of them calls it.
+
+    Args:
+        obj: Any object that can be pickled.
+        group: The group.
+
+    Returns:
+        Every rank's object, in the order of the group's ranks.
+
+    Raises:
+        SMPRuntimeError: If a connection is lost, or a rank does not call it within SMP_TIMEOUT_SECONDS.
+    """
     ranks = current_context().group(group.value)
     return current_context().objects.gather(obj, ranks)
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until all ranks of the group are here."""
+    """Waits until all ranks of a group have called it. Raises SMPRuntimeError as `allgather` does."""
     allgather(None, group)
 
 
 def mp_barrier() -> None:
-    """Wait for the ranks of this rank's replica of the model."""
+    """Waits for the ranks of this rank's replica of the model."""
     barrier(CommGroup.MP_GROUP)
 
 
 def pp_barrier() -> None:
-    """Wait for the stages of this rank's pipeline."""
+    """Waits for the stages of this rank's pipeline."""
     barrier(CommGroup.PP_GROUP)
 
 
 def dp_barrier() -> None:
-    """Wait for the ranks that hold this rank's stage."""
+    """Waits for the ranks that hold this rank's stage."""
     barrier(CommGroup.DP_GROUP)
 
 
 def tp_barrier() -> None:
-    """Wait for the ranks that share tensors with this one."""
+    """Waits for the ranks that share tensors with this one."""
     barrier(CommGroup.TP_GROUP)
 
 
 def rdp_barrier() -> None:
-    """Wait for the ranks that hold the same parameters."""
+    """Waits for the ranks that hold the same parameters."""
     barrier(CommGroup.RDP_GROUP)
 
 
 def _world_rank(number: int, rank_type: RankType) -> int:
     ranks = current_context().group(rank_type.value)
     if not 0 <= number < len(ranks):
-        raise ValueError(f"{rank_type.name} {number} is not there: they count from 0 to {len(ranks) - 1}.")
+        raise ValueError(f"{rank_type.name} {number} does not exist: they count from 0 to {len(ranks) - 1}.")
     return ranks[number]

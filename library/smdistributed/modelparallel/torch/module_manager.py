@@ -11,7 +11,7 @@ from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.backend.schedule import TurnKind
-from smdistributed.modelparallel.torch.activations import Checkpointing, marked, run
+from smdistributed.modelparallel.torch.activations import Checkpointing, active_checkpointing, run_sequence
 from smdistributed.modelparallel.torch.stage import Hop, Stage
 from smdistributed.modelparallel.torch.tasks import current_task
 
@@ -111,7 +111,7 @@ class ModuleManager:
         while hops:
             stage, names = hops[0]
             if stage == self.index:
-                value = self.run(names, value, marked(module))
+                value = self.run(names, value, active_checkpointing(module))
                 del hops[0]
                 continue
             self._require_step(place)
@@ -122,7 +122,7 @@ class ModuleManager:
 
     def run(self, names: Sequence[str], value: Any, how: Checkpointing | None) -> Any:
         """Calls modules of this stage one after the other, checkpointed if `how` is given."""
-        return run([self.modules[name] for name in names], value, how)
+        return run_sequence([self.modules[name] for name in names], value, how)
 
     def make_way(self, kind: TurnKind) -> None:
         """Lets more urgent turns go first, where a part of the model begins: see `Stage.make_way`."""
@@ -135,7 +135,7 @@ class ModuleManager:
         """
         if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
             return False
-        return bool(marked(module)) or any(not self.is_local(self._name_of(child)) for child in module)
+        return bool(active_checkpointing(module)) or any(not self.is_local(self._name_of(child)) for child in module)
 
     def _hops(self, module: nn.Sequential) -> Iterator[Hop]:
         names = [self._name_of(child) for child in module]

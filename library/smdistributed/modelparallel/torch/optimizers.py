@@ -1,4 +1,4 @@
-"""Optimizers by the names that published scripts import. AWS's are apex's; these compute the same in plain torch.
+"""Optimizers that published scripts import. AWS's are from apex; these compute the same in plain torch.
 
 FusedLAMB: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962.
 FusedNovoGrad: "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv 1905.11286.
@@ -19,7 +19,7 @@ __all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """One step of each parameter on its own.
+    """The base of optimizers that update one parameter at a time.
 
     A group counts its steps in `step`, as apex's optimizers do: the schedule of AWS's BERT script reads it there.
     """
@@ -33,12 +33,19 @@ class _Layerwise(torch.optim.Optimizer):
         self._set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's. set_to_none: by default what `set_grad_none` says."""
+        """Resets gradients: see torch. `set_to_none` defaults to the constructor's `set_grad_none`."""
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; the stages of a model call it together."""
+        """Updates all parameters that have gradients. All stages of a model call it.
+
+        Args:
+            closure: Computes the loss again; called with gradients enabled.
+
+        Returns:
+            The result of `closure`; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,7 +59,7 @@ class _Layerwise(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> None:
-        """Called before the parameters are updated."""
+        """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         raise NotImplementedError

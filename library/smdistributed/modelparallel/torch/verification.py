@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import TurnKind
-from smdistributed.modelparallel.torch.activations import forget_marks
+from smdistributed.modelparallel.torch.activations import remove_checkpointing
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.module_routing import calls_routed_by
@@ -170,7 +170,7 @@ def _copy_whole_model(module: nn.Module, tensors: Mapping[str, Any]) -> nn.Modul
     }
     memo.update({id(buffer): tensors[name].clone() for name, buffer in module.named_buffers()})
     whole = copy.deepcopy(module, memo)
-    forget_marks(whole)
+    remove_checkpointing(whole)
     return whole
 
 

@@ -161,9 +161,7 @@ def resume_from_checkpoint(
 ) -> Any:
     """Loads a checkpoint into the script's model and optimizer; every rank calls it (AWS API).
 
-    It may be called before or after the first step. A partial checkpoint notes which stage has which module. With as
-    many stages, the model is placed as it was, and a rank reads the files of its stage alone. With another number of
-    stages, or if `smp.set_partition` places modules differently, every rank reads the files of all stages.
+    It may be called before or after the first step. The number of stages may differ from the job that saved it.
 
     Args:
         path: The directory of checkpoints.
@@ -190,15 +188,13 @@ def resume_from_checkpoint(
     load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
     directory = Path(path)
     tag = tag or read_newest(directory, "partial" if partial else "full")
-    if partial:
-        if translate_function is not None:
-            raise SMPRuntimeError(
-                "translate_function is for full checkpoints. Fix: leave it out, or give partial=False."
-            )
-        own = load_partial(state, directory, tag, strict, load_optimizer, weights_only)
-        return _read_user_content(own, "", weights_only)
-    _load_full(directory, tag, strict, load_optimizer, translate_function, weights_only)
-    return _read_user_content(directory, tag, weights_only)
+    if not partial:
+        _load_full(directory, tag, strict, load_optimizer, translate_function, weights_only)
+        return _read_user_content(directory, tag, weights_only)
+    if translate_function is not None:
+        raise SMPRuntimeError("translate_function is for full checkpoints. Fix: leave it out, or give partial=False.")
+    own = load_partial(state, directory, tag, strict, load_optimizer, weights_only)
+    return _read_user_content(own, "", weights_only)
 
 
 def _save_full(

@@ -172,15 +172,13 @@ def resume_from_checkpoint(
         load_sharded_optimizer_state: No effect, and a warning if it is false: it is for sharded data parallelism.
         translate_function: For a full checkpoint: makes the model's state dict from the content of the file.
         load_optimizer_states: The name of `load_optimizer` before AWS API 1.11.
-        weights_only: False: load any object, which runs code of whoever wrote the file. True: only tensors, numbers,
-            strings and containers of them. None: True, unless SMP_TRUST_CHECKPOINTS is 1. Ours.
+        weights_only: See `load`. Ours.
 
     Returns:
         The `user_content` of `save_checkpoint`; None if there is none.
 
     Raises:
-        SMPRuntimeError: If there is no such checkpoint, `translate_function` is given for a partial one, or a file
-            holds more than `weights_only` allows.
+        SMPRuntimeError: If there is no such checkpoint, or a file holds more than `weights_only` allows.
     """
     if not load_sharded_optimizer_state:
         what = "load_sharded_optimizer_state of smp.resume_from_checkpoint"

@@ -1,16 +1,14 @@
 """A pipeline as the schedule of the library runs it, without ranks: when which stage does what, and a picture of it.
 
-    pipeline_model.py [FILE]
-
-writes docs/pipeline.svg, or FILE. The rules are those of `smdistributed.modelparallel.backend.schedule` itself; times
+The rules are those of `smdistributed.modelparallel.backend.schedule` itself; times
 are a model: every stage takes as long, a message takes none, and the loss is on the first stage.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,4 +130,6 @@ def _row(top: int, title: str, spans: list[Span], stages: int) -> str:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE).write_text(picture(4, 8))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, metavar="FILE", default=PICTURE, help="the picture (docs/pipeline.svg)")
+    parser.parse_args().output.write_text(picture(4, 8))

@@ -305,7 +305,7 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
         report.join()
     assert mail.told == [1]
     before = stages[1]._observer._last_event
-    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, ()))
+    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._last_event > before
     assert stages[1]._early == []
 

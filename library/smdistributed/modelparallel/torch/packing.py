@@ -69,7 +69,7 @@ def meta_of(tensor: _Tensor) -> Meta:
 
 def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
     """The tensor's bytes in the order of its elements, and what must live as long as they are read."""
-    flat = tensor.detach().cpu().contiguous()
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = flat.numel() * flat.element_size()
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"", flat
 

@@ -25,12 +25,14 @@ from smdistributed.modelparallel.backend.limits import timeout_seconds
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.torch import devices
+from smdistributed.modelparallel.torch.carrier import open_carrier
 from smdistributed.modelparallel.torch.master_weights import MasterWeights
 from smdistributed.modelparallel.torch.messages import Kind, receive
 from smdistributed.modelparallel.torch.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.objects import open_object_exchange
 from smdistributed.modelparallel.torch.stage import Stage
 from smdistributed.modelparallel.torch.step_gradients import StepGradients
+from smdistributed.modelparallel.torch.transfers import Transfers
 
 
 class WrappedModel(nn.Module):
@@ -64,6 +66,7 @@ class State(Context):
         """How many steps are run again without stages."""
         self.model: WrappedModel | None = None
         self.optimizer: WrappedOptimizer | None = None
+        self.transfers: Transfers | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -103,7 +106,8 @@ class State(Context):
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        mail = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        self._open_transfers(mail, PrefixStore("transfers", store))
         start_timeline(self.rank, self.grid.size)
         # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -147,6 +151,17 @@ class State(Context):
         self.stage = Stage(mail, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
         return mail
 
+    def _open_transfers(self, mail: Mail, store: PrefixStore) -> None:
+        """Makes large tensors go from device to device, if the job asks for it and can."""
+        seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
+        carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
+        if carrier is None:
+            return
+        self.transfers = Transfers(carrier, mail, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
+        self.stage.transfers = self.transfers
+        carrier.warm_up(self.rank, self.grid.size, seconds)
+        self.transfers.start()
+
     def _find_module(self, name: str) -> nn.Module:
         return self.module_manager.modules[name]
 
@@ -159,7 +174,7 @@ class State(Context):
         if message.kind is Kind.OBJECT:
             self.objects.deliver(source, message.call, message)
         else:
-            self.stage.deliver(message)
+            (self.transfers.take if self.transfers else self.stage.deliver)(message)
 
     def _lose(self, source: int) -> None:
         self.stage.failures.fail_by_loss(source)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.torch.module_routing import route_calls
 
 FORWARD_S, BACKWARD_S = 0.030, 0.060
 CALL_BYTES = 64 << 10
@@ -143,7 +144,7 @@ def ours(pipeline: str, count: int) -> Callable[[], Any]:
 
     def run() -> None:
         smp.state.cfg, smp.state.model = config, model
-        model.manager.assign(model.manager.stages) if model.partitioned else None
+        route_calls(model.manager) if model.partitioned else None
         step(model, data)
 
     return run

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch import calls, module_manager
+from smdistributed.modelparallel.torch import calls, module_routing
 
 STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
 
@@ -146,10 +146,10 @@ def as_on_a_gpu() -> None:
 
         return run
 
-    for node in (calls.Leave, calls.Arrive):
+    for node in (calls.Leave, calls.Receive):
         node.backward = staticmethod(there(node.backward))  # type: ignore[method-assign]
-    marked = module_manager._mark
-    module_manager._mark = lambda outputs, hook: marked(outputs, there(hook))
+    add_hook = module_routing.add_backward_hook
+    module_routing.add_backward_hook = lambda outputs, hook: add_hook(outputs, there(hook))
 
 
 def against_one_process(*optimizers: str) -> None:
@@ -940,8 +940,8 @@ def absent() -> None:
         except smp.exceptions.SMPRuntimeError as error:
             print(f"says: {error}", flush=True)
     else:
-        assert smp.state.stage._failed.wait(120)
-        print(f"is told: {smp.state.stage._failure}", flush=True)
+        assert smp.state.stage.failures.occurred.wait(120)
+        print(f"is told: {smp.state.stage.failures.error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import suppress
 from smdistributed.core.launch import read_launch
 from smdistributed.core.mail import Access, Mail
 from smdistributed.core.store import open_store
-from smdistributed.modelparallel.backend.meeting import meet
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 
 LIMIT_S = 60
 
@@ -34,7 +34,7 @@ def open_mail(access: Access) -> Mail:
 
 assert launch.master
 store = open_store(launch)
-mail = meet(store.prefixed("smp"), launch.rank, 2, launch.master.host, launch.is_on_one_host, open_mail)
+mail = connect_ranks(store.prefixed("smp"), launch.rank, 2, launch.master.host, launch.is_on_one_host, open_mail)
 number, deadline = 0, time.monotonic() + LIMIT_S
 while launch.rank == 0 and not lost.is_set() and time.monotonic() < deadline:
     with suppress(OSError):

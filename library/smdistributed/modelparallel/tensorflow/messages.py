@@ -24,8 +24,8 @@ from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import Work
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER, timeout_seconds
-from smdistributed.modelparallel.backend.post import Post
+from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX, timeout_seconds
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 
 NEW_RUN = "new run"
 """The label of a message that a rank sends to itself when a step begins."""
@@ -41,7 +41,7 @@ class _Tensor(NamedTuple):
 
 
 class Messages:
-    """Of this rank. `post` is for objects; tensors go by labels, by the operations of `core.tensorflow.operations`.
+    """Of this rank. `objects` exchanges Python objects; tensors go by labels: see `core.tensorflow.operations`.
 
     names: what is awaited with a label, as people call it.
     """
@@ -57,7 +57,7 @@ class Messages:
         self._awaited: tuple[int, str, Waiter, float] | None = None
         self._overdue: object = None
         self._stall, self._timeout = stall_seconds(), timeout_seconds()
-        self.post = Post(rank, self._send_object, pickle.loads, self._timeout)
+        self.objects = ObjectExchange(rank, self._send_object, pickle.loads, self._timeout)
         self.mail = Mail(rank, access, self._deliver, self._lost, self._timeout)
         operations.load()
         for what in (self._serve, self._watch):
@@ -128,7 +128,7 @@ class Messages:
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._named(label)} to rank {self._rank} within {self._timeout:g} s. "
-                f"{LONGER}"
+                f"{TIMEOUT_FIX}"
             )
         what = "is gone" if source in self._gone else "has left this step"
         return SMPRuntimeError(
@@ -147,7 +147,7 @@ class Messages:
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
         if head.startswith(_OBJECT):
             box, _, pickled = head[len(_OBJECT) :].partition(b"\n")
-            self.post.deliver(source, box.decode(), pickled)
+            self.objects.deliver(source, box.decode(), pickled)
             return
         name, dtype, shape, run = json.loads(head)
         with self._lock:
@@ -171,7 +171,7 @@ class Messages:
             self._gone.add(source)
             if self._awaited:
                 self._wake(source, self._awaited[1])
-        self.post.lost(source)
+        self.objects.lost(source)
 
     def _wake(self, source: int, label: str) -> None:
         if self._awaited and self._awaited[:2] == (source, label):

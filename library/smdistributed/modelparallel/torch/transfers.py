@@ -20,7 +20,7 @@ import torch
 
 from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER
+from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX
 from smdistributed.modelparallel.backend.reservations import Reservations, Signal, Transfer
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.carrier import VARIABLE, Carrier
@@ -116,7 +116,7 @@ class Transfers:
 
     def _run(self) -> None:
         """Carry out transfers until the job fails."""
-        devices.use()
+        devices.select_device()
         try:
             while not self._stopped.is_set():
                 self._next_event()()
@@ -136,7 +136,7 @@ class Transfers:
         except queue.Empty:
             assert oldest is not None
             other = oldest.peer_of(self._rank)
-            raise self._failure(f"rank {other} has not begun for {self._seconds:g} s. {LONGER}") from None
+            raise self._failure(f"rank {other} has not begun for {self._seconds:g} s. {TIMEOUT_FIX}") from None
 
     def _failure(self, why: str) -> SMPRuntimeError:
         return SMPRuntimeError(

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from tests.repeats import SEED, times
 
-from smdistributed.core.frames import FrameError, Message, Reader, Writer
 from smdistributed.core.handshake import HandshakeError, Initiator, Responder
 from smdistributed.core.store import parse_request
+from smdistributed.modelparallel.backend.frames import FrameError, Message, Reader, Writer
 
 pytestmark = pytest.mark.soak
 

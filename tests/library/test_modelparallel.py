@@ -232,7 +232,7 @@ def test_dataparallel_beside_it_is_refused() -> None:
     assert 'Using "modelparallel" and "dataparallel" in one job is not supported' in ended.stderr
 
 
-class FullMail:
+class FullTransport:
     """To rank 1 nothing goes out: its socket is full."""
 
     def __init__(self) -> None:
@@ -247,25 +247,25 @@ class FullMail:
 
 def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_REPORT_SECONDS", 0.2)
-    mail: Any = FullMail()
-    failing = Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
+    transport: Any = FullTransport()
+    failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
     failing.failures.fail(ValueError("no"))
     failing.leave()  # waits until others are told, as the process may end
-    assert mail.told == [2]
-    mail.emptied.set()
+    assert transport.told == [2]
+    transport.emptied.set()
 
 
 def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_REPORT_SECONDS", 600)
-    mail: Any = FullMail()
-    failing = Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
+    transport: Any = FullTransport()
+    failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
     threading.Thread(target=failing.failures.fail, args=[ValueError("no")], daemon=True).start()
     assert failing.failures.occurred.wait(10), "it waits for rank 1"
     with pytest.raises(ValueError, match="no"):
         failing.begin(Config())
-    mail.emptied.set()
+    transport.emptied.set()
     failing.leave()
-    assert sorted(mail.told) == [1, 2]
+    assert sorted(transport.told) == [1, 2]
 
 
 def observer(seconds: float) -> tuple[Observer, list[str]]:
@@ -297,13 +297,13 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
     assert called == []
     computing._check_limit(time.monotonic() + 1000)
     assert called == ["long turn"]
-    mail: Any = FullMail()
-    mail.emptied.set()
-    stages = [Stage(mail, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]
+    transport: Any = FullTransport()
+    transport.emptied.set()
+    stages = [Stage(transport, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]
     stages[0]._report_working()
     for report in stages[0]._working_reports:
         report.join()
-    assert mail.told == [1]
+    assert transport.told == [1]
     before = stages[1]._observer._last_event
     stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._last_event > before

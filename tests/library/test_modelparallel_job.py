@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from smdistributed.core.launch import LaunchError
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.store import LocalStore
 from smdistributed.modelparallel.backend import api, context, rendezvous
 from smdistributed.modelparallel.backend.config import check
@@ -24,6 +23,7 @@ from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.splitting import Splitter, merge
+from smdistributed.modelparallel.backend.transport import Access, Transport
 
 
 class Rank:
@@ -32,14 +32,14 @@ class Rank:
     def __init__(self, store: LocalStore, rank: int, size: int) -> None:
         self.objects = ObjectExchange(rank, self._send, pickle.loads, 30)
         self._rank, self.store = rank, store
-        self.mail = connect_ranks(store.prefixed("smp"), rank, size, "127.0.0.1", True, self._open)
+        self.transport = connect_ranks(store.prefixed("smp"), rank, size, "127.0.0.1", True, self._open)
 
-    def _open(self, access: Access) -> Mail:
+    def _open(self, access: Access) -> Transport:
         self.access = access
-        return Mail(self._rank, access, self._deliver, self.objects.lost)
+        return Transport(self._rank, access, self._deliver, self.objects.lost)
 
     def _send(self, to: int, box: str, obj: object) -> None:
-        self.mail.send(to, box.encode(), [pickle.dumps(obj)])
+        self.transport.send(to, box.encode(), [pickle.dumps(obj)])
 
     def _deliver(self, source: int, head: bytes, bodies: list[bytearray]) -> None:
         self.objects.deliver(source, head.decode(), bodies[0])
@@ -57,7 +57,7 @@ def met(size: int) -> Iterator[list[Rank]]:
         yield [ranks[rank] for rank in range(size)]
     finally:
         for each in ranks.values():
-            each.mail.close()
+            each.transport.close()
 
 
 def in_threads(work: Any, size: int) -> None:
@@ -84,7 +84,7 @@ def test_ranks_that_have_met_exchange_objects_in_boxes_of_their_own() -> None:
 def test_what_a_rank_has_sent_is_there_after_it_is_lost() -> None:
     with met(2) as ranks:
         ranks[0].objects.send("last", 1)
-        ranks[0].mail.close()
+        ranks[0].transport.close()
         assert ranks[1].objects.receive(0) == "last"
         for _ in range(2):
             with pytest.raises(SMPRuntimeError, match="Rank 0: connection lost"):

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 
 from smdistributed.core.guards import Store
 from smdistributed.core.launch import LaunchError
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.secret import VARIABLES, job_key
 from smdistributed.core.sockets import is_loopback, own_address
+from smdistributed.modelparallel.backend.transport import Access, Transport
 
 _KEY_BYTES = 32
 _FROM_SECRET, _IN_FILE, _IN_STORE = "secret", "file", "plain"
@@ -27,8 +27,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def connect_ranks(
-    store: Store, rank: int, size: int, master: str, is_on_one_host: bool, open_mail: Callable[[Access], Mail]
-) -> Mail:
+    store: Store, rank: int, size: int, master: str, is_on_one_host: bool, open_transport: Callable[[Access], Transport]
+) -> Transport:
     """Opens this rank's transport and tells it the addresses of all other ranks; every rank calls this.
 
     Args:
@@ -37,10 +37,10 @@ def connect_ranks(
         size: The number of ranks of the job.
         master: The host name or address of rank 0, as the others reach it.
         is_on_one_host: Whether all ranks are on one host. They then listen on the loopback address only.
-        open_mail: Makes the transport. Messages of other ranks may arrive as soon as it has returned.
+        open_transport: Makes the transport. Messages of other ranks may arrive as soon as it has returned.
 
     Returns:
-        The transport that `open_mail` made.
+        The transport that `open_transport` made.
 
     Raises:
         LaunchError: If ranks have been given different secrets, or cannot share a key.
@@ -48,11 +48,11 @@ def connect_ranks(
     with ExitStack() as undo:
         address = _LOOPBACK if is_on_one_host else _address_for_peers(store, rank, size, master)
         key = _agree_on_key(store, rank, is_loopback(address), undo)
-        mail = open_mail(Access(key, address))
-        store.set(str(rank), f"{address} {mail.port}")
+        transport = open_transport(Access(key, address))
+        store.set(str(rank), f"{address} {transport.port}")
         others = [other for other in range(size) if other != rank]
-        mail.meet({other: _parse_address(store.get(str(other)).decode()) for other in others})
-    return mail
+        transport.set_peers({other: _parse_address(store.get(str(other)).decode()) for other in others})
+    return transport
 
 
 def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack) -> bytes:

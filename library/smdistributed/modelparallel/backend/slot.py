@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smdistributed.core.mail import Waiter
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
+from smdistributed.modelparallel.backend.transport import Waiter
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.options import warn_without_effect
 from smdistributed.core.store import open_store
 from smdistributed.core.tensorflow.devices import take_gpu
@@ -17,6 +16,7 @@ from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.tensorflow.messages import Messages
 from smdistributed.modelparallel.tensorflow.variables import own_variable
 
@@ -60,7 +60,7 @@ class State(Context):
         store = open_store(launch)
         master = launch.master.host if launch.master else "127.0.0.1"
         connect_ranks(
-            store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_mail
+            store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_transport
         )
         # Whoever is connected hears who ends.
         self.seed = self.objects.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
@@ -85,10 +85,10 @@ class State(Context):
         """An operation that runs after the former one that this has given, also where functions call each other."""
         return self._turn.assign_add(1, read_value=False)
 
-    def _open_mail(self, access: Access) -> Mail:
+    def _open_transport(self, access: Access) -> Transport:
         self.messages = Messages(self.rank, access)
         self.objects = self.messages.objects
-        return self.messages.mail
+        return self.messages.transport
 
 
 def _refuse_absent(config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from smdistributed.core.mail import Mail
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.devices import move_here
 from smdistributed.modelparallel.torch.packing import Meta, from_buffer, meta_of, to_buffer
 
@@ -97,7 +97,7 @@ class Message(NamedTuple):
 
 
 def send(
-    mail: Mail,
+    transport: Transport,
     to: int,
     kind: Kind,
     step: int,
@@ -116,7 +116,7 @@ def send(
     metas = [None if tensor is None else meta_of(tensor) for tensor in tensors]
     held = [to_buffer(tensor) for place, tensor in enumerate(tensors) if tensor is not None and place not in places]
     head = (int(kind), step, microbatch, call, about, metas, places, large.number if large else -1)
-    mail.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), [buffer for buffer, _ in held])
+    transport.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), [buffer for buffer, _ in held])
     if transfers and large:
         transfers.offer(large)
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 
-def open_object_exchange(mail: Mail, rank: int, seconds: float) -> ObjectExchange:
+def open_object_exchange(transport: Transport, rank: int, seconds: float) -> ObjectExchange:
     """Makes this rank's object exchange; deliver messages of `Kind.OBJECT` to it.
 
     Args:
-        mail: Carries the messages.
+        transport: Carries the messages.
         rank: This process's rank in the job.
         seconds: How long `receive` waits.
 
     Returns:
-        The exchange. Sending and receiving use `mail` only when they are called.
+        The exchange. Sending and receiving use `transport` only when they are called.
     """
 
     def send_object(to: int, channel: str, obj: object) -> None:
         body, tensors = pack(obj)
-        send(mail, to, Kind.OBJECT, 0, call=channel, about=body, tensors=tensors)
+        send(transport, to, Kind.OBJECT, 0, call=channel, about=body, tensors=tensors)
 
     return ObjectExchange(rank, send_object, _read, seconds)
 

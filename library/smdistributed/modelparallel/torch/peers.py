@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.limits import CONNECTION_LOST
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.messages import Kind, send
 
 
@@ -17,13 +17,13 @@ class Peers:
     """The stages of a pipeline, as one of them sees the others.
 
     Args:
-        mail: Carries the messages.
+        transport: Carries the messages.
         ranks: The ranks of the job that hold the stages, in order.
         rank: This rank.
     """
 
-    def __init__(self, mail: Mail, ranks: Sequence[int], rank: int) -> None:
-        self._mail, self.ranks = mail, tuple(ranks)
+    def __init__(self, transport: Transport, ranks: Sequence[int], rank: int) -> None:
+        self._transport, self.ranks = transport, tuple(ranks)
         self.index = self.ranks.index(rank)
         """This rank's stage."""
         self.lost: set[int] = set()
@@ -39,7 +39,7 @@ class Peers:
 
     def send(self, to: int, *args: Any, **kwargs: Any) -> None:
         """Sends a message to a rank: see `messages.send`. Raises OSError if its connection is lost."""
-        send(self._mail, to, *args, **kwargs)
+        send(self._transport, to, *args, **kwargs)
 
     def notify_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
         """Sends a message to every other stage and does not wait. A stage that is lost is left out.

@@ -11,10 +11,10 @@ import queue
 import threading
 from collections.abc import Callable
 
-from smdistributed.core.mail import Mail, Waiter
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Turn, TurnKind
 from smdistributed.modelparallel.backend.slot import Slot, TurnRequest, WorkerThreads
+from smdistributed.modelparallel.backend.transport import Transport, Waiter
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.failures import Failures
 from smdistributed.modelparallel.torch.messages import Message
@@ -71,15 +71,15 @@ class Scheduler:
     """Runs the tasks of one stage.
 
     Args:
-        mail: Threads that wait receive messages meanwhile.
+        transport: Threads that wait receive messages meanwhile.
         failures: Raised in every thread that waits or begins here.
         observer: Is told of turns.
         receives_events: Whether the script's thread receives messages while it waits. Not on the first stage: only
             answers arrive there, for threads that wait themselves.
     """
 
-    def __init__(self, mail: Mail, failures: Failures, observer: Observer, receives_events: bool) -> None:
-        self._mail, self._failures, self._observer, self._receives = mail, failures, observer, receives_events
+    def __init__(self, transport: Transport, failures: Failures, observer: Observer, receives_events: bool) -> None:
+        self._transport, self._failures, self._observer, self._receives = transport, failures, observer, receives_events
         self._workers = WorkerThreads(devices.select_device)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class Scheduler:
         if request is None:
             return
         if request.waiter is not None:
-            self._mail.wake(request.waiter)
+            self._transport.wake(request.waiter)
             return
         assert request.run is not None
         with self._lock:
@@ -139,7 +139,7 @@ class Scheduler:
             self._workers.run(functools.partial(self._run_tasks, request.run))
         else:
             idle.run = request.run
-            self._mail.wake(idle)
+            self._transport.wake(idle)
 
     def _run_tasks(self, run: Callable[[], None] | None) -> None:
         """Runs this task, and on the same thread the tasks that are granted next, as long as they are new work."""
@@ -187,7 +187,7 @@ class Scheduler:
         self._observer.turn_ends(task)  # from now on the time limit counts
         for reply in replies:
             if self._failures.error is None:
-                self._mail.wait(reply)
+                self._transport.wait(reply)
         self._failures.raise_if_failed()
         self._observer.turn_begins(task)
 
@@ -200,7 +200,7 @@ class Scheduler:
 
     def _resume(self, step: Step, reply: Reply) -> None:
         if reply.turn is None:
-            self._mail.wake(reply)
+            self._transport.wake(reply)
         else:
             self._start(step.slot.request(TurnRequest(reply.turn, waiter=reply)))
 
@@ -209,7 +209,7 @@ class Scheduler:
         self._observer.turn_ends(task)
         self._start(step.slot.release())
         if self._failures.error is None:
-            self._mail.wait(reply)
+            self._transport.wait(reply)
         self._failures.raise_if_failed()
         self._begin_turn(step, task)
 
@@ -233,7 +233,7 @@ class Scheduler:
         granted = step.slot.exchange(TurnRequest(turn, waiter=waiter))
         if granted is None or granted.waiter is not waiter:
             self._start(granted)
-            self._mail.wait(waiter)
+            self._transport.wait(waiter)
         self._failures.raise_if_failed()
         self._begin_turn(step, task)
 
@@ -272,7 +272,7 @@ class Scheduler:
         with self._lock:
             idle, self._idle = self._idle, None
         if idle is not None:
-            self._mail.wake(idle)
+            self._transport.wake(idle)
 
     def next_event(self) -> Message:
         """Waits for the next event, and runs tasks meanwhile. Events that came before a failure are returned first.
@@ -295,7 +295,7 @@ class Scheduler:
             if not self._events.empty():
                 return
             self._idle = idle
-        self._mail.wait(idle)
+        self._transport.wait(idle)
         self._run_tasks(idle.run)
 
     def wake_all(self) -> None:
@@ -304,7 +304,7 @@ class Scheduler:
         step = self._step
         if step:
             for reply in (*step.replies.values(), *step.waiting_backwards):
-                self._mail.wake(reply)
+                self._transport.wake(reply)
             for request in step.slot.drain():
                 self._start(request)
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX
 from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
 from smdistributed.modelparallel.backend.slot import Slot
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.calls import ReceivedInputs, RemoteCall
 from smdistributed.modelparallel.torch.failures import Failures
@@ -43,7 +43,7 @@ class Stage:
     """This rank's stage of the pipeline.
 
     Args:
-        mail: Carries messages between the ranks.
+        transport: Carries messages between the ranks.
         ranks: The ranks of the job that hold the stages, in order.
         rank: This rank.
         module: Finds a module by its name.
@@ -51,9 +51,9 @@ class Stage:
     """
 
     def __init__(
-        self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
+        self, transport: Transport, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
     ) -> None:
-        self._peers, self._module, self._seconds = Peers(mail, ranks, rank), module, seconds
+        self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
         self.ranks, self.index = self._peers.ranks, self._peers.index
         self.failures = Failures(self._peers, self._stop)
         self.transfers: Transfers | None = None
@@ -61,7 +61,7 @@ class Stage:
         self._observer = Observer(
             f"stage {self.index} (rank {rank})", seconds, self._fail_by_timeout, self._report_working
         )
-        self._scheduler = Scheduler(mail, self.failures, self._observer, receives_events=self.index > 0)
+        self._scheduler = Scheduler(transport, self.failures, self._observer, receives_events=self.index > 0)
         self._calls = itertools.count()
         self._lock = threading.Lock()
         self.steps = 0

@@ -15,7 +15,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from smdistributed.core.launch import fill_in
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import take_device
 from smdistributed.modelparallel.backend.config import read_verify_steps
@@ -24,6 +23,7 @@ from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.backend.limits import timeout_seconds
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.carrier import open_carrier
 from smdistributed.modelparallel.torch.master_weights import MasterWeights
@@ -106,8 +106,8 @@ class State(Context):
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        mail = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
-        self._open_transfers(mail, PrefixStore("transfers", store))
+        transport = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_transport)
+        self._open_transfers(transport, PrefixStore("transfers", store))
         start_timeline(self.rank, self.grid.size)
         # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -144,20 +144,20 @@ class State(Context):
         group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
         self._process_groups[ranks] = group
 
-    def _open_mail(self, access: Access) -> Mail:
+    def _open_transport(self, access: Access) -> Transport:
         seconds = timeout_seconds()
-        mail = Mail(self.rank, access, self._deliver, self._lose, seconds)
-        self.objects = open_object_exchange(mail, self.rank, seconds)
-        self.stage = Stage(mail, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
-        return mail
+        transport = Transport(self.rank, access, self._deliver, self._lose, seconds)
+        self.objects = open_object_exchange(transport, self.rank, seconds)
+        self.stage = Stage(transport, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
+        return transport
 
-    def _open_transfers(self, mail: Mail, store: PrefixStore) -> None:
+    def _open_transfers(self, transport: Transport, store: PrefixStore) -> None:
         """Makes large tensors go from device to device, if the job asks for it and can."""
         seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
         carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
         if carrier is None:
             return
-        self.transfers = Transfers(carrier, mail, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
+        self.transfers = Transfers(carrier, transport, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
         self.stage.transfers = self.transfers
         carrier.warm_up(self.rank, self.grid.size, seconds)
         self.transfers.start()

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from smdistributed.core.mail import Mail
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX
 from smdistributed.modelparallel.backend.reservations import Reservations, Signal, Transfer
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch import devices
 from smdistributed.modelparallel.torch.carrier import VARIABLE, Carrier
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
@@ -38,7 +38,7 @@ class Transfers:
 
     Args:
         carrier: Sends and receives on the device.
-        mail: The transport.
+        transport: The transport.
         rank: This rank; `carrier` knows it by the same number.
         seconds: How long a transfer may take, with all that it waits for.
     """
@@ -46,13 +46,13 @@ class Transfers:
     def __init__(
         self,
         carrier: Carrier,
-        mail: Mail,
+        transport: Transport,
         rank: int,
         deliver: Callable[[Message], None],
         fail: Callable[[BaseException], None],
         seconds: float,
     ) -> None:
-        self._carrier, self._mail, self._rank, self._seconds = carrier, mail, rank, seconds
+        self._carrier, self._transport, self._rank, self._seconds = carrier, transport, rank, seconds
         self._deliver, self._fail = deliver, fail
         self._numbers = itertools.count()
         self._reservations = Reservations(rank, self._signal)
@@ -167,7 +167,7 @@ class Transfers:
         self._reservations.take(signal, transfer)
 
     def _signal(self, to: int, signal: Signal, transfer: Transfer) -> None:
-        send(self._mail, to, Kind.TRANSFER, self._step, about=(int(signal), tuple(transfer)))
+        send(self._transport, to, Kind.TRANSFER, self._step, about=(int(signal), tuple(transfer)))
 
     def _carry_out(self, transfer: Transfer) -> None:
         tensors, peer = self._tensors.pop(transfer), transfer.peer_of(self._rank)

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from smdistributed.core.frames import FrameError, Reader, Writer
 from smdistributed.core.handshake import HandshakeError, Responder, initiate_handshake
 from smdistributed.core.sockets import LOSS_SECONDS, enable_keepalive, is_loopback, listen, set_user_timeout
+from smdistributed.modelparallel.backend.frames import FrameError, Reader, Writer
 
 SEND_SECONDS = 1800.0
 _CONNECT_SECONDS = 60.0  # a process that holds the interpreter lock answers late
@@ -54,7 +54,7 @@ class Access(NamedTuple):
 
 
 class Waiter:
-    """One wait of a thread: see `Mail.wait` and `Mail.wake`. Used once.
+    """One wait of a thread: see `Transport.wait` and `Transport.wake`. Used once.
 
     receives: whether the thread receives messages meanwhile. It must not if another thread, which also waits, wakes it:
     this thread would then have to wake that one first.
@@ -68,7 +68,7 @@ class Waiter:
         self.lock.acquire()
 
 
-class Mail:
+class Transport:
     """This rank's connections to all others. Starts a thread.
 
     Args:
@@ -103,7 +103,7 @@ class Mail:
         self._woken = 0
         threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
-    def meet(self, peers: dict[int, tuple[str, int]]) -> None:
+    def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
         """Set where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
         self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)

@@ -71,7 +71,7 @@ def traffic(seed: str, count: str) -> None:
     def send_all(thread: int) -> None:
         for to, number, tensors in drawn_by(int(seed), rank, thread, int(count)):
             about = (thread, number)
-            send(transfers._mail, to, Kind.FORWARD, 1, about=about, tensors=tensors, transfers=transfers)
+            send(transfers._transport, to, Kind.FORWARD, 1, about=about, tensors=tensors, transfers=transfers)
             for tensor in tensors:
                 tensor.zero_()  # as a module does that changes its input in place
 

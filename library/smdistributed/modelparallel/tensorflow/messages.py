@@ -1,7 +1,7 @@
 """Tensors and objects between the ranks of a job: what a step's graph sends and receives, and what scripts do.
 
 The head of a tensor's message is JSON. An object is in the head of its own, as a pickle: heads are known to come from a
-rank of this job (see `core.frames`), bodies are not.
+rank of this job (see `backend.frames`), bodies are not.
 """
 
 from __future__ import annotations

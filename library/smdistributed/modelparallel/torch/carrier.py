@@ -31,7 +31,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 
 
 class Carrier:
-    """Sends and receives tensors of one device. One thread at a time sends or receives.
+    """Sends and receives tensors of one device. One thread at a time may use it.
 
     Args:
         group: A process group of torch of all stages, whose ranks are the stages' numbers.
@@ -53,7 +53,7 @@ class Carrier:
         )
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies, which modules cannot change in place. Waits until they are computed."""
+        """Returns contiguous copies, which modules cannot change in place. Waits until they are computed."""
         copies = [
             tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
             for tensor in tensors
@@ -63,16 +63,16 @@ class Carrier:
         return copies
 
     def allocate(self, metas: Sequence[Meta]) -> list[torch.Tensor]:
-        """Empty tensors to receive into. Before both ranks begin: an allocation may wait for the whole device."""
+        """Returns empty tensors to receive into. Call it before both ranks begin: it may wait for the whole device."""
         with self._on_stream():
             return [torch.empty(meta[1], dtype=meta[0], device=self.device) for meta in metas]
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, stopped: threading.Event, seconds: float) -> None:
-        """Send contiguous tensors to a stage, and wait until they have left. For errors see `receive`."""
+        """Sends contiguous tensors to a stage, and waits until they are sent. For errors see `receive`."""
         self._exchange(self.group.send, tensors, to, stopped, seconds)
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int, stopped: threading.Event, seconds: float) -> None:
-        """Fill contiguous tensors with those that a stage sends, and wait until they are there.
+        """Fills contiguous tensors with those that a stage sends, and waits until they have arrived.
 
         Args:
             tensors: On the device.
@@ -88,9 +88,9 @@ class Carrier:
         self._exchange(self.group.recv, tensors, source, stopped, seconds)
 
     def warm_up(self, stage: int, stages: int, seconds: float) -> None:
-        """Have each pair of stages connect, and load all that a transfer needs, while nothing else runs.
+        """Lets each pair of stages connect and load the kernels of transfers, while nothing else runs.
 
-        All stages call it. Pairs go one after the other, in an order that all have, each within so many seconds.
+        All stages call it. Pairs go one after the other, in the same order everywhere, each within so many seconds.
         """
         never = threading.Event()
         tensor = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
@@ -121,12 +121,12 @@ class Carrier:
                 getattr(self.group, "abort", lambda: None)()  # torch 2.0 has none: the end of the process does it
                 raise InterruptedError
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing has come through the device for {seconds:g} s")
+                raise TimeoutError(f"the device has not finished within {seconds:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """Work given to the device goes to a stream of the carrier's own, so that it does not wait for computation."""
+        """Queues device work on the carrier's own stream, so that it does not wait for computation."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -136,7 +136,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_choice(environ: Mapping[str, str]) -> str:
-    """Read SMP_STAGE_TRANSFERS. Raises SMPConfigError for a value that does not exist."""
+    """Reads SMP_STAGE_TRANSFERS. Raises SMPConfigError for an unknown value."""
     choice = environ.get(VARIABLE) or CHOICES[0]
     if choice not in CHOICES:
         raise SMPConfigError(f"{VARIABLE} is {choice!r}: it must be one of {', '.join(map(repr, CHOICES))}.")
@@ -144,12 +144,12 @@ def read_choice(environ: Mapping[str, str]) -> str:
 
 
 def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: float) -> Carrier | None:
-    """Open NCCL between the stages of a job, if SMP_STAGE_TRANSFERS asks for it. Every rank calls it.
+    """Opens NCCL between the stages of a job, if SMP_STAGE_TRANSFERS asks for it. Every rank calls it.
 
     Prints to stderr, on rank 0, how tensors travel and why, unless nothing but the host was asked for.
 
     Args:
-        store: Of this alone.
+        store: A key-value store with a prefix of its own.
         rank: This rank, which is its stage's number if there is one replica.
         size: How many ranks the job has.
         replicas: How many pipelines it has: with several, NCCL also averages gradients on these devices.
@@ -178,7 +178,7 @@ def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: flo
 
 
 def open_group(store: Store, rank: int, size: int, seconds: float) -> Any:
-    """Open a process group of NCCL of all stages."""
+    """Opens a process group of NCCL, of all stages."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
     return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)

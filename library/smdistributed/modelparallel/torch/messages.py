@@ -1,4 +1,4 @@
-"""What stages send each other: a kind, the step and the microbatch it belongs to, and tensors."""
+"""Messages between stages: a kind, the step and the microbatch they belong to, and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.IntEnum):
-    """What a message is. Those up to END belong to a step, and wait until their receiver is in it."""
+    """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -33,37 +33,40 @@ class Kind(enum.IntEnum):
 
 
 _TRANSFERRED = (Kind.FORWARD, Kind.BACKWARD, Kind.ANSWER)
-"""Messages that all have come when the first stage ends the step: no transfer is under way between steps."""
+"""Kinds that have all arrived when the first stage ends the step, so that no transfer is pending between steps."""
 
 
-class Came(NamedTuple):
-    """A tensor of a message, on the CPU unless it was transferred between devices, and what was said of it."""
+class ReceivedTensor(NamedTuple):
+    """A tensor of a message, on the CPU unless it was transferred between devices, and its metadata."""
 
     tensor: torch.Tensor
     meta: Meta
 
     def here(self) -> torch.Tensor:
-        """On this thread's GPU, if it came from one."""
+        """The tensor on this thread's GPU, if it came from a GPU."""
         if not self.meta[3]:
             return self.tensor
         here = move_here(self.tensor)
-        if here is self.tensor:  # its memory is of the stream that received it
+        if here is self.tensor:  # its memory belongs to the stream that received it
             here.record_stream(torch.cuda.current_stream())
         return here
 
 
-class ToCome(NamedTuple):
-    """Tensors of a message that come apart from it. number: of the sender's transfer. metas: of each, by its place."""
+class PendingTensors(NamedTuple):
+    """Tensors of a message that are transferred apart from it.
+
+    number: the sender's number of the transfer. metas: of the tensors that have not arrived, by place.
+    """
 
     number: int
     metas: dict[int, Meta]
 
 
 class Message(NamedTuple):
-    """What another stage has sent.
+    """A message of another stage.
 
-    call: the number of the call it belongs to, counted by the stage that asks. about: what the kind needs.
-    to_come: tensors that are transferred from device to device.
+    call: the number of the call it belongs to, counted by the stage that calls. about: depends on the kind.
+    pending: tensors that are transferred from device to device.
     """
 
     kind: Kind
@@ -72,28 +75,28 @@ class Message(NamedTuple):
     microbatch: int
     call: Any
     about: Any
-    tensors: list[Came | None]
-    to_come: ToCome | None = None
+    tensors: list[ReceivedTensor | None]
+    pending: PendingTensors | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its tensors are there."""
-        return not (self.to_come and self.to_come.metas)
+        """Whether all its tensors have arrived."""
+        return not (self.pending and self.pending.metas)
 
     def fill_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The transferred tensors have come: the message is complete."""
-        assert self.to_come is not None
-        for (place, meta), tensor in zip(self.to_come.metas.items(), tensors):
-            self.tensors[place] = Came(tensor, meta)
-        self.to_come.metas.clear()
+        """Puts the transferred tensors into their places, which completes the message."""
+        assert self.pending is not None
+        for (place, meta), tensor in zip(self.pending.metas.items(), tensors):
+            self.tensors[place] = ReceivedTensor(tensor, meta)
+        self.pending.metas.clear()
 
     def all_here(self) -> list[torch.Tensor | None]:
-        """The tensors on this thread's device; None where there is none."""
-        return [came and came.here() for came in self.tensors]
+        """Returns the tensors on this thread's device, and None for each place without one."""
+        return [received and received.here() for received in self.tensors]
 
     def for_autograd(self) -> list[tuple[torch.Tensor, bool]]:
-        """Those that are there, each with whether it requires grad."""
-        return [(came.here(), came.meta[2]) for came in self.tensors if came is not None]
+        """Returns the tensors on this thread's device, each with whether it requires grad."""
+        return [(received.here(), received.meta[2]) for received in self.tensors if received is not None]
 
 
 def send(
@@ -107,9 +110,21 @@ def send(
     tensors: Sequence[torch.Tensor | None] = (),
     transfers: Transfers | None = None,
 ) -> None:
-    """Send a message to that rank of the job.
+    """Sends a message to a rank of the job.
 
-    transfers: takes large tensors, which go from device to device. None: all go along with the message.
+    Args:
+        transport: Carries the message.
+        to: The rank.
+        kind: The kind of message.
+        step: The step it belongs to.
+        microbatch: The microbatch it belongs to; -1 for none.
+        call: The number of the call it belongs to.
+        about: Depends on the kind. It is pickled.
+        tensors: Of any device, dtype and shape; None for an empty place.
+        transfers: Sends large tensors from device to device. If None, all tensors go with the message.
+
+    Raises:
+        OSError: If the rank cannot be reached, or takes nothing for too long.
     """
     places = transfers.choose(tensors) if transfers and kind in _TRANSFERRED else []
     large = transfers.prepare(to, [tensors[place] for place in places]) if transfers and places else None
@@ -122,12 +137,12 @@ def send(
 
 
 def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:
-    """The message that `send` sent."""
+    """Makes a message from the bytes that `send` has sent. Unpickles `head`: its sender must be authenticated."""
     kind, step, microbatch, call, about, metas, places, number = pickle.loads(head)
     rest = iter(bodies)
     tensors = [
-        None if meta is None or place in places else Came(from_buffer(next(rest), meta), meta)
+        None if meta is None or place in places else ReceivedTensor(from_buffer(next(rest), meta), meta)
         for place, meta in enumerate(metas)
     ]
-    to_come = ToCome(number, {place: metas[place] for place in places})
-    return Message(Kind(kind), source, step, microbatch, call, about, tensors, to_come)
+    pending = PendingTensors(number, {place: metas[place] for place in places})
+    return Message(Kind(kind), source, step, microbatch, call, about, tensors, pending)

@@ -1,9 +1,8 @@
-"""Large tensors of messages between stages: from device to device, while the rest of the message goes by the transport.
+"""Transfers of large tensors from device to device, while the rest of their message goes over the transport.
 
-A message's head says which of its tensors come so. The message waits until they are there, and later ones of the same
-stage wait behind it. One thread carries out one transfer at a time, when both stages are reserved for it
-(`backend.reservations`). Stages wait on the host for each other, and on the device only for a transfer that both begin.
-docs/decisions/stages-through-the-host.md says why that cannot deadlock.
+The head of a message says which of its tensors are transferred. The message is delivered when they have arrived. Later
+messages of the same stage wait behind it. One thread carries out one transfer at a time, when both stages are reserved
+for it (`backend.reservations`). docs/decisions/stages-through-the-host.md says why this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ _AT_ONCE = (Kind.FAILED, Kind.WORKING)
 class Transfers:
     """The transfers of one stage.
 
-    Makes a thread when it is started. `deliver(message)` gets messages whose tensors are there, on any thread, one at
-    a time. `fail(error)` is called when a transfer fails.
-
     Args:
         carrier: Sends and receives on the device.
-        transport: The transport.
-        rank: This rank; `carrier` knows it by the same number.
+        transport: Carries the signals of reservations.
+        rank: This rank, also in the carrier's process group.
+        deliver: Called with each message when its tensors have arrived, on any thread, one at a time.
+        fail: Called when a transfer fails.
         seconds: How long a transfer may take, with all that it waits for.
     """
 
@@ -67,38 +65,38 @@ class Transfers:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to carry out transfers, in a thread. What has been asked for before is done now."""
+        """Starts a thread that carries out transfers, also those requested before."""
         threading.Thread(target=self._run, name="smp-transfers", daemon=True).start()
 
     def stop(self) -> None:
-        """Carry out no more, as the job has failed, and leave one that is under way."""
+        """Ends the thread, because the job has failed. A transfer in progress is abandoned."""
         self._stopped.set()
         self._events.put(lambda: None)
 
     def begin(self, step: int) -> None:
-        """This stage enters a step: from now on it takes transfers of this step."""
+        """This stage enters a step. From now on it takes transfers of this step."""
         self._events.put(functools.partial(self._enter, step))
 
-    # --- sending, on the threads of works
+    # --- sending, on the threads of tasks
 
     def choose(self, tensors: Sequence[torch.Tensor | None]) -> list[int]:
-        """The places of the tensors that are to be transferred."""
+        """Returns the places of the tensors to transfer."""
         return [place for place, tensor in enumerate(tensors) if tensor is not None and self._carrier.takes(tensor)]
 
     def prepare(self, to: int, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Copy tensors for a transfer, and wait until the device has done so. The head of the message names it."""
+        """Copies tensors for a transfer, and waits until the device has done so. The message's head has its number."""
         transfer = Transfer(self._rank, to, next(self._numbers))
         self._tensors[transfer] = self._carrier.copy(tensors)
         return transfer
 
     def offer(self, transfer: Transfer) -> None:
-        """The head of its message is on its way: carry it out as soon as the receiver can."""
+        """Requests a transfer. The head of its message must have been sent."""
         self._events.put(functools.partial(self._begin_transfer, transfer))
 
-    # --- what comes, on receiving threads
+    # --- messages, on receiving threads
 
     def take(self, message: Message) -> None:
-        """Take a message of another stage, to be delivered when it is complete, and those before it are."""
+        """Takes a message of another stage. Delivers it when it and all messages before it are complete."""
         if message.kind is Kind.TRANSFER:
             signal, transfer = message.about
             self._events.put(functools.partial(self._take_signal, Signal(signal), Transfer(*transfer)))
@@ -109,13 +107,13 @@ class Transfers:
                 self._deliver(message)
                 return
             behind.append(message)
-            if message.to_come and not message.is_complete:
-                self._incomplete[Transfer(message.source, self._rank, message.to_come.number)] = message
+            if message.pending and not message.is_complete:
+                self._incomplete[Transfer(message.source, self._rank, message.pending.number)] = message
 
     # --- the thread
 
     def _run(self) -> None:
-        """Carry out transfers until the job fails."""
+        """Thread: carries out transfers until the job fails."""
         devices.select_device()
         try:
             while not self._stopped.is_set():
@@ -124,11 +122,11 @@ class Transfers:
                     self._carry_out(self._reservations.ready)
                     self._reservations.finish()
         except BaseException as error:  # this thread has no caller
-            if not self._stopped.wait(_REASON_SECONDS):  # else a stage has said more
+            if not self._stopped.wait(_REASON_SECONDS):  # otherwise the failure that stops the job is known
                 self._fail(error if isinstance(error, SMPRuntimeError) else self._failure(str(error)))
 
     def _next_event(self) -> Callable[[], None]:
-        """What is to be done next. Raises SMPRuntimeError if a transfer is overdue."""
+        """Waits for the next thing to do. Raises SMPRuntimeError if a transfer is overdue."""
         oldest = next(iter(self._deadlines), None)
         deadline = None if oldest is None else self._deadlines[oldest]
         try:
@@ -158,12 +156,12 @@ class Transfers:
         if transfer.receiver == self._rank and transfer not in self._tensors:
             with self._delivering:
                 message = self._incomplete[transfer]
-            assert message.to_come is not None
+            assert message.pending is not None
             if message.step > self._step:  # collectives that the script calls between steps come first, on all ranks
                 self._early.append((signal, transfer))
                 return
             self._deadlines[transfer] = time.monotonic() + self._seconds
-            self._tensors[transfer] = self._carrier.allocate(list(message.to_come.metas.values()))
+            self._tensors[transfer] = self._carrier.allocate(list(message.pending.metas.values()))
         self._reservations.take(signal, transfer)
 
     def _signal(self, to: int, signal: Signal, transfer: Transfer) -> None:
@@ -179,7 +177,7 @@ class Transfers:
                 self._complete(self._incomplete.pop(transfer), tensors)
 
     def _complete(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """All tensors of a message are there: deliver it, and what waits behind it."""
+        """Delivers a message whose tensors have arrived, and the complete messages behind it."""
         message.fill_in(tensors)
         behind = self._behind[message.source]
         while behind and behind[0].is_complete:

@@ -65,6 +65,11 @@ def configure(**values: Any) -> None:
     smp.state.model = smp.state.optimizer = None
 
 
+def wrapped() -> tuple[Any, Any]:
+    """The model and the optimizer of this job."""
+    return smp.state.model, smp.state.optimizer
+
+
 def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     drawn = (torch.randint(0, 50, (2, BATCH, 5), generator=generator) for _ in range(count))
@@ -411,7 +416,7 @@ def checkpoints(path: str) -> None:
         assert smp.resume_from_checkpoint(directory, "two", partial) == {"epoch": "two"}
         assert wanted == resume(directory, partial), partial
     own = Path(path, f"host{smp.rank()}")  # a file system that no other rank sees
-    smp.save_checkpoint(own, "three", True, smp.state.model, smp.state.optimizer, {"epoch": "three"})
+    smp.save_checkpoint(own, "three", True, *wrapped(), {"epoch": "three"})
     assert len(list(own.glob("three_partial/*"))) == (4 if smp.dp_rank() == 0 else 2)
     assert Path(path, "full", "user_content_three").is_file()
     print("checkpoints")
@@ -505,7 +510,7 @@ def mixed(path: str) -> None:
     for partial in (True, False):
         fit = start()
         fit()
-        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, smp.state.model, smp.state.optimizer)
+        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, *wrapped())
         wanted = fit()
         smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
         assert fit() == wanted, partial

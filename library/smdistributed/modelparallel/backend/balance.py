@@ -72,7 +72,7 @@ def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int
 
 
 def largest_of(costs: Sequence[float], begins: Sequence[int]) -> float:
-    """The cost of the largest segment. `begins` are the places where segments begin; the first is 0."""
+    """Returns the cost of the largest segment. `begins` are the places where segments begin; the first is 0."""
     return max(sum(segment) for segment in _segments(costs, begins))
 
 

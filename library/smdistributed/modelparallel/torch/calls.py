@@ -53,6 +53,8 @@ class RemoteCall:
 
 
 class Enter(Function):
+    """Takes the inputs of a call into the graph; in backward, returns their gradients."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.call = call
@@ -65,6 +67,8 @@ class Enter(Function):
 
 
 class Block(Function):
+    """Waits for the answer of a call; in backward, for the gradients of its inputs."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> torch.Tensor:
         ctx.call = call
@@ -79,6 +83,8 @@ class Block(Function):
 
 
 class Leave(Function):
+    """Returns the tensors of an answer; in backward, sends their gradients."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
@@ -129,6 +135,8 @@ class ReceivedInputs:
 
 
 class Receive(Function):
+    """Takes received tensors into the graph; in backward, keeps their gradients."""
+
     @staticmethod
     def forward(
         ctx: Any, inputs: ReceivedInputs, anchor: torch.Tensor, came: Sequence[tuple[torch.Tensor, bool]]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 
 LIMIT_S = 120
@@ -105,7 +106,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.drop(self.second(functional.relu_(self.first(value))))
+        result: torch.Tensor = value + self.drop(self.second(functional.relu_(self.first(value))))
+        return result
 
 
 @smp.step
@@ -154,7 +156,7 @@ def dies(how: str) -> None:
         transfers._carrier.receive = receive
     try:
         train_step(model, torch.cat([data] * 4096))
-    except smp.SMPRuntimeError as error:
+    except SMPRuntimeError as error:
         print(f"rank {smp.rank()} has ended: {error}", flush=True)
         os._exit(0)
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -162,4 +163,5 @@ def dies(how: str) -> None:
 
 
 if __name__ == "__main__":
-    {"traffic": traffic, "pipeline": pipeline, "dies": dies}[sys.argv[1]](*sys.argv[2:])
+    cases: dict[str, Callable[..., None]] = {"traffic": traffic, "pipeline": pipeline, "dies": dies}
+    cases[sys.argv[1]](*sys.argv[2:])

@@ -72,7 +72,7 @@ def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
     ("how", "says"),
     [
         ("dies", r"rank 0 has ended: .*rank 1\): connection lost"),
-        ("hangs", r"rank 0 has ended: .*(received nothing|device)"),
+        ("hangs", r"(?s)rank 0 has ended: .*(received nothing|device)"),
     ],
 )
 def test_a_stage_that_is_gone_in_the_middle_of_a_transfer_ends_the_step(

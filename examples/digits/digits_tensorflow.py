@@ -1,4 +1,4 @@
-"""Code that the TensorFlow scripts here share: the network, a rank's share of the digits, its GPU, and saving."""
+"""Shared by the TensorFlow scripts: the network, a rank's share of the digits, its GPU, and saving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_net() -> Any:
-    """A Keras model: images (n, 8, 8), float32 from 0 to 1, to scores (n, 10). Same as in digits_torch.py."""
+    """Return a Keras model, equal to `Net` of digits_torch.py, from images (n, 8, 8) to scores (n, 10)."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -32,8 +32,8 @@ def make_net() -> Any:
 
 
 def use_device(local_rank: int) -> None:
-    """Takes the GPU of this rank, if there are GPUs. Call it before the first operation."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the network is small, and the ranks share the cores
+    """Use the GPU of this rank, if there are GPUs. Must be called before the first TensorFlow operation."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # one thread per rank is enough for this small network
     tf.config.threading.set_inter_op_parallelism_threads(1)
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
@@ -42,7 +42,7 @@ def use_device(local_rank: int) -> None:
 
 
 def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namespace) -> Any:
-    """This rank's batches. Each pass shuffles again, equally on all ranks, and every rank gets the same number."""
+    """Return this rank's batches. Each epoch has another order, the same on all ranks. All shares are of equal size."""
     count = len(digits.labels)
     batches = tf.data.Dataset.from_tensor_slices(tuple(digits)).shuffle(count, seed=arguments.seed)
     batches = batches.take(share_size(digits, world_size) * world_size).shard(world_size, rank)
@@ -50,7 +50,7 @@ def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namesp
 
 
 def share_size(digits: Digits, world_size: int) -> int:
-    """The number of images that a rank sees in one pass."""
+    """Return the number of images of a rank per epoch."""
     return len(digits.labels) // world_size
 
 
@@ -60,9 +60,9 @@ def accuracy(model: Any, test: Digits) -> float:
 
 
 def save(model: Any, metrics: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Saves the model and metrics.json for the platform. One rank calls it.
+    """Write the model and metrics.json where the platform collects them. Called by one rank.
 
-    TensorFlow Serving, also in SageMaker's container, loads a SavedModel from a directory with a number as its name.
+    The model is a SavedModel in a directory named by a number, as TensorFlow Serving expects it.
     """
     model.save(arguments.model_dir / "1")
     save_metrics(metrics, arguments)

@@ -1,4 +1,4 @@
-"""Fit a line to points, with a share of the points on each rank: a minimal test of ranks and gradients."""
+"""Fit a line to points that are divided between ranks: the smallest test of ranks, communication and gradients."""
 
 from __future__ import annotations
 

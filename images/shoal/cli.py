@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 
-from shoal.build import unchanged
+from shoal.builds import noop_cache
 
 
 def main() -> None:
     """Run the command line; every expected failure prints its text and exits with its own code."""
-    asked = unchanged.question(sys.argv[1:], os.getcwd())
-    if asked and (lines := unchanged.answer(asked)):
+    command = noop_cache.read_command(sys.argv[1:], os.getcwd())
+    if command and (lines := noop_cache.find_answer(command)):
         print("\n".join(lines))
         return
     # While all is loaded there is nothing to undo, and extensions swallow a KeyboardInterrupt: pydantic would go on
@@ -25,4 +25,4 @@ def main() -> None:
     # Not at the top: this takes far longer than the answer above.
     from shoal.commands import application
 
-    application.main(asked)
+    application.main(command)

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from shoal_toolkit.hosts import messages, wire
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 PORT = 7411
 FIRST, WORKER = HOSTS = ("algo-1", "algo-2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_toolkit.logs.daemonlog import DaemonLog, reason
+from shoal_toolkit.output.daemonlog import DaemonLog, reason
 
 OF_4_1 = b"[vm:1] [[8015,0],0] ACTIVATE PROC [[8015,1],%d] STATE %s AT /x/pmix_server_gen.c:198\n"
 OF_5_0 = (

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.outcome import diagnosis, oom
-from shoal_toolkit.outcome.verdict import Failure
+from shoal_toolkit.result import diagnosis
+from shoal_toolkit.result.result import Failure
+from shoal_toolkit.system import oom
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees

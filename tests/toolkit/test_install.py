@@ -26,15 +26,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import shoal_toolkit
-from shoal_toolkit.beside import install
 from shoal_toolkit.job import contract
-from shoal_toolkit.outcome import pip_failure
+from shoal_toolkit.result import pip_failure
+from shoal_toolkit.sidecars import install
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
 from .test_s3 import CREDENTIALS
 
-OURS = (MACHINE.python, "-m", "shoal_toolkit.beside.install")
+OURS = (MACHINE.python, "-m", "shoal_toolkit.sidecars.install")
 REQUIREMENTS = ("-r", "requirements.txt")
 # A build backend in the tree needs none from an index.
 BACKEND = """

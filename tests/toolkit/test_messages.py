@@ -16,7 +16,7 @@ from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.connect import Search
 from shoal_toolkit.hosts.messages import ProtocolError
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 from ..repeats import SEED, times
 from .test_wire import HOSTS, free_port

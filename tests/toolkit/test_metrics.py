@@ -13,7 +13,7 @@ import pytest
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.logs.metrics import Meter, read_metrics
+from shoal_toolkit.output.metrics import Meter, read_metrics
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 

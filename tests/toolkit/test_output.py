@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from shoal_toolkit.logs import log
-from shoal_toolkit.logs.output import Output
-from shoal_toolkit.logs.streams import Flow
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit import log
+from shoal_toolkit.output.output import Output
+from shoal_toolkit.output.streams import Flow
+from shoal_toolkit.system.loop import Loop
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import NAMES, started, two_trees
@@ -108,8 +108,8 @@ def test_a_plain_job_that_succeeds_loads_nothing_for_those_that_do_not(tree: Tre
     code = "import sys; from shoal_toolkit.cli import main; assert main([]) == 0; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     loaded = {name.partition(".")[2] for name in done.stdout.split() if name.startswith("shoal_toolkit.")}
-    assert "logs.output" in loaded
-    assert not loaded & {"outcome.diagnosis", "logs.jsonlines", "logs.metrics"}
+    assert "output.output" in loaded
+    assert not loaded & {"result.diagnosis", "output.jsonlines", "output.metrics"}
 
 
 # Who speaks when

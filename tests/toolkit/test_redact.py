@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal_toolkit.logs import redact
+from shoal_toolkit import redact
 
 from .conftest import Run, Tree
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal_toolkit.hosts import resolve
 from shoal_toolkit.hosts.resolve import Address, Resolver
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import pytest
 import requests
 from moto.server import ThreadedMotoServer
 
-from shoal_toolkit.beside import sync
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import contract
+from shoal_toolkit.sidecars import sync
 
 from .conftest import Run, Tree, clean_environment
 from .test_plan import MACHINE, planned
@@ -37,7 +37,7 @@ CREDENTIALS = {
 }
 DEAD = "http://127.0.0.1:1"
 BUCKET = "bucket-of-tests"
-SYNC = [sys.executable, "-m", "shoal_toolkit.beside.sync"]
+SYNC = [sys.executable, "-m", "shoal_toolkit.sidecars.sync"]
 
 
 class Bucket:
@@ -259,7 +259,7 @@ def test_the_launcher_stays_small(tree: Tree, run: Run, bucket: Bucket) -> None:
 
 
 class Upload:
-    """`python -m shoal_toolkit.beside.sync` on a directory."""
+    """`python -m shoal_toolkit.sidecars.sync` on a directory."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
@@ -399,7 +399,7 @@ def settings(tree: Tree, output: object, **environ: str) -> tuple[tuple[str, ...
 def test_the_keys_are_those_of_the_stock_toolkit(tree: Tree, output: str, job: str, place: str) -> None:
     directory = f"{tree.output}/intermediate"
     command, before = settings(tree, output, TRAINING_JOB_NAME=job)
-    assert command == ("/usr/bin/python3", "-m", "shoal_toolkit.beside.sync", directory, place)
+    assert command == ("/usr/bin/python3", "-m", "shoal_toolkit.sidecars.sync", directory, place)
     assert before == (("mkdir", "-p", directory),)
 
 

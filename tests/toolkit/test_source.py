@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal_toolkit.beside import unpack
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import source
+from shoal_toolkit.sidecars import unpack
 
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit.logs.streams import Flow, Lines, Sink, Source, Tail, TextLines
-from shoal_toolkit.run.loop import Loop, Timer
+from shoal_toolkit.output.streams import Flow, Lines, Sink, Source, Tail, TextLines
+from shoal_toolkit.system.loop import Loop, Timer
 
 PIECES = st.lists(st.text("ab \né\t").map(str.encode))
 PIECES_WITH_RETURNS = st.lists(st.text("ab\r\n").map(str.encode))

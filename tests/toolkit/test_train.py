@@ -14,7 +14,7 @@ import pytest
 
 from shoal_toolkit import __version__
 from shoal_toolkit.job.settings import VARIABLES
-from shoal_toolkit.run import process
+from shoal_toolkit.system import process
 
 from . import loopback
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
@@ -318,7 +318,7 @@ def test_a_group_in_which_only_another_users_process_is_left() -> None:
     """The kernel refuses to signal it: a script may have left a program with the setuid bit."""
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         signalled = (
-            "import os, signal\nfrom shoal_toolkit.run.process import signal_group\nos.setuid(65534)\n"
+            "import os, signal\nfrom shoal_toolkit.system.process import signal_group\nos.setuid(65534)\n"
             f"print(signal_group({other.pid}, signal.SIGKILL))"
         )
         done = subprocess.run([sys.executable, "-c", signalled], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from shoal_toolkit.hosts import agent, messages, resolve, wire
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.connect import Search
 from shoal_toolkit.hosts.wire import Channel, addresses
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
 HELLO, WELCOME, REFUSED, START = b"H", b"W", b"R", b"S"

@@ -17,18 +17,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-from shoal_toolkit import __version__
+from shoal_toolkit import __version__, log, redact
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import secret_of_ranks, take, without_secret
 from shoal_toolkit.light_typing import NoReturn
-from shoal_toolkit.logs import log, redact
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.outcome import verdict
+from shoal_toolkit.log import say
 from shoal_toolkit.plan.launcher import members
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
+from shoal_toolkit.result import result
 from shoal_toolkit.run.host import STOP_SIGNALS, Host, Task, first_report, metrics_of
 
 
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explain(words, as_json)
     _open_standard_descriptors()
     if os.getpid() == 1:
-        from shoal_toolkit.run import init
+        from shoal_toolkit.system import init
 
         # A container's PID 1 is older than its command: here the count begins with the first line of ours.
         began = time.monotonic()
@@ -108,11 +107,11 @@ def train(words: Sequence[str], began: float) -> int:
     try:
         return _train(paths, words, began)
     except StoppedError as stopped:
-        return verdict.conclude(paths, verdict.of_stop(stopped.number), {})
+        return result.conclude(paths, result.of_stop(stopped.number), {})
     except TrainError as error:
-        return verdict.conclude(paths, verdict.of_error(error), {})
+        return result.conclude(paths, result.of_error(error), {})
     except Exception as error:
-        return verdict.conclude(paths, verdict.of_error(_fault(error)), {})
+        return result.conclude(paths, result.of_error(_fault(error)), {})
 
 
 def _fault(error: Exception) -> LaunchError:
@@ -145,7 +144,7 @@ def _train(paths: Paths, words: Sequence[str], began: float) -> int:
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _hosts(paths, cluster)
     task = Task(paths, cluster, hosts, plan, settings, environ, began)
     try:
-        verdict.begin(paths, first_report(task))
+        result.begin(paths, first_report(task))
     except TrainError as error:
         task = task._replace(plan=error)
     role = _role(task)

@@ -21,8 +21,8 @@ from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, W
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.light_typing import Any
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.run.loop import READ, Loop
+from shoal_toolkit.log import say
+from shoal_toolkit.system.loop import READ, Loop
 
 _MOST_HANDSHAKES = 32
 _MOST_WAITING = 64  # connections that wait for the first host's name to be looked up

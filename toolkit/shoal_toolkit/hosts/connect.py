@@ -13,8 +13,8 @@ from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, W
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.light_typing import Any
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.run.loop import WRITE, Loop, Timer
+from shoal_toolkit.log import say
+from shoal_toolkit.system.loop import WRITE, Loop, Timer
 
 _RETRY_SECONDS = 0.05
 _SLOWEST_RETRY_SECONDS = 1.0

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.machine import find_program
 from shoal_toolkit.plan.mpi import AGENT_PARAMETERS, ANY, TMPDIR_PARAMETERS, launch_agent, session_variables
-from shoal_toolkit.run.loop import READ, Loop
 from shoal_toolkit.run.ranks import SOCKET
+from shoal_toolkit.system.loop import READ, Loop
 from shoal_toolkit.tables import read_table
 
 _MOST_BYTES = 1 << 19

@@ -11,7 +11,7 @@ from collections import deque
 
 from shoal_toolkit.hosts.wire import addresses
 from shoal_toolkit.light_typing import Any, Protocol
-from shoal_toolkit.run.loop import READ, Loop
+from shoal_toolkit.system.loop import READ, Loop
 
 Address = tuple[int, tuple[Any, ...]]  # family, address
 

@@ -20,7 +20,7 @@ from time import monotonic
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.messages import PING, ProtocolError
 from shoal_toolkit.light_typing import Any
-from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
+from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.run.process import signal_group, spawn
+from shoal_toolkit.system.process import signal_group, spawn
 
 S3 = "s3://"
 _ALLOWED = "Allowed are a directory, a .tar.gz archive or one file in this container, and s3://bucket/key."
@@ -82,7 +82,7 @@ def fetch(source: Source, code_dir: str, environ: Mapping[str, str]) -> Code:
         return look(source.address)
     stage, why = _make_stage(code_dir)
     try:
-        _run([sys.executable, "-m", "shoal_toolkit.beside.unpack", source.address, stage], environ, source)
+        _run([sys.executable, "-m", "shoal_toolkit.sidecars.unpack", source.address, stage], environ, source)
     except BaseException:
         import shutil
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_toolkit.logs import redact
+from shoal_toolkit import redact
 from shoal_toolkit.plan.plan import LaunchPlan
 
 

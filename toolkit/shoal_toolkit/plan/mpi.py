@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs import daemonlog
+from shoal_toolkit.output import daemonlog
 from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, Mca, Options, parse, renamed
 from shoal_toolkit.tables import read_table
 

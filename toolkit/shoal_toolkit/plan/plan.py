@@ -202,11 +202,11 @@ def _torchrun(
 def _setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
     commands: list[tuple[str, ...]] = []
     if job.code.requirements or job.code.package:
-        from shoal_toolkit.beside import install
+        from shoal_toolkit.sidecars import install
 
         commands += install.commands(job, machine)
     if job.toolkit.get("sagemaker_s3_output"):
-        from shoal_toolkit.beside import sync
+        from shoal_toolkit.sidecars import sync
 
         commands += sync.preparation(job)
     return commands
@@ -221,7 +221,7 @@ def _companions(job: Job, machine: Machine, part: str, hosts: Sequence[str]) -> 
         server = (machine.python, "-c", tf_config.SERVER)
         companions.append(Companion("the parameter server", server, config, drains=False))
     if job.toolkit.get("sagemaker_s3_output"):
-        from shoal_toolkit.beside import sync
+        from shoal_toolkit.sidecars import sync
 
         if command := sync.command(job, machine):
             # Modules of any name may lie in the code directory.

@@ -13,11 +13,11 @@ from time import monotonic
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.outcome import verdict
-from shoal_toolkit.outcome.verdict import Failure, Verdict
+from shoal_toolkit.log import say
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.result import result
+from shoal_toolkit.result.result import Failure, Verdict
 from shoal_toolkit.run.host import Host, Task, companion_failure
 from shoal_toolkit.run.ranks import STDERR, STDOUT
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a jo
     from shoal_toolkit.hosts.daemons import Answer, DaemonRequests
     from shoal_toolkit.hosts.messages import Ended
     from shoal_toolkit.hosts.wire import Channel
-    from shoal_toolkit.logs.daemonlog import DaemonLog
+    from shoal_toolkit.output.daemonlog import DaemonLog
 
 _LAST_WORDS_SECONDS = 5.0  # for the workers' last output after mpirun has ended, and for their farewell
 _SAY_EVERY_SECONDS = 15.0
@@ -71,18 +71,18 @@ class FirstHost(Host):
                 settings.port,
                 settings.secret,
                 self._found,
-                lambda reason: self.decide(self._early or verdict.of_error(LaunchError(reason))),
+                lambda reason: self.decide(self._early or result.of_error(LaunchError(reason))),
                 settings.hosts_timeout,
             )
             self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
         if isinstance(task.plan, TrainError):
-            self._fail_early(verdict.of_error(task.plan))
+            self._fail_early(result.of_error(task.plan))
         elif self.work is not None:
             self.work.set_up(task.settings.setup_timeout, self._set_up)
 
     def _set_up(self, error: LaunchError | None) -> None:
         if error is not None:
-            self._fail_early(verdict.of_error(error))
+            self._fail_early(result.of_error(error))
         else:
             self._ready(self.task.cluster.current_host)
 
@@ -128,7 +128,7 @@ class FirstHost(Host):
         try:
             self._start()
         except TrainError as error:
-            self.decide(verdict.of_error(error))
+            self.decide(result.of_error(error))
 
     def _start(self) -> None:
         plan, work = self.task.plan, self.work
@@ -137,7 +137,7 @@ class FirstHost(Host):
         self._pending = {host for host in plan.hosts if plan.starts_alone(host)}
         self._tell_to_go()
         if plan.has_ranks:
-            from shoal_toolkit.logs.daemonlog import DaemonLog
+            from shoal_toolkit.output.daemonlog import DaemonLog
 
             self._launcher = DaemonLog()
         if not plan.by_mpirun:
@@ -263,7 +263,7 @@ class FirstHost(Host):
         if plan.launcher in SEVERAL_RANKS and host not in plan.outside:
             if code and not self.stopped_by:
                 self.decide(
-                    verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True))
+                    result.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True))
                 )
         else:
             rank = plan.rank_of(host)
@@ -278,7 +278,7 @@ class FirstHost(Host):
         self._codes[rank] = code
         if self.stopped_by:
             if self._host_of.keys() <= self._codes.keys():
-                self.decide(verdict.of_stop(self.stopped_by))
+                self.decide(result.of_stop(self.stopped_by))
         elif code and (not plan.by_mpirun or rank >= plan.world_size):
             self.decide(self._rank_failure(plan, rank, code))
 
@@ -294,7 +294,7 @@ class FirstHost(Host):
         if self._pending or self.verdict is not None or (plan.by_mpirun and not self._mpi_over):
             return
         if self.stopped_by:
-            self.decide(verdict.of_stop(self.stopped_by))
+            self.decide(result.of_stop(self.stopped_by))
         elif not self._all_started(plan):
             self.decide(Verdict(1, self._not_started(plan)))
         elif self._unrecorded:
@@ -309,7 +309,7 @@ class FirstHost(Host):
             return
         raised = (tail for tail in map(self.output.tail, range(plan.world_size)) if "Traceback (most" in tail)
         if tail := next(raised, ""):
-            from shoal_toolkit.outcome import diagnosis
+            from shoal_toolkit.result import diagnosis
 
             say(
                 f"the script has ended with exit code 0, and a command in it with an exception: "
@@ -353,21 +353,21 @@ class FirstHost(Host):
         assert self._launcher is not None
         if rank is None:
             said, reason = self._launcher.text(), self._launcher.reason()
-            return verdict.of_failure(Failure(code, "mpirun", plan.command, said, launcher=True, reason=reason))
+            return result.of_failure(Failure(code, "mpirun", plan.command, said, launcher=True, reason=reason))
         cause = "" if self.output.tail(rank).strip() else self._launcher.cause()
         if cause:  # the rank's MPI spoke through mpirun
-            from shoal_toolkit.logs import daemonlog
+            from shoal_toolkit.output import daemonlog
 
             why = daemonlog.reason(cause)
-            return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, cause, reason=why))
+            return result.of_failure(Failure(code, self._where(plan, rank), plan.script, cause, reason=why))
         return self._rank_failure(plan, rank, code)
 
     def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
         host = self._host_of.get(rank, "")
-        own = verdict.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
+        own = result.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
         said, reason = own or self.output.tail(rank), own.partition("\n")[0]
         where, facts = self._where(plan, rank), self._facts_of(host)
-        return verdict.of_failure(Failure(code, where, plan.script, said, facts, reason=reason))
+        return result.of_failure(Failure(code, where, plan.script, said, facts, reason=reason))
 
     def _where(self, plan: LaunchPlan, rank: int) -> str:
         if rank >= plan.world_size:
@@ -392,7 +392,7 @@ class FirstHost(Host):
     def stop(self, number: int) -> None:
         plan, work = self.task.plan, self.work
         if work is None or not self._launched or not isinstance(plan, LaunchPlan):
-            self.decide(verdict.of_stop(number))
+            self.decide(result.of_stop(number))
             return
         self._signal_all(number)
         if plan.has_ranks and not self._all_started(plan):
@@ -401,7 +401,7 @@ class FirstHost(Host):
 
     def stop_again(self) -> None:
         if self.verdict is None:
-            self.decide(verdict.of_stop(self.stopped_by))
+            self.decide(result.of_stop(self.stopped_by))
 
     def _signal_all(self, number: int) -> None:
         if self._channels:

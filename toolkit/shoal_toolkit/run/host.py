@@ -6,22 +6,23 @@ import signal
 import time
 from collections.abc import Mapping
 
+from shoal_toolkit import redact
 from shoal_toolkit.errors import TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import Settings
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
-from shoal_toolkit.logs import redact
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.logs.output import Output, defines_metrics
-from shoal_toolkit.logs.streams import Flow
-from shoal_toolkit.outcome import disks, oom, verdict
-from shoal_toolkit.outcome.verdict import Verdict
+from shoal_toolkit.log import say
+from shoal_toolkit.output.output import Output, defines_metrics
+from shoal_toolkit.output.streams import Flow
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.result import result
+from shoal_toolkit.result.result import Verdict
 from shoal_toolkit.run.work import Events, Work
+from shoal_toolkit.system import disks, oom
+from shoal_toolkit.system.loop import Loop
 
 if TYPE_CHECKING:  # few jobs have them
-    from shoal_toolkit.logs.metrics import Metrics
+    from shoal_toolkit.output.metrics import Metrics
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0
@@ -122,7 +123,7 @@ class Host:
     def _finish(self) -> int:
         assert self.verdict is not None
         self._drain()
-        code = verdict.conclude(self.task.paths, self.verdict, self.report)
+        code = result.conclude(self.task.paths, self.verdict, self.report)
         if code != self.verdict.exit_code:
             here = self.task.cluster.current_host
             self.verdict = Verdict(code, f"On {here} the verdict could not be written: its log says why.")
@@ -170,7 +171,7 @@ class Host:
         self.stopped_by = number
         self._grace_ends = time.monotonic() + self.task.settings.stop_grace
         if self.verdict is None:
-            verdict.foretell(self.task.paths, verdict.of_stop(number))
+            result.foretell(self.task.paths, result.of_stop(number))
         return True
 
     # What a role does.
@@ -219,7 +220,7 @@ def metrics_of(paths: Paths, plan: LaunchPlan) -> Metrics | None:
     """Return the metrics that a job defines, if any. Raises ContractError."""
     if not defines_metrics(paths, plan.cwd):
         return None
-    from shoal_toolkit.logs.metrics import read_metrics
+    from shoal_toolkit.output.metrics import read_metrics
 
     return read_metrics(paths, plan.cwd)
 
@@ -237,7 +238,7 @@ def _with_metrics(task: Task) -> tuple[Task, Metrics | None]:
 
 def companion_failure(name: str, host: str, code: int) -> str:
     """Say that what should have run as long as the job has ended before."""
-    return f"{name} on {host} {verdict.exit_description(code)} before the job was over. Its output is in the log."
+    return f"{name} on {host} {result.exit_description(code)} before the job was over. Its output is in the log."
 
 
 def first_report(task: Task) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.logs.streams import Flow, Source
+from shoal_toolkit.output.streams import Flow, Source
 from shoal_toolkit.plan import rank_shell
-from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, orphans_run, signal_group, signal_process, start_time
+from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.process import descendants, orphans_run, signal_group, signal_process, start_time
 
 STDOUT, STDERR = 1, 2
 SOCKET = "rsh.sock"

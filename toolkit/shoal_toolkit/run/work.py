@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NamedTuple
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.logs.streams import Flow, Lines, Source, Tail
+from shoal_toolkit.log import say
+from shoal_toolkit.output.streams import Flow, Lines, Source, Tail
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import (
+from shoal_toolkit.run.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
+from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.process import (
     MARK,
     descendants,
     kill_left_behind,
@@ -24,7 +25,6 @@ from shoal_toolkit.run.process import (
     spawn,
     start_time,
 )
-from shoal_toolkit.run.ranks import STDERR, STDOUT, LocalRanks, make_run_directory, remove_run_directory
 
 _LOOK_AGAIN_SECONDS = 0.1
 
@@ -305,7 +305,7 @@ class Work:
 
 
 def _setup_failure(command: Sequence[str], code: int, output: str) -> str:
-    from shoal_toolkit.outcome import pip_failure
+    from shoal_toolkit.result import pip_failure
 
     reason = pip_failure.describe(output) or "it printed nothing"
     return f"{reason}\nBefore the launch, this exited with code {code}: {_shown(command, output)}"
@@ -313,7 +313,7 @@ def _setup_failure(command: Sequence[str], code: int, output: str) -> str:
 
 def _shown(command: Sequence[str], output: str) -> str:
     """Return a command, and the last lines that it printed."""
-    from shoal_toolkit.logs import redact
+    from shoal_toolkit import redact
 
     lines = [line for line in output.splitlines() if line.strip()]
     return " ".join(redact.arguments(command)) + "\n\n" + "\n".join(lines[-10:])

@@ -9,11 +9,11 @@ from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import daemon_command
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
-from shoal_toolkit.logs.daemonlog import DaemonLog
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.outcome import verdict
-from shoal_toolkit.outcome.verdict import Verdict
+from shoal_toolkit.log import say
+from shoal_toolkit.output.daemonlog import DaemonLog
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.result import result
+from shoal_toolkit.result.result import Verdict
 from shoal_toolkit.run.host import Host, Task, companion_failure
 from shoal_toolkit.run.ranks import STDERR
 
@@ -70,7 +70,7 @@ class Worker(Host):
                 + (f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; ")
                 + ("" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit.")
             )
-            self.decide(verdict.of_error(self._problem or late))
+            self.decide(result.of_error(self._problem or late))
 
     def _first_host_came(self, channel: Channel) -> None:
         self._channel = channel
@@ -167,7 +167,7 @@ class Worker(Host):
     def _rehearse(self) -> str:
         """A host on which a success cannot be recorded says so, and why, while all of them can still fail."""
         try:
-            verdict.rehearse(self.task.paths, self.report)
+            result.rehearse(self.task.paths, self.report)
         except LaunchError as error:
             return str(error)
         return ""
@@ -181,7 +181,7 @@ class Worker(Host):
     def stop(self, number: int) -> None:
         """The first host decides for all; without one there is nothing to stop."""
         if self._channel is None:
-            self.decide(verdict.of_stop(number))
+            self.decide(result.of_stop(number))
         else:
             self._send(messages.Stopping(number))
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal_toolkit.light_typing import Protocol
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
+from shoal_toolkit.log import say
+from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 
 CHUNK = 65536  # what a pipe holds; a larger buffer comes from mmap, at ten times the cost of a read
 _PIECE = 4096  # PIPE_BUF: a pipe that polls as writable takes that much without blocking

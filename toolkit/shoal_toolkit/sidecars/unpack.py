@@ -1,4 +1,4 @@
-"""Unpacks the user's code: `python -m shoal_toolkit.beside.unpack ADDRESS DIRECTORY` fills DIRECTORY/code.
+"""Unpacks the user's code: `python -m shoal_toolkit.sidecars.unpack ADDRESS DIRECTORY` fills DIRECTORY/code.
 
 A process of its own, since reading archives and speaking to S3 takes more memory than the launcher has. Stdout says why
 it failed; the exit code is that of the error.
@@ -52,7 +52,7 @@ def unpack(address: str, directory: str) -> None:
     if not address.startswith(S3):
         _unpack_file(address, address, target)
         return
-    from shoal_toolkit.beside import s3
+    from shoal_toolkit.sidecars import s3
 
     fetched = os.path.join(directory, "fetched")
     s3.download(address, fetched, os.environ)

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable
 
 from shoal_toolkit.light_typing import NoReturn
-from shoal_toolkit.run.loop import exit_code
-from shoal_toolkit.run.process import signal_process
+from shoal_toolkit.system.loop import exit_code
+from shoal_toolkit.system.process import signal_process
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from shoal_toolkit.logs import redact
+from shoal_toolkit import redact
 
 STDERR = 2
 
@@ -30,7 +30,7 @@ def say(text: str) -> None:
     """Write one message, each of its lines marked. Unbuffered: nothing is written twice by a fork."""
     lines = redact.text(text).splitlines()
     if _as_json:
-        from shoal_toolkit.logs import jsonlines
+        from shoal_toolkit.output import jsonlines
 
         data = jsonlines.encode(jsonlines.head(_host, None, STDERR), [f"train: {line}" for line in lines])
     else:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from shoal_toolkit import redact
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs import redact
-from shoal_toolkit.outcome import disks
-from shoal_toolkit.outcome.verdict import Failure, exit_description
+from shoal_toolkit.result.result import Failure, exit_description
+from shoal_toolkit.system import disks
 from shoal_toolkit.tables import read_table
 
 _SHOWN = 1024

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths, decode
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs.jsonlines import now
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.logs.output import METRICS, METRICS_KEY
-from shoal_toolkit.logs.streams import TextLines
+from shoal_toolkit.log import say
+from shoal_toolkit.output.jsonlines import now
+from shoal_toolkit.output.output import METRICS, METRICS_KEY
+from shoal_toolkit.output.streams import TextLines
 
 OUTPUT = "metrics.jsonl"
 _LONGEST = 4096  # characters of a line: an expression may take the square of it, and nothing else happens meanwhile

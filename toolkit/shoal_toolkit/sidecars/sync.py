@@ -1,4 +1,4 @@
-"""Uploads what the script writes to output/intermediate: `python -m shoal_toolkit.beside.sync DIRECTORY ADDRESS`.
+"""Uploads what the script writes to output/intermediate: `python -m shoal_toolkit.sidecars.sync DIRECTORY ADDRESS`.
 
 Wanted where the hyperparameter sagemaker_s3_output is an s3:// address (file:// is accepted, and asks for nothing) and
 output/intermediate is not there before the job: where it is, the platform uploads it itself. Keys are those of the
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
 from shoal_toolkit.job.source import S3
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
-from shoal_toolkit.logs.log import say
+from shoal_toolkit.log import say
 
 if TYPE_CHECKING:  # the process itself needs neither
     from shoal_toolkit.job.contract import Job
@@ -39,7 +39,7 @@ def command(job: Job, machine: Machine) -> tuple[str, ...]:
         return ()
     parts = [address.rstrip("/"), job.environ.get("TRAINING_JOB_NAME", ""), "output", "intermediate"]
     place = "/".join(part for part in parts if part)
-    return (machine.python, "-m", "shoal_toolkit.beside.sync", job.paths.intermediate, place)
+    return (machine.python, "-m", "shoal_toolkit.sidecars.sync", job.paths.intermediate, place)
 
 
 def preparation(job: Job) -> tuple[tuple[str, ...], ...]:
@@ -98,7 +98,7 @@ class Sync:
         return well
 
     def _upload(self, path: str, signature: Signature) -> TrainError | None:
-        from shoal_toolkit.beside import s3
+        from shoal_toolkit.sidecars import s3
 
         target = f"{self._address}/{os.path.relpath(path, self._directory)}"
         try:

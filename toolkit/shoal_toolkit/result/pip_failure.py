@@ -9,8 +9,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from shoal_toolkit.outcome import disks
 from shoal_toolkit.plan.environment import installed_version
+from shoal_toolkit.system import disks
 from shoal_toolkit.tables import read_table
 
 _CONFLICT = re.compile(r"^The conflict is caused by:\n((?: +\S.*\n?)+)", re.MULTILINE)

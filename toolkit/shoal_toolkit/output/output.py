@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 
+from shoal_toolkit import log
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
 from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
-from shoal_toolkit.logs import log
-from shoal_toolkit.logs.streams import Flow, Lines, Sink, Tail
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.output.streams import Flow, Lines, Sink, Tail
+from shoal_toolkit.system.loop import Loop
 
 if TYPE_CHECKING:  # few jobs have them
-    from shoal_toolkit.logs.metrics import Meter, Metrics
+    from shoal_toolkit.output.metrics import Meter, Metrics
 
 STDOUT, STDERR = 1, 2
 METRICS = "metrics.json"
@@ -114,7 +114,7 @@ class Output:
 
     def _form(self, stream: int, rank: int | None, host: str) -> Form | None:
         if self._as_json:
-            from shoal_toolkit.logs.jsonlines import JsonLines
+            from shoal_toolkit.output.jsonlines import JsonLines
 
             return JsonLines(host, rank, stream)
         return Lines(f"[{rank},{host}] ".encode()) if self._marked and rank is not None else None
@@ -122,7 +122,7 @@ class Output:
     def _meter(self, rank: int | None, host: str) -> Meter | None:
         if self._metrics is None or rank is None:
             return None
-        from shoal_toolkit.logs.metrics import Meter
+        from shoal_toolkit.output.metrics import Meter
 
         return Meter(self._metrics, rank, host)
 

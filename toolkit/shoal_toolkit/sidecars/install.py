@@ -4,7 +4,7 @@ The requirements are installed for every kind of entry point; the package for a 
 a setup.py, except for shell scripts. (So does the stock toolkit, which forgets the requirements of shell scripts.)
 Nothing is run where there is nothing to install.
 
-`python -m shoal_toolkit.beside.install . -r requirements.txt` is `pip install` with three things added:
+`python -m shoal_toolkit.sidecars.install . -r requirements.txt` is `pip install` with three things added:
 
 - The framework stays as it is: pip is given constraints, the installed versions of data/fixed_packages.json. Without
   them `torch>=2.1` silently replaces the torch for which everything else in the image was built. What cannot be is an
@@ -40,7 +40,7 @@ def commands(job: Job, machine: Machine) -> tuple[tuple[str, ...], ...]:
     words = [*(["."] if package else []), *(["-r", "requirements.txt"] if job.code.requirements else [])]
     if not words:
         return ()
-    return ((machine.python, "-m", "shoal_toolkit.beside.install", *words),)
+    return ((machine.python, "-m", "shoal_toolkit.sidecars.install", *words),)
 
 
 def main(words: Sequence[str]) -> int:
@@ -96,7 +96,7 @@ def _index(environ: Mapping[str, str]) -> dict[str, str]:
             f"CA_REPOSITORY_ARN is {arn!r}; it must be of the form "
             "arn:aws:codeartifact:REGION:ACCOUNT:repository/DOMAIN/REPOSITORY."
         )
-    from shoal_toolkit.beside import s3
+    from shoal_toolkit.sidecars import s3
 
     region, owner, domain, repository = match.groups()
     asked = {"domain": domain, "domainOwner": owner}

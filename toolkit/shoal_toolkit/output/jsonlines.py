@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from json.encoder import encode_basestring
 
-from shoal_toolkit.logs.streams import TextLines
+from shoal_toolkit.output.streams import TextLines
 
 STREAMS = {1: "stdout", 2: "stderr"}
 

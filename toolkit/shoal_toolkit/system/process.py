@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
+from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NoReturn
-from shoal_toolkit.logs import redact
-from shoal_toolkit.logs.log import say
+from shoal_toolkit.log import say
 
 MARK = "SHOAL_JOB"  # a variable with a random value for each job that a process belongs to: `train` may run in another
 _MOST_ROUNDS = 100

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from shoal_toolkit.logs.streams import Lines, Tail
+from shoal_toolkit.output.streams import Lines, Tail
 
 VERBOSITY = {"state_base_verbose": "1"}
 _STATE = re.compile(rb"^\[.*\] ACTIVAT(?:E|ING) (?:JOB|PROC) ")

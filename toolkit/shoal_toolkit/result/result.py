@@ -7,11 +7,11 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
+from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs import redact
-from shoal_toolkit.logs.log import say
+from shoal_toolkit.log import say
 
 _LONGEST_WORDS = 1 << 16
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
@@ -43,7 +43,7 @@ def of_error(error: TrainError) -> Verdict:
 
 def of_failure(failure: Failure) -> Verdict:
     """The verdict on a job whose script failed."""
-    from shoal_toolkit.outcome import diagnosis  # a job that succeeds does without it
+    from shoal_toolkit.result import diagnosis  # a job that succeeds does without it
 
     return Verdict(failure.exit_code, diagnosis.message(failure))
 

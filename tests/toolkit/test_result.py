@@ -12,8 +12,8 @@ import pytest
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.outcome import verdict
-from shoal_toolkit.outcome.verdict import Verdict
+from shoal_toolkit.result import result
+from shoal_toolkit.result.result import Verdict
 
 from .conftest import TRAIN, Tree, clean_environment
 
@@ -23,18 +23,18 @@ from .conftest import TRAIN, Tree, clean_environment
     [(137, "was killed by signal 9 (SIGKILL)"), (139, "was killed by signal 11 (SIGSEGV)"), (3, "exited with code 3")],
 )
 def test_signals_are_named(code: int, words: str) -> None:
-    assert verdict.exit_description(code) == words
+    assert result.exit_description(code) == words
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (255, 255), (256, 1), (512, 1), (-9, 1)])
 def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code: int, status: int) -> None:
-    assert verdict.conclude(Paths(str(tmp_path)), Verdict(code, "bad" if code else ""), {}) == status
+    assert result.conclude(Paths(str(tmp_path)), Verdict(code, "bad" if code else ""), {}) == status
     assert (tmp_path / "output" / "success").exists() == (status == 0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
-    stopped = verdict.of_stop(number)
+    stopped = result.of_stop(number)
     assert stopped.exit_code == code
     assert f"was stopped: `train` received {number.name}" in stopped.message
 
@@ -42,18 +42,18 @@ def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
 def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -> None:
     """The stock toolkit keeps a stale failure file beside the success."""
     paths = Paths(str(tmp_path))
-    verdict.conclude(paths, Verdict(3, "bad"), {})
+    result.conclude(paths, Verdict(3, "bad"), {})
     (tmp_path / "output" / "metrics.jsonl").touch()
-    verdict.begin(paths, {})
-    assert verdict.conclude(paths, Verdict(0), {}) == 0
+    result.begin(paths, {})
+    assert result.conclude(paths, Verdict(0), {}) == 0
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
     assert (tmp_path / "model").is_dir()
 
 
 def test_a_job_that_ends_before_it_begins_leaves_no_other_verdict(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
-    verdict.conclude(paths, Verdict(0), {})
-    assert verdict.conclude(paths, Verdict(3, "bad"), {}) == 3
+    result.conclude(paths, Verdict(0), {})
+    assert result.conclude(paths, Verdict(3, "bad"), {}) == 3
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["failure", "job.json"]
 
 
@@ -61,9 +61,9 @@ def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file is in the way")
     paths = Paths(str(tmp_path))
     with pytest.raises(LaunchError, match=r"\(uid \d+\) must be able to write into"):
-        verdict.begin(paths, {})
-    assert verdict.conclude(paths, Verdict(0), {}) == 1
-    assert verdict.conclude(paths, Verdict(42, "x"), {}) == 42
+        result.begin(paths, {})
+    assert result.conclude(paths, Verdict(0), {}) == 1
+    assert result.conclude(paths, Verdict(42, "x"), {}) == 42
 
 
 FILL = """try:
@@ -108,7 +108,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 ) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / f"{name}.part").symlink_to("/dev/full")
-    assert verdict.conclude(Paths(str(tmp_path)), Verdict(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
+    assert result.conclude(Paths(str(tmp_path)), Verdict(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
     assert "No space left on device" in (said := capfd.readouterr().err)
     assert "the end of the traceback" in said
     assert not (tmp_path / "output" / "success").exists()
@@ -117,11 +117,11 @@ def test_a_failure_that_cannot_be_written_is_printed(
 def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "job.json.part").symlink_to("/dev/full")
-    assert verdict.conclude(Paths(str(tmp_path)), Verdict(0), {}) == 1
+    assert result.conclude(Paths(str(tmp_path)), Verdict(0), {}) == 1
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["failure"]
     assert "The script ended well" in (tmp_path / "output" / "failure").read_text()
 
 
 def test_no_secret_reaches_the_failure_file(tmp_path: Path) -> None:
-    verdict.conclude(Paths(str(tmp_path)), Verdict(1, "ValueError: MY_TOKEN=swordfish"), {})
+    result.conclude(Paths(str(tmp_path)), Verdict(1, "ValueError: MY_TOKEN=swordfish"), {})
     assert (tmp_path / "output" / "failure").read_text() == "ValueError: MY_TOKEN=******"

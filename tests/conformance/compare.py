@@ -66,7 +66,7 @@ def _outcome(host: HostRun, roles: Iterable[str]) -> dict[str, str]:
     items = {"exit code": "still running" if host.code is None else str(host.code)}
     items |= {f"script {role}": "started" for role in roles}
     items |= {f"file {name}": "there" for name in host.files}
-    # The verdict's texts are each toolkit's own.
+    # The texts of the result are each toolkit's own.
     kept = {name: content for name, content in host.files.items() if name.startswith(_KEPT)}
     return items | {f"content {name}": content.decode(errors="replace") for name, content in kept.items()}
 

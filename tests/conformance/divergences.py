@@ -334,8 +334,8 @@ _SIGNAL = "A signal is named as a shell does it."
 _CONFIGURATION = "2 says that the configuration is at fault."
 _DEFAULTS = "What is not configured has a default: `docker run` with a script is enough."
 _LEVEL = "A level's name is a level."
-_STALE = "An earlier job's verdict is removed."
-_ONE_VERDICT = "One verdict on every host; the stock toolkit's others report a success."
+_STALE = "An earlier job's result is removed."
+_ONE_RESULT = "One result on every host; the stock toolkit's others report a success."
 _FALSE = "The string false is false."
 _REPEATED = "A user's MCA parameter replaces the default; mpirun refuses a second mention."
 _SUBMIT = "The documented meaning; the stock toolkit ignores the setting when there is code in /opt/ml/code."
@@ -366,9 +366,9 @@ ENDS = (
     Divergence("file output/failure", MISSING, _LEVEL, "log-level-by-name"),
     Divergence("file output/failure", MISSING, _STALE, "stale-failure"),
     Divergence("file output/success", MISSING, _STALE, "stale-success"),
-    Divergence("exit code", DIFFERENT, _ONE_VERDICT, "two-hosts-one-fails", stock="0", ours="1"),
-    Divergence("file output/success", MISSING, _ONE_VERDICT, "two-hosts-one-fails"),
-    Divergence("file output/failure", ADDITIONAL, _ONE_VERDICT, "two-hosts-one-fails"),
+    Divergence("exit code", DIFFERENT, _ONE_RESULT, "two-hosts-one-fails", stock="0", ours="1"),
+    Divergence("file output/success", MISSING, _ONE_RESULT, "two-hosts-one-fails"),
+    Divergence("file output/failure", ADDITIONAL, _ONE_RESULT, "two-hosts-one-fails"),
     Divergence("script alone", ADDITIONAL, _FALSE, "mpi-quoted-false"),
     Divergence("script rank 0", MISSING, _FALSE, "mpi-quoted-false"),
     Divergence("exit code", DIFFERENT, _REPEATED, "modelparallel-sdk", stock="1", ours="0"),

@@ -52,7 +52,7 @@ class Keeper:
         self._container = start.beside("sleep", "300", **self.options).engines
 
     def hand_over(self, host: Host) -> None:
-        """Bring a host's verdict files to where they are looked for."""
+        """Bring a host's result files to where they are looked for."""
         host.wait()
         for name in ("failure", "success"):
             code, text = run_inside(self._container, "cat", f"/opt/ml/output/{name}")

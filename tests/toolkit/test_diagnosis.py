@@ -279,7 +279,7 @@ def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int
 
 
 def test_every_text_of_the_table_can_be_said() -> None:
-    """With no fact known: a gap in the table must not cost the verdict."""
+    """With no fact known: a gap in the table must not cost the result."""
     for entry in diagnosis.table()["advice"]:
         assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Named(what="x"))
 

@@ -286,7 +286,7 @@ def test_a_rank_of_torchrun_that_fails_ends_both_hosts(hosts: list[Host], failin
 
 
 @two
-def test_a_group_outside_the_distribution_takes_part_in_the_verdict(hosts: list[Host]) -> None:
+def test_a_group_outside_the_distribution_takes_part_in_the_result(hosts: list[Host]) -> None:
     """The first host of the list is outside: the other one leads, and both end alike."""
     names = [host.name for host in hosts]
     groups = [{"instance_group_name": f"g{index}", "hosts": [name]} for index, name in enumerate(names)]

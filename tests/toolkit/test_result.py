@@ -1,4 +1,4 @@
-"""The verdict's files and exit code: on every disk, and never a success that is none."""
+"""The result's files and exit code: on every disk, and never a success that is none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.result import result
-from shoal_toolkit.result.result import Verdict
+from shoal_toolkit.result.result import Result
 
 from .conftest import TRAIN, Tree, clean_environment
 
@@ -28,7 +28,7 @@ def test_signals_are_named(code: int, words: str) -> None:
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (255, 255), (256, 1), (512, 1), (-9, 1)])
 def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code: int, status: int) -> None:
-    assert result.conclude(Paths(str(tmp_path)), Verdict(code, "bad" if code else ""), {}) == status
+    assert result.conclude(Paths(str(tmp_path)), Result(code, "bad" if code else ""), {}) == status
     assert (tmp_path / "output" / "success").exists() == (status == 0)
 
 
@@ -39,21 +39,21 @@ def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
     assert f"was stopped: `train` received {number.name}" in stopped.message
 
 
-def test_an_earlier_verdict_is_removed_and_only_one_is_written(tmp_path: Path) -> None:
+def test_an_earlier_result_is_removed_and_only_one_is_written(tmp_path: Path) -> None:
     """The stock toolkit keeps a stale failure file beside the success."""
     paths = Paths(str(tmp_path))
-    result.conclude(paths, Verdict(3, "bad"), {})
+    result.conclude(paths, Result(3, "bad"), {})
     (tmp_path / "output" / "metrics.jsonl").touch()
     result.begin(paths, {})
-    assert result.conclude(paths, Verdict(0), {}) == 0
+    assert result.conclude(paths, Result(0), {}) == 0
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
     assert (tmp_path / "model").is_dir()
 
 
-def test_a_job_that_ends_before_it_begins_leaves_no_other_verdict(tmp_path: Path) -> None:
+def test_a_job_that_ends_before_it_begins_leaves_no_other_result(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
-    result.conclude(paths, Verdict(0), {})
-    assert result.conclude(paths, Verdict(3, "bad"), {}) == 3
+    result.conclude(paths, Result(0), {})
+    assert result.conclude(paths, Result(3, "bad"), {}) == 3
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["failure", "job.json"]
 
 
@@ -62,8 +62,8 @@ def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     with pytest.raises(LaunchError, match=r"\(uid \d+\) must be able to write into"):
         result.begin(paths, {})
-    assert result.conclude(paths, Verdict(0), {}) == 1
-    assert result.conclude(paths, Verdict(42, "x"), {}) == 42
+    assert result.conclude(paths, Result(0), {}) == 1
+    assert result.conclude(paths, Result(42, "x"), {}) == 42
 
 
 FILL = """try:
@@ -85,7 +85,7 @@ IN_A_SMALL_FILE_SYSTEM = (
         ("raise SystemExit(42)", 42, "exited with code 42"),
     ],
 )
-def test_a_full_disk_loses_no_verdict(tree: Tree, then: str, code: int, says: str) -> None:
+def test_a_full_disk_loses_no_result(tree: Tree, then: str, code: int, says: str) -> None:
     """The script has filled it, to the last page: the failure file is written all the same, and the log has it too."""
     tree.script(FILL + then)
     tree.output.mkdir()
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_no_verdict(tree: Tree, then: str, code: int, says: st
     kept = tree.base / "kept"
     assert says in (kept / "failure").read_text()
     assert not (kept / "success").exists()
-    assert "the verdict cannot be written" in done.stderr
+    assert "the result cannot be written" in done.stderr
     assert says in done.stderr
 
 
@@ -108,7 +108,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 ) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / f"{name}.part").symlink_to("/dev/full")
-    assert result.conclude(Paths(str(tmp_path)), Verdict(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
+    assert result.conclude(Paths(str(tmp_path)), Result(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
     assert "No space left on device" in (said := capfd.readouterr().err)
     assert "the end of the traceback" in said
     assert not (tmp_path / "output" / "success").exists()
@@ -117,11 +117,11 @@ def test_a_failure_that_cannot_be_written_is_printed(
 def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "job.json.part").symlink_to("/dev/full")
-    assert result.conclude(Paths(str(tmp_path)), Verdict(0), {}) == 1
+    assert result.conclude(Paths(str(tmp_path)), Result(0), {}) == 1
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["failure"]
     assert "The script ended well" in (tmp_path / "output" / "failure").read_text()
 
 
 def test_no_secret_reaches_the_failure_file(tmp_path: Path) -> None:
-    result.conclude(Paths(str(tmp_path)), Verdict(1, "ValueError: MY_TOKEN=swordfish"), {})
+    result.conclude(Paths(str(tmp_path)), Result(1, "ValueError: MY_TOKEN=swordfish"), {})
     assert (tmp_path / "output" / "failure").read_text() == "ValueError: MY_TOKEN=******"

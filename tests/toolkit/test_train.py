@@ -57,7 +57,7 @@ def test_a_success(tree: Tree, run: Run) -> None:
     assert report["training_seconds"] > 0
 
 
-def test_a_stale_verdict_does_not_survive(tree: Tree, run: Run) -> None:
+def test_a_stale_result_does_not_survive(tree: Tree, run: Run) -> None:
     tree.output.mkdir()
     (tree.output / "failure").write_text("yesterday's")
     tree.script("import os; print(os.path.exists('../output/failure'))")
@@ -132,7 +132,7 @@ def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", loopback.NAMES)
 def test_a_script_that_removes_the_output_directory(tmp_path: Path, host: str) -> None:
-    """It is made anew for the verdict, on a worker too."""
+    """It is made anew for the result, on a worker too."""
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script(f"import os, shutil\nif os.environ['SM_CURRENT_HOST'] == {host!r}: shutil.rmtree('../output')")

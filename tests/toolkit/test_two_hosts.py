@@ -155,7 +155,7 @@ def test_much_output_of_a_remote_rank_arrives_whole(hosts: list[Host]) -> None:
         assert mine == [f"[{rank},algo-{rank + 1}] {rank} {n} {'x' * 200}" for n in range(20000)]
 
 
-def test_output_that_is_read_late_changes_no_verdict(hosts: list[Host]) -> None:
+def test_output_that_is_read_late_changes_no_result(hosts: list[Host]) -> None:
     """The first host has output to write when the job is over: the worker must not take it for lost meanwhile."""
     script(hosts, "print('x' * 99999)")
     worker = hosts[1].start()
@@ -399,7 +399,7 @@ def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
     assert all("was lost: nothing was heard from it for" in host.tree.failure for host in hosts)
 
 
-def test_plain_processes_have_one_verdict(hosts: list[Host]) -> None:
+def test_plain_processes_have_one_result(hosts: list[Host]) -> None:
     text = "import os, sys, time\nprint(os.environ['RANK'], os.environ['SM_CURRENT_HOST'])\n"
     script(hosts, text, sagemaker_mpi_enabled=False)
     first, worker = run(hosts)

@@ -1,4 +1,4 @@
-"""The command `train`: reads the contract, plans, runs, and ends with the job's verdict.
+"""The command `train`: reads the contract, plans, runs, and ends with the job's result.
 
 train [argument ...]       run the job; the arguments go to the script, after those from the hyperparameters
 train --explain [--json]   print what would be run, and start nothing
@@ -177,7 +177,7 @@ class EarlyStop:
 
     def _raise(self, number: int, _: object) -> None:
         if self._armed:
-            self._armed = False  # the verdict is being written
+            self._armed = False  # the result is being written
             raise StoppedError(number)
 
 

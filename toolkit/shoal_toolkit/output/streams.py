@@ -225,7 +225,7 @@ class Sink:
         except BlockingIOError:
             return 0
         except OSError as error:
-            # Whoever read our output is gone. The job goes on; its verdict is in the files and the exit code.
+            # Whoever read our output is gone. The job goes on; its result is in the files and the exit code.
             self._broken = True
             self._clear()
             say(f"descriptor {self._fd} cannot be written any more ({error.strerror}): the output from now on is lost")

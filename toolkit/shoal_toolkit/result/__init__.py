@@ -1,1 +1,1 @@
-"""How it ended: the verdict, and why."""
+"""How it ended: the result, and why."""

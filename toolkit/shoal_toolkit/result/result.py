@@ -17,7 +17,7 @@ _LONGEST_WORDS = 1 << 16
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
 
 
-class Verdict(NamedTuple):
+class Result(NamedTuple):
     """How the job ended. `message` is the text of the failure file; empty for a success."""
 
     exit_code: int
@@ -36,22 +36,22 @@ class Failure(NamedTuple):
     reason: str = ""  # where stderr is not searched for it: mpirun's (see daemonlog.py)
 
 
-def of_error(error: TrainError) -> Verdict:
-    """The verdict on a job that was not started, or was lost."""
-    return Verdict(error.exit_code, str(error))
+def of_error(error: TrainError) -> Result:
+    """The result on a job that was not started, or was lost."""
+    return Result(error.exit_code, str(error))
 
 
-def of_failure(failure: Failure) -> Verdict:
-    """The verdict on a job whose script failed."""
+def of_failure(failure: Failure) -> Result:
+    """The result on a job whose script failed."""
     from shoal_toolkit.result import diagnosis  # a job that succeeds does without it
 
-    return Verdict(failure.exit_code, diagnosis.message(failure))
+    return Result(failure.exit_code, diagnosis.message(failure))
 
 
-def of_stop(number: int) -> Verdict:
-    """The verdict on a job that was told to stop."""
+def of_stop(number: int) -> Result:
+    """The result on a job that was told to stop."""
     name = signal.Signals(number).name
-    return Verdict(
+    return Result(
         128 + number, f"The job was stopped: `train` received {name} (spot interruption, StopTrainingJob, ...)."
     )
 
@@ -69,7 +69,7 @@ def exit_description(code: int) -> str:
 
 
 def begin(paths: Paths, report: Mapping[str, Any]) -> None:
-    """Remove an earlier job's verdict, and check that this one's can be written: better now than after the training."""
+    """Remove an earlier job's result, and check that this one's can be written: better now than after the training."""
     try:
         for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` brings none
             os.makedirs(directory, exist_ok=True)
@@ -95,10 +95,10 @@ def words_of_script(paths: Paths) -> str:
         return ""
 
 
-def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
-    """Write the verdict, and return the exit code. A verdict that cannot be written is a failure in any case."""
-    code = exit_status(verdict.exit_code)
-    message = redact.text(verdict.message)
+def conclude(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
+    """Write the result, and return the exit code. A result that cannot be written is a failure in any case."""
+    code = exit_status(result.exit_code)
+    message = redact.text(result.message)
     if code:
         # The script has written its traceback to the log already.
         summary = message.partition("\n\n")[0]
@@ -112,7 +112,7 @@ def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
             _write(paths, name, text)
     except OSError as error:
         message = message or _unrecorded(paths, error)
-        say(f"the verdict cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
+        say(f"the result cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
         _write_failure_alone(paths, message)
         return code or 1
     return code
@@ -121,7 +121,7 @@ def conclude(paths: Paths, verdict: Verdict, report: Mapping[str, Any]) -> int:
 def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
     """Check that a success can be written on this host, before any host says that there is one.
 
-    Raises LaunchError where it cannot. The space that the report takes stays taken; it tells no verdict yet.
+    Raises LaunchError where it cannot. The space that the report takes stays taken; it tells no result yet.
     """
     try:
         os.makedirs(paths.output, exist_ok=True)
@@ -130,12 +130,12 @@ def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
         raise LaunchError(_unrecorded(paths, error)) from None
 
 
-def foretell(paths: Paths, failed: Verdict) -> None:
+def foretell(paths: Paths, failed: Result) -> None:
     """Write the failure file of a job that is being stopped: `docker stop` kills after 10 s, whatever still saves."""
     try:
         _write(paths, FAILURE, redact.text(failed.message))
     except OSError:
-        return  # the verdict will say so
+        return  # the result will say so
 
 
 def _unrecorded(paths: Paths, error: OSError) -> str:

@@ -17,7 +17,7 @@ from shoal_toolkit.log import say
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.result import result
-from shoal_toolkit.result.result import Failure, Verdict
+from shoal_toolkit.result.result import Failure, Result
 from shoal_toolkit.run.host import Host, Task, companion_failure
 from shoal_toolkit.run.ranks import STDERR, STDOUT
 
@@ -51,7 +51,7 @@ class FirstHost(Host):
         self._unready: set[str] = set(task.hosts)
         self._launched = False
         self._first_start = 0.0
-        self._early: Verdict | None = None  # a failure before the launch, which all hosts shall hear
+        self._early: Result | None = None  # a failure before the launch, which all hosts shall hear
         self._told_to_stop: set[str] = set()
         self._launcher_code: int | None = None
         self._mpi_over = False
@@ -89,7 +89,7 @@ class FirstHost(Host):
     def _ready(self, host: str) -> None:
         """A host can launch. The last one starts the job: nowhere does a script run in vain."""
         self._unready.discard(host)
-        if not self._unready and self.verdict is None and self._early is None:
+        if not self._unready and self.result is None and self._early is None:
             self._launch()
 
     def _say_who_sets_up(self) -> None:
@@ -102,9 +102,9 @@ class FirstHost(Host):
         if self._unready:
             self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
 
-    def _fail_early(self, failed: Verdict) -> None:
+    def _fail_early(self, failed: Result) -> None:
         """Decide, but let the hosts that are missing come and hear it: nobody shall wait for this one in vain."""
-        if self.verdict is not None:
+        if self.result is not None:
             return
         if self._search is None or not self._search.missing:
             self.decide(failed)
@@ -119,7 +119,7 @@ class FirstHost(Host):
         channel.on_lost = partial(self._lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        if self._search is not None and not self._search.missing and self.verdict is None and self._early is not None:
+        if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
             self.decide(self._early)
 
     # Launching
@@ -194,7 +194,7 @@ class FirstHost(Host):
         from shoal_toolkit.hosts import messages
 
         if isinstance(said, messages.Failed):
-            self._fail_early(Verdict(said.code or 1, f"On {host}: {said.message}"))
+            self._fail_early(Result(said.code or 1, f"On {host}: {said.message}"))
         elif isinstance(said, messages.Stopping):
             self._signalled_by(host, said.signal)
         elif said == messages.READY:
@@ -227,8 +227,8 @@ class FirstHost(Host):
         answer = self._daemons.pop(host, None)
         if answer:
             answer(255)
-        if self.verdict is None:
-            self._fail_early(Verdict(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
+        if self.result is None:
+            self._fail_early(Result(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
 
     # The end
 
@@ -285,23 +285,23 @@ class FirstHost(Host):
     def companion_ended(self, name: str, code: int) -> None:
         host = self.task.cluster.current_host
         if not self.stopped_by:
-            self.decide(Verdict(code or 1, companion_failure(name, host, code)))
+            self.decide(Result(code or 1, companion_failure(name, host, code)))
 
     def _check_end(self) -> None:
         """The job is done once every host's own command, and mpirun, have ended."""
         plan = self.task.plan
         assert isinstance(plan, LaunchPlan)
-        if self._pending or self.verdict is not None or (plan.by_mpirun and not self._mpi_over):
+        if self._pending or self.result is not None or (plan.by_mpirun and not self._mpi_over):
             return
         if self.stopped_by:
             self.decide(result.of_stop(self.stopped_by))
         elif not self._all_started(plan):
-            self.decide(Verdict(1, self._not_started(plan)))
+            self.decide(Result(1, self._not_started(plan)))
         elif self._unrecorded:
-            self.decide(Verdict(1, self._unrecorded))
+            self.decide(Result(1, self._unrecorded))
         else:
             self._warn_of_a_failure_that_a_shell_hides(plan)
-            self.decide(Verdict(0))
+            self.decide(Result(0))
 
     def _warn_of_a_failure_that_a_shell_hides(self, plan: LaunchPlan) -> None:
         """A shell goes on after a command that fails, and its exit code is that of its last one."""
@@ -335,7 +335,7 @@ class FirstHost(Host):
     def _end_of_mpi(self) -> None:
         """mpirun has ended, and every daemon's last output has come."""
         plan, code = self.task.plan, self._launcher_code
-        if code is None or self._daemons or self.verdict is not None:
+        if code is None or self._daemons or self.result is not None:
             return
         assert isinstance(plan, LaunchPlan)
         self._mpi_over = True
@@ -349,7 +349,7 @@ class FirstHost(Host):
         assert self._launcher is not None
         return self._failed_rank if self._launcher.failed_rank is None else self._launcher.failed_rank
 
-    def _mpi_failure(self, plan: LaunchPlan, rank: int | None, code: int) -> Verdict:
+    def _mpi_failure(self, plan: LaunchPlan, rank: int | None, code: int) -> Result:
         assert self._launcher is not None
         if rank is None:
             said, reason = self._launcher.text(), self._launcher.reason()
@@ -362,7 +362,7 @@ class FirstHost(Host):
             return result.of_failure(Failure(code, self._where(plan, rank), plan.script, cause, reason=why))
         return self._rank_failure(plan, rank, code)
 
-    def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
+    def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Result:
         host = self._host_of.get(rank, "")
         own = result.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
         said, reason = own or self.output.tail(rank), own.partition("\n")[0]
@@ -400,7 +400,7 @@ class FirstHost(Host):
         self.loop.call_later(self.task.settings.stop_grace, self.stop_again)
 
     def stop_again(self) -> None:
-        if self.verdict is None:
+        if self.result is None:
             self.decide(result.of_stop(self.stopped_by))
 
     def _signal_all(self, number: int) -> None:
@@ -414,8 +414,8 @@ class FirstHost(Host):
 
     # Afterwards
 
-    def decide(self, decided: Verdict) -> None:
-        if self.verdict is None:
+    def decide(self, decided: Result) -> None:
+        if self.result is None:
             if self._first_start:
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
             if self._launcher is not None:
@@ -423,8 +423,8 @@ class FirstHost(Host):
                     self.output.launcher(stream, self.task.cluster.current_host, self._launcher.flush(stream))
         super().decide(decided)
 
-    def tell(self, decided: Verdict) -> None:
-        """Give every worker the verdict, and wait until they have it: they end after the launcher, with its code."""
+    def tell(self, decided: Result) -> None:
+        """Give every worker the result, and wait until they have it: they end after the launcher, with its code."""
         if self._search is not None:
             self._search.close()
         if not self._channels:
@@ -440,7 +440,7 @@ class FirstHost(Host):
         self.loop.call_later(_LAST_WORDS_SECONDS, lambda: late.append(True))
         self.loop.run_until(lambda: not self._channels or bool(late))
         for host in self._channels:
-            say(f"{host} has not confirmed the verdict within {_LAST_WORDS_SECONDS:.0f} s")
+            say(f"{host} has not confirmed the result within {_LAST_WORDS_SECONDS:.0f} s")
 
     def close(self) -> None:
         if self._search is not None:

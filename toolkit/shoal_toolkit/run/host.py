@@ -16,7 +16,7 @@ from shoal_toolkit.output.output import Output, defines_metrics
 from shoal_toolkit.output.streams import Flow
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.result import result
-from shoal_toolkit.result.result import Verdict
+from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.work import Events, Work
 from shoal_toolkit.system import disks, oom
 from shoal_toolkit.system.loop import Loop
@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
 
 class Host:
-    """One host's run, from its start to its verdict. The two roles fill in what they do on each event."""
+    """One host's run, from its start to its result. The two roles fill in what they do on each event."""
 
     def __init__(self, task: Task) -> None:
         task, metrics = _with_metrics(task)
@@ -56,7 +56,7 @@ class Host:
         self.output = Output(self.loop, self.flow, _marks(task), task.settings.log_format == "json", metrics)
         self._kills = oom.kills()
         self.work: Work | None = None
-        self.verdict: Verdict | None = None
+        self.result: Result | None = None
         self.report: dict[str, Any] = first_report(task)
         self.stopped_by = 0
         self._grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
@@ -74,12 +74,12 @@ class Host:
             self.work = Work(self.loop, self.flow, task.plan, task.environ, events, self.output.reads_all)
 
     def run(self) -> int:
-        """Run to the verdict; returns the exit code of `train`."""
+        """Run to the result; returns the exit code of `train`."""
         self.loop.on_signals(STOP_SIGNALS, self._signalled)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             self.begin()
-            self.loop.run_until(lambda: self.verdict is not None and (self._over or not self._work_runs()))
+            self.loop.run_until(lambda: self.result is not None and (self._over or not self._work_runs()))
             return self._finish()
         finally:
             if self.work is not None:
@@ -89,11 +89,11 @@ class Host:
             self.output.close()
             self.loop.close()
 
-    def decide(self, decided: Verdict) -> None:
-        """The job is over: the first verdict counts. What still runs here is ended."""
-        if self.verdict is not None:
+    def decide(self, decided: Result) -> None:
+        """The job is over: the first result counts. What still runs here is ended."""
+        if self.result is not None:
             return
-        self.verdict = decided
+        self.result = decided
         if self._work_runs() and self.work is not None:
             self.work.kill()
             self.loop.call_later(_KILL_SECONDS, self._give_up)
@@ -121,13 +121,13 @@ class Host:
         timer.cancel()
 
     def _finish(self) -> int:
-        assert self.verdict is not None
+        assert self.result is not None
         self._drain()
-        code = result.conclude(self.task.paths, self.verdict, self.report)
-        if code != self.verdict.exit_code:
+        code = result.conclude(self.task.paths, self.result, self.report)
+        if code != self.result.exit_code:
             here = self.task.cluster.current_host
-            self.verdict = Verdict(code, f"On {here} the verdict could not be written: its log says why.")
-        self.tell(self.verdict)
+            self.result = Result(code, f"On {here} the result could not be written: its log says why.")
+        self.tell(self.result)
         self._drain_companions()
         self._drain()  # what others said while they ended
         return code
@@ -170,7 +170,7 @@ class Host:
             return False
         self.stopped_by = number
         self._grace_ends = time.monotonic() + self.task.settings.stop_grace
-        if self.verdict is None:
+        if self.result is None:
             result.foretell(self.task.paths, result.of_stop(number))
         return True
 
@@ -182,7 +182,7 @@ class Host:
     def close(self) -> None:
         raise NotImplementedError
 
-    def tell(self, decided: Verdict) -> None:
+    def tell(self, decided: Result) -> None:
         raise NotImplementedError
 
     def stop(self, number: int) -> None:

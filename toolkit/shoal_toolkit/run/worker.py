@@ -1,4 +1,4 @@
-"""Every host but the first: lets the first host in, runs what it asks for, and ends with its verdict."""
+"""Every host but the first: lets the first host in, runs what it asks for, and ends with its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_toolkit.log import say
 from shoal_toolkit.output.daemonlog import DaemonLog
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.result import result
-from shoal_toolkit.result.result import Verdict
+from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.host import Host, Task, companion_failure
 from shoal_toolkit.run.ranks import STDERR
 
@@ -81,7 +81,7 @@ class Worker(Host):
 
     def _lost(self, reason: str) -> None:
         self.decide(
-            Verdict(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
+            Result(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
         )
 
     # What the first host says
@@ -96,7 +96,7 @@ class Worker(Host):
             self._pass_on(said.number)
         elif isinstance(said, messages.Decided):
             self.report.update(said.report)
-            self.decide(Verdict(said.code, said.message))
+            self.decide(Result(said.code, said.message))
         else:
             raise messages.ProtocolError(f"{type(said).__name__}, which a first host does not say")
 
@@ -141,7 +141,7 @@ class Worker(Host):
         self._send(messages.RankEnded(rank, code, self.facts() if code else {}))
 
     def companion_ended(self, name: str, code: int) -> None:
-        if self.verdict is not None or self.stopped_by:
+        if self.result is not None or self.stopped_by:
             return
         message = companion_failure(name, self.task.cluster.current_host, code)
         self._send(messages.Failed(code or 1, message))
@@ -188,8 +188,8 @@ class Worker(Host):
     def stop_again(self) -> None:
         self._send(messages.Stopping(self.stopped_by or signal.SIGTERM))
 
-    def tell(self, decided: Verdict) -> None:
-        """Closing the connection says that the verdict has been written here."""
+    def tell(self, decided: Result) -> None:
+        """Closing the connection says that the result has been written here."""
         if self._channel is not None:
             self._channel.close()
 

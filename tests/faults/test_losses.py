@@ -111,7 +111,7 @@ def test_a_network_cut_for_good_ends_both_hosts(start: StartJob, table: Table, l
     job.up()
     since = job.cut(host)
     fault = f"the network of {WHICH[host]} is cut for good (`ip link set eth0 down`)"
-    table.failed(fault, job, since, codes=1, says="was lost: nothing was heard from it for", bar=LOST)
+    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
@@ -119,7 +119,7 @@ def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
     job.up()
     since = start.disconnect(job.hosts["algo-2"])
     fault = "a worker leaves the network (`docker network disconnect`)"
-    table.failed(fault, job, since, codes=1, says="was lost: nothing was heard from it for", bar=LOST)
+    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_network_that_works_one_way_ends_both_hosts(start: StartJob, table: Table) -> None:
@@ -146,7 +146,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
     (other,) = set(WHICH) - {host}
     since = time.time()
     job.container(host).pause()
-    says = "was lost: nothing was heard from it for"
+    says = "was lost: it was silent for"
     table.failed(f"{WHICH[host]} is frozen (`docker pause`)", job, since, codes={other: 1}, says=says, bar=LOST)
     since = time.time()
     job.container(host).unpause()
@@ -176,4 +176,4 @@ def test_slow_names_do_not_hold_up_the_end(start: StartJob, table: Table, slow_n
     options = {"algo-1": {"volumes": slow_names}}
     job = start(TRAIN_FOR_LONG, only=["algo-1"], options=options, SHOAL_HOSTS_TIMEOUT="2")
     fault = "a host never starts, and a look-up takes longer than SHOAL_HOSTS_TIMEOUT (from its end)"
-    table.failed(fault, job, job.started("algo-1") + 2, codes=1, says="algo-2 (its name is being looked up)")
+    table.failed(fault, job, job.started("algo-1") + 2, codes=1, says="algo-2 (looking up its name)")

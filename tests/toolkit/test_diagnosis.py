@@ -14,7 +14,7 @@ import pytest
 
 from shoal_toolkit.result import diagnosis
 from shoal_toolkit.result.result import Failure
-from shoal_toolkit.system import oom
+from shoal_toolkit.system import memory
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees
@@ -126,7 +126,7 @@ Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
 def message(
     stderr: str, code: int = 1, command: tuple[str, ...] = ("python", "a.py"), facts: dict[str, int] | None = None
 ) -> str:
-    return diagnosis.message(Failure(code, "rank 1 on algo-2", command, stderr, facts or {}))
+    return diagnosis.explain_failure(Failure(code, "rank 1 on algo-2", command, stderr, facts or {}))
 
 
 def head(stderr: str, code: int = 1, **facts: int) -> str:
@@ -280,8 +280,8 @@ def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int
 
 def test_every_text_of_the_table_can_be_said() -> None:
     """With no fact known: a gap in the table must not cost the result."""
-    for entry in diagnosis.table()["advice"]:
-        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Named(what="x"))
+    for entry in diagnosis._read_failures()["advice"]:
+        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Placeholders(what="x"))
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "𝔵"])
@@ -289,7 +289,7 @@ def test_what_sagemaker_shows_holds_it_all(letter: str) -> None:
     """1,024 characters or bytes: nobody says which. The file has at most as many bytes."""
     exception = f"ImportError: libX.so: cannot open shared object file {letter * 5000}"
     long = f"Traceback (most recent call last):\n{'  File in f' * 500}\n{exception}"
-    shown = diagnosis.message(Failure(1, f"rank 1 on {letter * 200}", ["python", letter * 900], long, {}))
+    shown = diagnosis.explain_failure(Failure(1, f"rank 1 on {letter * 200}", ["python", letter * 900], long, {}))
     assert len(shown.encode()) <= 1024
     lines = shown.splitlines()
     assert lines[0].startswith("ImportError: libX.so: cannot open")
@@ -416,10 +416,10 @@ LIMITS = {
 def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
     counter, form = GROUP_FILES[kind]
     write(tmp_path, {"proc/self/cgroup": OWN[kind], counter: form.format(3), "proc/vmstat": "pgpgin 1\noom_kill 5\n"})
-    before = oom.kills(str(tmp_path))
+    before = memory.count_oom_kills(str(tmp_path))
     assert before == (3, 5)
     write(tmp_path, {counter: form.format(4), "proc/vmstat": "oom_kill 7\n", **dict([LIMITS[kind]])})
-    assert oom.facts(before, str(tmp_path)) == {
+    assert memory.collect_memory_facts(before, str(tmp_path)) == {
         "oom_kills": 1,
         "machine_oom_kills": 2,
         "memory_limit": 1 << 29,
@@ -430,7 +430,7 @@ def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
 def test_no_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text})
-    facts = oom.facts(oom.kills(str(tmp_path)), str(tmp_path))
+    facts = memory.collect_memory_facts(memory.count_oom_kills(str(tmp_path)), str(tmp_path))
     assert (facts["memory_limit"], facts["oom_kills"]) == (0, 0)
 
 

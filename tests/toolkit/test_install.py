@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 import shoal_toolkit
 from shoal_toolkit.job import contract
+from shoal_toolkit.plan import sidecars
 from shoal_toolkit.result import pip_failure
-from shoal_toolkit.sidecars import install
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
@@ -126,7 +126,7 @@ def test_what_is_installed(
     paths = contract.Paths(str(tree.base))
     environ = {"SAGEMAKER_PROGRAM": program, "CA_REPOSITORY_ARN": arn}
     job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
-    assert install.commands(job, MACHINE) == ((expected,) if expected else ())
+    assert sidecars.install_commands(job, MACHINE) == ([expected] if expected else [])
 
 
 # It is installed
@@ -300,7 +300,7 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
     ],
 )
 def test_the_cause_is_read_from_what_pip_prints(printed: str, head: str) -> None:
-    found = pip_failure.describe(printed)
+    found = pip_failure.explain_pip_failure(printed)
     assert found.startswith(head)
     assert "secret" not in found
     assert bool(found) == bool(head)

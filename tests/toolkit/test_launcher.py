@@ -73,7 +73,7 @@ def test_multi_worker_mirrored(tree: Tree, host: str, index: int) -> None:
     tree.hosts(host, "a", "b")
     tree.hyperparameters(**{MWMS: True})
     made = planned(tree)
-    assert made.companions == ()
+    assert made.sidecars == ()
     assert tf_config(made) == {
         "cluster": {"worker": ["a:8890", "b:8890"]},
         "environment": "cloud",
@@ -88,7 +88,7 @@ def test_parameter_server(tree: Tree, host: str, task: str, index: int) -> None:
     made = planned(tree)
     cluster = {"master": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["a:2223", "b:2223", "c:2223"]}
     assert tf_config(made) == {"cluster": cluster, "environment": "cloud", "task": {"index": index, "type": task}}
-    (server,) = made.companions
+    (server,) = made.sidecars
     config = json.loads(server.env["TF_CONFIG"])
     assert config["task"] == {"index": ["a", "b", "c"].index(host), "type": "ps"}
     assert not server.drains
@@ -97,7 +97,7 @@ def test_parameter_server(tree: Tree, host: str, task: str, index: int) -> None:
 def test_one_host_needs_no_parameter_server(tree: Tree) -> None:
     tree.hyperparameters(**{PS: True})
     made = planned(tree)
-    assert made.companions == ()
+    assert made.sidecars == ()
     assert "TF_CONFIG" not in made.env
 
 

@@ -145,9 +145,7 @@ def test_hosts_with_different_series_are_told_so(hosts: list[Host]) -> None:
     with running(*processes):
         done = [host.finished(process) for host, process in zip(hosts, processes)]
     assert done[0].code == done[1].code != 0
-    assert (
-        "prted, for which the first host's mpirun asks, is neither on PATH nor beside Python" in hosts[0].tree.failure
-    )
+    assert "prted, which the first host's mpirun needs here, is not on PATH or next to Python" in hosts[0].tree.failure
 
 
 def run_5(hosts: list[Host]) -> list[Finished]:

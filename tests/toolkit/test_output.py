@@ -17,7 +17,7 @@ import pytest
 
 from shoal_toolkit import log
 from shoal_toolkit.output.output import Output
-from shoal_toolkit.output.streams import Flow
+from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.system.loop import Loop
 
 from .conftest import TRAIN, Run, Tree, clean_environment
@@ -109,7 +109,7 @@ def test_a_plain_job_that_succeeds_loads_nothing_for_those_that_do_not(tree: Tre
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     loaded = {name.partition(".")[2] for name in done.stdout.split() if name.startswith("shoal_toolkit.")}
     assert "output.output" in loaded
-    assert not loaded & {"result.diagnosis", "output.jsonlines", "output.metrics"}
+    assert not loaded & {"result.diagnosis", "output.metrics"}
 
 
 # Who speaks when
@@ -121,13 +121,13 @@ def speak(capfdbinary: pytest.CaptureFixture[bytes]) -> Iterator[Callable[..., t
     loop = Loop()
 
     def together(*words: tuple[int, int, bytes] | str, marked: bool) -> tuple[bytes, bytes]:
-        out = Output(loop, Flow(), marked, as_json=False, metrics=None)
+        out = Output(loop, FlowControl(), marked, as_json=False, metrics=None)
         for word in words:
             if isinstance(word, str):
-                log.say(word)
+                log.write_log(word)
             else:
                 stream, rank, data = word
-                out.rank(stream, rank, "h", data)
+                out.write_rank(stream, rank, "h", data)
         out.flush()
         out.close()
         captured = capfdbinary.readouterr()
@@ -162,7 +162,7 @@ def test_a_last_line_without_an_end_is_kept(speak: Speak) -> None:
 
 def test_after_the_end_train_still_speaks(speak: Speak, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     speak(marked=False)
-    log.say("over")
+    log.write_log("over")
     assert capfdbinary.readouterr().err == b"train: over\n"
 
 

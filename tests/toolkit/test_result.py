@@ -12,8 +12,7 @@ import pytest
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.result import result
-from shoal_toolkit.result.result import Result
+from shoal_toolkit.result.result import Result, describe_exit_code, prepare_output, write_result
 
 from .conftest import TRAIN, Tree, clean_environment
 
@@ -23,18 +22,18 @@ from .conftest import TRAIN, Tree, clean_environment
     [(137, "was killed by signal 9 (SIGKILL)"), (139, "was killed by signal 11 (SIGSEGV)"), (3, "exited with code 3")],
 )
 def test_signals_are_named(code: int, words: str) -> None:
-    assert result.exit_description(code) == words
+    assert describe_exit_code(code) == words
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (255, 255), (256, 1), (512, 1), (-9, 1)])
 def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code: int, status: int) -> None:
-    assert result.conclude(Paths(str(tmp_path)), Result(code, "bad" if code else ""), {}) == status
+    assert write_result(Paths(str(tmp_path)), Result(code, "bad" if code else ""), {}) == status
     assert (tmp_path / "output" / "success").exists() == (status == 0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
-    stopped = result.of_stop(number)
+    stopped = Result.from_signal(number)
     assert stopped.exit_code == code
     assert f"was stopped: `train` received {number.name}" in stopped.message
 
@@ -42,18 +41,18 @@ def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
 def test_an_earlier_result_is_removed_and_only_one_is_written(tmp_path: Path) -> None:
     """The stock toolkit keeps a stale failure file beside the success."""
     paths = Paths(str(tmp_path))
-    result.conclude(paths, Result(3, "bad"), {})
+    write_result(paths, Result(3, "bad"), {})
     (tmp_path / "output" / "metrics.jsonl").touch()
-    result.begin(paths, {})
-    assert result.conclude(paths, Result(0), {}) == 0
+    prepare_output(paths, {})
+    assert write_result(paths, Result(0), {}) == 0
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["data", "job.json", "success"]
     assert (tmp_path / "model").is_dir()
 
 
 def test_a_job_that_ends_before_it_begins_leaves_no_other_result(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
-    result.conclude(paths, Result(0), {})
-    assert result.conclude(paths, Result(3, "bad"), {}) == 3
+    write_result(paths, Result(0), {})
+    assert write_result(paths, Result(3, "bad"), {}) == 3
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["failure", "job.json"]
 
 
@@ -61,9 +60,9 @@ def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file is in the way")
     paths = Paths(str(tmp_path))
     with pytest.raises(LaunchError, match=r"\(uid \d+\) must be able to write into"):
-        result.begin(paths, {})
-    assert result.conclude(paths, Result(0), {}) == 1
-    assert result.conclude(paths, Result(42, "x"), {}) == 42
+        prepare_output(paths, {})
+    assert write_result(paths, Result(0), {}) == 1
+    assert write_result(paths, Result(42, "x"), {}) == 42
 
 
 FILL = """try:
@@ -81,7 +80,7 @@ IN_A_SMALL_FILE_SYSTEM = (
     ("then", "code", "says"),
     [
         ("raise", 1, "OSError: [Errno 28] No space left on device"),
-        ("pass", 1, "The script ended well, and that cannot be recorded"),
+        ("pass", 1, "The script succeeded, but that cannot be recorded"),
         ("raise SystemExit(42)", 42, "exited with code 42"),
     ],
 )
@@ -108,7 +107,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 ) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / f"{name}.part").symlink_to("/dev/full")
-    assert result.conclude(Paths(str(tmp_path)), Result(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
+    assert write_result(Paths(str(tmp_path)), Result(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
     assert "No space left on device" in (said := capfd.readouterr().err)
     assert "the end of the traceback" in said
     assert not (tmp_path / "output" / "success").exists()
@@ -117,11 +116,11 @@ def test_a_failure_that_cannot_be_written_is_printed(
 def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "job.json.part").symlink_to("/dev/full")
-    assert result.conclude(Paths(str(tmp_path)), Result(0), {}) == 1
+    assert write_result(Paths(str(tmp_path)), Result(0), {}) == 1
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["failure"]
-    assert "The script ended well" in (tmp_path / "output" / "failure").read_text()
+    assert "The script succeeded" in (tmp_path / "output" / "failure").read_text()
 
 
 def test_no_secret_reaches_the_failure_file(tmp_path: Path) -> None:
-    result.conclude(Paths(str(tmp_path)), Result(1, "ValueError: MY_TOKEN=swordfish"), {})
+    write_result(Paths(str(tmp_path)), Result(1, "ValueError: MY_TOKEN=swordfish"), {})
     assert (tmp_path / "output" / "failure").read_text() == "ValueError: MY_TOKEN=******"

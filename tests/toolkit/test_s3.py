@@ -23,6 +23,7 @@ from moto.server import ThreadedMotoServer
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import contract
+from shoal_toolkit.plan import sidecars
 from shoal_toolkit.sidecars import sync
 
 from .conftest import Run, Tree, clean_environment
@@ -369,11 +370,11 @@ def test_an_upload_is_given_up_when_its_file_changes(tmp_path: Path) -> None:
             received += file.read()
             self.received = received
 
-    upload = sync.Sync(str(tmp_path), f"s3://{BUCKET}", {})
+    upload = sync.Uploader(str(tmp_path), f"s3://{BUCKET}", {})
     upload._client = client = Client()
-    assert upload.look(settled=False)
+    assert upload.upload_changes(settled=False)
     assert client.received == b"tried"
-    assert upload.look(settled=False)
+    assert upload.upload_changes(settled=False)
     assert client.received == b"new" * 1000
 
 
@@ -385,7 +386,7 @@ def settings(tree: Tree, output: object, **environ: str) -> tuple[tuple[str, ...
     tree.hyperparameters(sagemaker_s3_output=output, sagemaker_program="train.py")
     paths = contract.Paths(str(tree.base))
     job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
-    return sync.command(job, MACHINE), sync.preparation(job)
+    return sidecars.upload_command(job, MACHINE), tuple(sidecars.prepare_upload(job))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
 def test_the_variable_beats_the_hyperparameter_and_both_the_code_directory(tree: Tree, tmp_path: Path) -> None:
     def found(variable: str = "", hyperparameter: object = None) -> str:
         toolkit = {"sagemaker_submit_directory": hyperparameter}
-        return source.locate({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
+        return source.locate_code({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
 
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

@@ -262,7 +262,7 @@ def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: 
     tree.script("import subprocess; subprocess.Popen(['sleep', '60'])")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
-    assert "the script has ended, and what it left running is ended with it: sleep 60" in done.err
+    assert "the script has ended; processes that it left running are killed: sleep 60" in done.err
 
 
 @pytest.mark.parametrize("shown", [("D", None), ("S", "0")], ids=["waits for its disk", "has no environment yet"])
@@ -272,7 +272,7 @@ def test_a_daemon_that_has_just_been_started_is_found(
     """As the kernel may show it just after whoever has started it goes on."""
     state, end = shown
     daemon = subprocess.Popen(["sleep", "60"], env={process.MARK: "daemon"}, start_new_session=True)
-    left, stat, carries = [6], process._stat, process._carries
+    left, stat, carries = [6], process._read_stat, process._has_mark
 
     def stat_at_first(pid: int) -> list[str]:
         fields = stat(pid)
@@ -281,12 +281,12 @@ def test_a_daemon_that_has_just_been_started_is_found(
             fields[0], fields[48] = state, end or fields[48]
         return fields
 
-    monkeypatch.setattr(process, "_stat", stat_at_first)
+    monkeypatch.setattr(process, "_read_stat", stat_at_first)
     monkeypatch.setattr(
-        process, "_carries", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
+        process, "_has_mark", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
     )
     try:
-        assert process.kill_left_behind(-1, "daemon", int(process.start_time(daemon.pid))) == ["sleep 60"]
+        assert process.kill_left_behind(-1, "daemon", int(process.read_start_time(daemon.pid))) == ["sleep 60"]
         assert daemon.wait(timeout=30) == -signal.SIGKILL
     finally:
         daemon.kill()

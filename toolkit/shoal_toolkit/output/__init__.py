@@ -1,1 +1,1 @@
-"""What is said: the output of the ranks, metrics in it, and what `train` itself says, without secrets."""
+"""The output of ranks and launchers on its way to the log, and what is read from it: metrics and causes of failures."""

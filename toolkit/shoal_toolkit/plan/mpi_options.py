@@ -1,8 +1,8 @@
-"""The user's own options for mpirun: read, checked against a table of all of them, and spelled for what is installed.
+"""Parses the user's custom options for mpirun, checks them, and translates them for the installed Open MPI.
 
-The table (data/mpirun.json) holds the options of Open MPI 4.1 and 5.0 with the number of their values, those that
-would break the job, and what 5.0 has renamed. Whatever is not in it is refused before anything starts: mpirun itself
-would take a word too many for the program, or end with exit code 0 and no training.
+The table data/mpirun.json lists the options of Open MPI 4.1 and 5.0 with the number of their values, options that would
+break the job, and names that differ in 5.0. Unknown options are refused before anything starts: mpirun itself would
+take an extra word for the program, or end with exit code 0 without training.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from shoal_toolkit import redact
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.light_typing import Any, NamedTuple
 
-SERIES = (4, 5)  # of Open MPI, in the order of the table's pairs
+SERIES = (4, 5)  # of Open MPI, in the order of the table
 RELEASE = {4: "4.1", 5: "5.0"}
 MCA_VARIABLES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-_GENERIC_MCA = ("mca", "gmca", "omca", "gomca", "prtemca")  # `--mca` says them all, as there is one program
+_GENERIC_MCA = ("mca", "gmca", "omca", "gomca", "prtemca")  # `--mca` replaces them all, because there is one program
 _SPELLING = re.compile(r"--?(?P<name>[A-Za-z?][\w?-]*)(?:=(?P<value>.*))?", re.DOTALL)
-# What every host sets for its own ranks: a value that mpirun carries over would be the first host's.
-_EACH_HOSTS_OWN = re.compile(r"SM_.*|CURRENT_HOST|PYTHONPATH")
+# Variables that every host sets for its own ranks. With -x, mpirun would pass on those of the first host.
+_HOST_VARIABLES = re.compile(r"SM_.*|CURRENT_HOST|PYTHONPATH")
 
 
-class Mca(NamedTuple):
-    """How an MCA parameter is set."""
+class McaValue(NamedTuple):
+    """The value of an MCA parameter, and the option that sets it."""
 
     option: str  # "mca" or "pmixmca"
     value: str
 
 
-class Options(NamedTuple):
-    """Options of mpirun, each mentioned once. `notes` say what has been made of the user's words."""
+class MpiOptions(NamedTuple):
+    """Options of mpirun, each mentioned once."""
 
     named: Mapping[str, tuple[str, ...]]  # name → values
-    mca: Mapping[str, Mca]
+    mca: Mapping[str, McaValue]
     exports: Mapping[str, str]  # NAME → "NAME" or "NAME=value"
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # for the log: what was changed or left out
 
 
-class _Reader(NamedTuple):
-    """What does not change while options are read."""
+class _Parser(NamedTuple):
+    """What stays the same while options are parsed."""
 
     key: str  # the hyperparameter
     series: int
     table: Mapping[str, Any]
 
     def refusal(self, word: str, reason: str) -> ContractError:
-        shown = redact.arguments([word])[0]
+        shown = redact.mask_arguments([word])[0]
         return ContractError(f"hyperparameters.json, {self.key}: the option {shown!r} is not allowed: {reason}.")
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return an option's main name, and what is known of it."""
+        """Returns the main name of an option and its entry in the table; None if it is unknown."""
         for main, option in self.table["options"].items():
             if name == main or name in option.get("also", ()):
                 return main, option
@@ -65,157 +65,172 @@ class _Reader(NamedTuple):
         return f"{self.key}: {text}"
 
 
-def parse(text: str, key: str, series: int, table: Mapping[str, Any]) -> Options:
-    """Read the custom MPI options of the hyperparameter `key` for the installed series; quotes are honoured.
+def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]) -> MpiOptions:
+    """Parses custom options for mpirun, with quotes as in a shell.
 
-    Raises ContractError naming the option, why it cannot be, and what to do instead.
+    Args:
+        text: The options.
+        key: The hyperparameter that holds them, for errors.
+        series: The installed series of Open MPI, 4 or 5.
+        table: The content of data/mpirun.json.
+
+    Raises:
+        ContractError: If an option is not allowed; says why, and what to use instead.
     """
-    reader = _Reader(key, series, table)
+    parser = _Parser(key, series, table)
     try:
         words = shlex.split(text)
     except ValueError as error:  # the text may hold a secret
         raise ContractError(
             f"hyperparameters.json, {key}: the options cannot be split into words: {str(error).lower()}. Check quotes."
         ) from None
-    options, taken = Options({}, {}, {}, ()), 0
+    options, taken = MpiOptions({}, {}, {}, ()), 0
     while taken < len(words):
-        options, taken = _take(reader, options, words, taken)
+        options, taken = _parse_option(parser, options, words, taken)
     return options
 
 
-def _take(reader: _Reader, options: Options, words: Sequence[str], start: int) -> tuple[Options, int]:
-    """Add one option to those that are read; returns where the next one starts."""
+def _parse_option(parser: _Parser, options: MpiOptions, words: Sequence[str], start: int) -> tuple[MpiOptions, int]:
+    """Adds the option at `start`; returns the options and the start of the next one."""
     word = words[start]
     spelled = _SPELLING.fullmatch(word)
     if spelled is None:
-        raise _bare_word(reader, words, start)
-    found = reader.find(spelled["name"])
+        raise _refuse_bare_word(parser, words, start)
+    found = parser.find(spelled["name"])
     if found is None:
-        raise _unknown(reader, word, spelled["name"])
+        raise _refuse_unknown(parser, word, spelled["name"])
     name, option = found
     if "refused" in option:
-        raise reader.refusal(word, reader.reason(option, "refused"))
-    values, end = _values(reader, option, words, start, spelled["value"])
+        raise parser.refusal(word, parser.reason(option, "refused"))
+    values, end = _parse_values(parser, option, words, start, spelled["value"])
     if "left_out" in option:
-        left_out = reader.note(f"{word} is left out: {reader.reason(option, 'left_out')}")
+        left_out = parser.note(f"{word} is left out: {parser.reason(option, 'left_out')}")
         return options._replace(notes=(*options.notes, left_out)), end
-    return _added(reader, options, word, name, option, values), end
+    return _add_option(parser, options, word, name, option, values), end
 
 
-def _bare_word(reader: _Reader, words: Sequence[str], start: int) -> ContractError:
+def _refuse_bare_word(parser: _Parser, words: Sequence[str], start: int) -> ContractError:
     before = words[start - 1] if start else ""
     shown = redact.MASK if redact.is_secret(before, words[start]) else words[start]
-    return reader.refusal(
-        shown, "mpirun would run it in the script's place; a value with spaces in it needs quotes around it"
-    )
+    return parser.refusal(shown, "mpirun would run it instead of the script; a value with spaces needs quotes")
 
 
-def _unknown(reader: _Reader, word: str, name: str) -> ContractError:
-    names = [f"--{known}" for known in reader.table["options"]]
-    return reader.refusal(word, f"mpirun does not know it.{did_you_mean(f'--{name}', names)}".rstrip("."))
+def _refuse_unknown(parser: _Parser, word: str, name: str) -> ContractError:
+    names = [f"--{known}" for known in parser.table["options"]]
+    return parser.refusal(word, f"mpirun does not know it.{did_you_mean(f'--{name}', names)}".rstrip("."))
 
 
-def _values(
-    reader: _Reader, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
+def _parse_values(
+    parser: _Parser, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
 ) -> tuple[tuple[str, ...], int]:
-    """Return an option's values, given after it or as --name=value, and where the next option starts."""
+    """Returns the values of an option, which follow it or are in --name=value, and the start of the next option."""
     word = words[start]
     widths: list[int | None] = option["values"]
-    width = widths[SERIES.index(reader.series)]
+    width = widths[SERIES.index(parser.series)]
     if width is None:
         width = max(known for known in widths if known is not None)
     if joined is not None:
         if width != 1:
-            raise reader.refusal(word, "its values follow as words of their own" if width else "it takes no value")
+            raise parser.refusal(word, "its values are separate words" if width else "it takes no value")
         return (joined,), start + 1
     values = tuple(words[start + 1 : start + 1 + width])
-    another = next((value for value in values if _is_option(reader, value)), "")
+    another = next((value for value in values if _is_option(parser, value)), "")
     if len(values) < width or another:
         needs = "a name and a value" if width == 2 else "a value"
         found = f"and {another!r} is the next option" if another else "and nothing follows"
-        raise reader.refusal(word, f"it needs {needs} after it, {found}")
+        raise parser.refusal(word, f"it needs {needs} after it, {found}")
     return values, start + 1 + width
 
 
-def _is_option(reader: _Reader, word: str) -> bool:
+def _is_option(parser: _Parser, word: str) -> bool:
     spelled = _SPELLING.fullmatch(word)
-    return spelled is not None and reader.find(spelled["name"]) is not None
+    return spelled is not None and parser.find(spelled["name"]) is not None
 
 
-def _added(
-    reader: _Reader, options: Options, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]
-) -> Options:
-    if name == "NCCL_DEBUG":  # no option of mpirun, but one of the contract
-        return _export(reader, options, f"NCCL_DEBUG={values[0]}")
+def _add_option(
+    parser: _Parser, options: MpiOptions, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]
+) -> MpiOptions:
+    if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
+        return _add_export(parser, options, f"NCCL_DEBUG={values[0]}")
     if name == "x":
-        return _export(reader, options, values[0])
+        return _add_export(parser, options, values[0])
     if name in _GENERIC_MCA:
-        return _set_mca(reader, options, word, "mca", *values)
-    if option["values"][SERIES.index(reader.series)] is None:
-        return _foreign(reader, options, word, option)
+        return _add_mca(parser, options, word, "mca", *values)
+    if option["values"][SERIES.index(parser.series)] is None:
+        return _add_of_other_series(parser, options, word, option)
     if name == "pmixmca":
-        return _set_mca(reader, options, word, name, *values)
+        return _add_mca(parser, options, word, name, *values)
     named = dict(options.named)
     replaced = named.pop(name, values)
-    again = [reader.note(f"--{name} is given twice: the last counts")] if replaced != values else []
+    again = [parser.note(f"--{name} is given twice: the last counts")] if replaced != values else []
     return options._replace(named={**named, name: values}, notes=(*options.notes, *again))
 
 
-def _foreign(reader: _Reader, options: Options, word: str, option: Mapping[str, Any]) -> Options:
-    """An option that only the other series of Open MPI has."""
-    other = next(series for series in SERIES if series != reader.series)
+def _add_of_other_series(parser: _Parser, options: MpiOptions, word: str, option: Mapping[str, Any]) -> MpiOptions:
+    """Translates an option that only the other series of Open MPI has, or refuses it."""
+    other = next(series for series in SERIES if series != parser.series)
     if other == 5 or "as5" not in option:
-        raise reader.refusal(
-            word, f"it is one of Open MPI {RELEASE[other]}, and {RELEASE[reader.series]} is installed here"
+        raise parser.refusal(
+            word, f"it is one of Open MPI {RELEASE[other]}, and {RELEASE[parser.series]} is installed here"
         )
     instead = option["as5"]
     said = f"is --{' '.join(instead)} in" if instead else "is left out: it is not needed in"
     named = {**options.named, instead[0]: tuple(instead[1:])} if instead else options.named
-    return options._replace(named=named, notes=(*options.notes, reader.note(f"{word} {said} Open MPI {RELEASE[5]}")))
+    return options._replace(named=named, notes=(*options.notes, parser.note(f"{word} {said} Open MPI {RELEASE[5]}")))
 
 
-def _export(reader: _Reader, options: Options, export: str) -> Options:
-    """`-x NAME` or `-x NAME=value`."""
+def _add_export(parser: _Parser, options: MpiOptions, export: str) -> MpiOptions:
+    """Adds `-x NAME` or `-x NAME=value`."""
     name, equals, value = export.partition("=")
     if not name or name.startswith("SHOAL_"):
-        raise reader.refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are this toolkit's own")
+        raise parser.refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
     for prefix in MCA_VARIABLES:
         if equals and name.startswith(prefix):
-            return _set_mca(reader, options, f"-x {name}", "mca", name[len(prefix) :], value)
+            return _add_mca(parser, options, f"-x {name}", "mca", name[len(prefix) :], value)
     notes = list(options.notes)
-    if not equals and _EACH_HOSTS_OWN.fullmatch(name):
-        notes.append(reader.note(f"-x {name} is left out: every host sets its own"))
+    if not equals and _HOST_VARIABLES.fullmatch(name):
+        notes.append(parser.note(f"-x {name} is left out: every host sets its own"))
         return options._replace(notes=tuple(notes))
     if options.exports.get(name, export) != export:
-        notes.append(reader.note(f"{name} is set twice: the last counts"))
+        notes.append(parser.note(f"{name} is set twice: the last counts"))
     return options._replace(exports={**options.exports, name: export}, notes=tuple(notes))
 
 
-def _set_mca(reader: _Reader, options: Options, word: str, option: str, key: str, value: str) -> Options:
+def _add_mca(parser: _Parser, options: MpiOptions, word: str, option: str, key: str, value: str) -> MpiOptions:
     if "=" in key:
-        raise reader.refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
-    refused = reader.table["mca"]["refused"].get(key)
+        raise parser.refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
+    refused = parser.table["mca"]["refused"].get(key)
     if refused and value not in refused.get("except", ()):
-        raise reader.refusal(f"{word} {key}", reader.reason(refused, "reason"))
+        raise parser.refusal(f"{word} {key}", parser.reason(refused, "reason"))
     notes = list(options.notes)
-    new = renamed(reader.table, key, value, reader.series)
+    new = translate_parameter(parser.table, key, value, parser.series)
     if new is None:
-        notes.append(reader.note(f"{word} {key} is left out: Open MPI {RELEASE[reader.series]} has no such parameter"))
+        notes.append(parser.note(f"{word} {key} is left out: Open MPI {RELEASE[parser.series]} has no such parameter"))
         return options._replace(notes=tuple(notes))
     if new != (key, value):
         notes.append(
-            reader.note(
-                f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {RELEASE[reader.series]}, installed here"
+            parser.note(
+                f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {RELEASE[parser.series]}, installed here"
             )
         )
     key, value = new
     if key in options.mca and options.mca[key].value != value:
-        notes.append(reader.note(f"--mca {key} is given twice: the last counts"))
-    return options._replace(mca={**options.mca, key: Mca(option, value)}, notes=tuple(notes))
+        notes.append(parser.note(f"--mca {key} is given twice: the last counts"))
+    return options._replace(mca={**options.mca, key: McaValue(option, value)}, notes=tuple(notes))
 
 
-def renamed(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:
-    """Return an MCA parameter under its name in a series of Open MPI, None where that does not have it."""
+def translate_parameter(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:
+    """Translates an MCA parameter to a series of Open MPI.
+
+    Args:
+        table: The content of data/mpirun.json.
+        key: The parameter, with its name in either series.
+        value: Its value.
+        series: 4 or 5.
+
+    Returns:
+        Name and value there; None if that series does not have the parameter.
+    """
     old, new = ("4", "5") if series == 5 else ("5", "4")
     for rename in table["mca"]["renamed"]:
         if rename[old] is None:
@@ -225,18 +240,18 @@ def renamed(table: Mapping[str, Any], key: str, value: str, series: int) -> tupl
             continue
         if rename[new] is None:
             return None
-        return rename[new].rstrip("*") + key[len(stem) :], _value(rename.get("values", {}), value, series)
+        return rename[new].rstrip("*") + key[len(stem) :], _translate_value(rename.get("values", {}), value, series)
     names = table["mca"]["components"].get(key)
-    return key, _components(names, value, series) if names else value
+    return key, _translate_components(names, value, series) if names else value
 
 
-def _value(values: Mapping[str, str], value: str, series: int) -> str:
+def _translate_value(values: Mapping[str, str], value: str, series: int) -> str:
     translated = values if series == 5 else {new: old for old, new in values.items()}
     return translated.get(value, value)
 
 
-def _components(names: Sequence[str], value: str, series: int) -> str:
-    """Return a list of components, such as `^vader,tcp`, with the names of a series."""
+def _translate_components(names: Sequence[str], value: str, series: int) -> str:
+    """Returns a list of components, such as `^vader,tcp`, with the names of a series."""
     old, new = names if series == 5 else reversed(names)
     listed = value.lstrip("^").split(",")
     return value[: len(value) - len(value.lstrip("^"))] + ",".join(new if name == old else name for name in listed)

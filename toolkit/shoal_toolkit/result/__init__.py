@@ -1,1 +1,1 @@
-"""How it ended: the result, and why."""
+"""The result of a job: its files and exit code, and the explanation of a failure."""

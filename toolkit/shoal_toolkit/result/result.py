@@ -1,4 +1,4 @@
-"""The job's outcome: the one place that writes output/failure, success and job.json and says the exit code."""
+"""Writes the result of a job: output/failure or success, job.json, and the exit code. No other module does."""
 
 from __future__ import annotations
 
@@ -11,55 +11,48 @@ from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.log import say
+from shoal_toolkit.log import write_log
 
-_LONGEST_WORDS = 1 << 16
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
+_MAX_SCRIPT_FAILURE = 1 << 16  # characters
 
 
 class Result(NamedTuple):
-    """How the job ended. `message` is the text of the failure file; empty for a success."""
+    """How a job ended."""
 
     exit_code: int
-    message: str = ""
+    message: str = ""  # the text of the failure file; empty for a success
+
+    @classmethod
+    def from_error(cls, error: TrainError) -> Result:
+        """Returns the result of a job that was not started, or was lost."""
+        return cls(error.exit_code, str(error))
+
+    @classmethod
+    def from_signal(cls, number: int) -> Result:
+        """Returns the result of a job that a signal stopped."""
+        name = signal.Signals(number).name
+        return cls(
+            128 + number, f"The job was stopped: `train` received {name} (spot interruption, StopTrainingJob, ...)."
+        )
 
 
 class Failure(NamedTuple):
-    """What is known of a rank, or a launcher, that failed."""
+    """What is known about a rank, or a launcher, that failed."""
 
     exit_code: int
     where: str  # such as "rank 1 on algo-2", or "mpirun"
     command: Sequence[str]
     stderr: str  # its end
-    facts: Mapping[str, int] = {}  # of its host: see oom.py
-    launcher: bool = False  # it is no rank that failed
-    reason: str = ""  # where stderr is not searched for it: mpirun's (see daemonlog.py)
+    facts: Mapping[str, int] = {}  # about its host: see system/memory.py and system/disks.py
+    launcher: bool = False  # a launcher failed, not a rank
+    reason: str = ""  # given if stderr is not to be searched for it
 
 
-def of_error(error: TrainError) -> Result:
-    """The result on a job that was not started, or was lost."""
-    return Result(error.exit_code, str(error))
+def describe_exit_code(code: int) -> str:
+    """Returns an exit code in words.
 
-
-def of_failure(failure: Failure) -> Result:
-    """The result on a job whose script failed."""
-    from shoal_toolkit.result import diagnosis  # a job that succeeds does without it
-
-    return Result(failure.exit_code, diagnosis.message(failure))
-
-
-def of_stop(number: int) -> Result:
-    """The result on a job that was told to stop."""
-    name = signal.Signals(number).name
-    return Result(
-        128 + number, f"The job was stopped: `train` received {name} (spot interruption, StopTrainingJob, ...)."
-    )
-
-
-def exit_description(code: int) -> str:
-    """Say an exit code in words.
-
-    >>> exit_description(137)
+    >>> describe_exit_code(137)
     'was killed by signal 9 (SIGKILL)'
     """
     number = code - 128
@@ -68,14 +61,24 @@ def exit_description(code: int) -> str:
     return f"exited with code {code}"
 
 
-def begin(paths: Paths, report: Mapping[str, Any]) -> None:
-    """Remove an earlier job's result, and check that this one's can be written: better now than after the training."""
+def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
+    """Removes the result of an earlier job, and writes the first job.json.
+
+    An output directory that can't be written is an error now, and not only after the training.
+
+    Args:
+        paths: The directories of the job.
+        report: The content of job.json.
+
+    Raises:
+        LaunchError: If the directories can't be written.
+    """
     try:
-        for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` brings none
+        for directory in (paths.model, os.path.join(paths.output, "data")):  # a bare `docker run` has none
             os.makedirs(directory, exist_ok=True)
         for name in (FAILURE, SUCCESS, METRICS):
-            _remove(paths, name)
-        _write(paths, REPORT, _as_json(report))
+            _remove_file(paths, name)
+        _write_file(paths, REPORT, _format_report(report))
     except OSError as error:
         raise LaunchError(
             f"The output directory cannot be written: {error}. This process (uid {os.getuid()}) must be able to write "
@@ -83,101 +86,115 @@ def begin(paths: Paths, report: Mapping[str, Any]) -> None:
         ) from None
 
 
-def words_of_script(paths: Paths) -> str:
-    """Return what the script itself wrote into the failure file, as AWS's contract asks of it; mostly nothing.
+def read_script_failure(paths: Paths) -> str:
+    """Returns what the script itself wrote to the failure file; usually nothing.
 
     Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
     """
     try:
         with open(os.path.join(paths.output, FAILURE), encoding="utf-8", errors="replace") as file:
-            return file.read(_LONGEST_WORDS).strip()
+            return file.read(_MAX_SCRIPT_FAILURE).strip()
     except OSError:
         return ""
 
 
-def conclude(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
-    """Write the result, and return the exit code. A result that cannot be written is a failure in any case."""
-    code = exit_status(result.exit_code)
-    message = redact.text(result.message)
+def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
+    """Writes the result files, and logs a failure.
+
+    Args:
+        paths: The directories of the job.
+        result: How the job ended.
+        report: The content of job.json, without the exit code.
+
+    Returns:
+        The exit code of `train`; never 0 if a file can't be written.
+    """
+    code = clamp_exit_code(result.exit_code)
+    message = redact.mask_text(result.message)
     if code:
-        # The script has written its traceback to the log already.
-        summary = message.partition("\n\n")[0]
-        say(f"the job failed with exit code {code}: {summary}")
-    full_report = _as_json({**report, "exit_code": code})
+        summary = message.partition("\n\n")[0]  # the traceback is in the log already
+        write_log(f"the job failed with exit code {code}: {summary}")
+    full_report = _format_report({**report, "exit_code": code})
     files = {FAILURE: message, REPORT: full_report} if code else {REPORT: full_report, SUCCESS: ""}
     try:
         os.makedirs(paths.output, exist_ok=True)
-        _remove(paths, SUCCESS if code else FAILURE)  # of an earlier job that this one did not come to remove
+        _remove_file(paths, SUCCESS if code else FAILURE)  # of an earlier job, if this one failed before removing it
         for name, text in files.items():
-            _write(paths, name, text)
+            _write_file(paths, name, text)
     except OSError as error:
-        message = message or _unrecorded(paths, error)
-        say(f"the result cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
-        _write_failure_alone(paths, message)
+        message = message or _explain_unwritable(paths, error)
+        write_log(f"the result cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
+        _write_failure_only(paths, message)
         return code or 1
     return code
 
 
-def rehearse(paths: Paths, report: Mapping[str, Any]) -> None:
-    """Check that a success can be written on this host, before any host says that there is one.
+def check_writable(paths: Paths, report: Mapping[str, Any]) -> None:
+    """Checks that a success can be written on this host, before any host reports one.
 
-    Raises LaunchError where it cannot. The space that the report takes stays taken; it tells no result yet.
+    Writes job.json without an exit code. It keeps the space on the disk that it takes.
+
+    Raises:
+        LaunchError: If it can't be written.
     """
     try:
         os.makedirs(paths.output, exist_ok=True)
-        _write(paths, REPORT, _as_json({**report, "exit_code": None}))
+        _write_file(paths, REPORT, _format_report({**report, "exit_code": None}))
     except OSError as error:
-        raise LaunchError(_unrecorded(paths, error)) from None
+        raise LaunchError(_explain_unwritable(paths, error)) from None
 
 
-def foretell(paths: Paths, failed: Result) -> None:
-    """Write the failure file of a job that is being stopped: `docker stop` kills after 10 s, whatever still saves."""
+def write_provisional_failure(paths: Paths, result: Result) -> None:
+    """Writes the failure file of a job that is being stopped: `docker stop` kills `train` after 10 s.
+
+    An error is ignored here, because `write_result` reports it.
+    """
     try:
-        _write(paths, FAILURE, redact.text(failed.message))
+        _write_file(paths, FAILURE, redact.mask_text(result.message))
     except OSError:
-        return  # the result will say so
+        return
 
 
-def _unrecorded(paths: Paths, error: OSError) -> str:
-    return f"The script ended well, and that cannot be recorded: {error}. {_needs(paths)}"
-
-
-def _needs(paths: Paths) -> str:
-    return f"{paths.output} must be a writable directory, with space in it."
-
-
-def _write_failure_alone(paths: Paths, message: str) -> None:
-    """Where the disk is full, the report makes room for what counts."""
-    try:
-        _remove(paths, SUCCESS)
-        _remove(paths, REPORT)
-        _write(paths, FAILURE, message)
-    except OSError:
-        return  # that has been said
-
-
-def exit_status(code: int) -> int:
-    """Return a code as the kernel will hand it on: of 256, say, it would make 0."""
+def clamp_exit_code(code: int) -> int:
+    """Returns an exit code from 0 to 255. The kernel keeps 8 bits, so that a failure with 256 would become 0."""
     return code if 0 <= code <= 255 else 1
 
 
-def _as_json(report: Mapping[str, Any]) -> str:
+def _explain_unwritable(paths: Paths, error: OSError) -> str:
+    return f"The script succeeded, but that cannot be recorded: {error}. {_needs(paths)}"
+
+
+def _needs(paths: Paths) -> str:
+    return f"{paths.output} must be a writable directory with free space."
+
+
+def _write_failure_only(paths: Paths, message: str) -> None:
+    """Removes job.json to make room for the failure file on a full disk."""
+    try:
+        _remove_file(paths, SUCCESS)
+        _remove_file(paths, REPORT)
+        _write_file(paths, FAILURE, message)
+    except OSError:
+        return  # the log has the message
+
+
+def _format_report(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
-def _write(paths: Paths, name: str, text: str) -> None:
-    """Write a file in one step: nobody reads half of it."""
+def _write_file(paths: Paths, name: str, text: str) -> None:
+    """Writes a file in one step, so that nobody reads half of it."""
     path = os.path.join(paths.output, name)
     try:
         with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(f"{path}.part", path)
     except OSError:
-        _remove(paths, f"{name}.part")
+        _remove_file(paths, f"{name}.part")
         raise
 
 
-def _remove(paths: Paths, name: str) -> None:
+def _remove_file(paths: Paths, name: str) -> None:
     try:
         os.unlink(os.path.join(paths.output, name))
     except FileNotFoundError:

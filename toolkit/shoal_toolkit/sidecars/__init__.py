@@ -1,1 +1,1 @@
-"""Programs of their own beside the launcher, which may take memory and import boto3: code, packages, uploads."""
+"""Helper programs that `train` runs as processes of their own: they unpack code, install packages and use S3."""

@@ -1,7 +1,7 @@
-"""Reads from and writes to S3 with boto3, in processes beside the launcher: in it, boto3 would cost 40 MB and 0.2 s.
+"""Downloads from S3 and uploads to it with boto3. Only helper processes import this: boto3 takes 40 MB and 0.2 s.
 
-Endpoint: AWS_ENDPOINT_URL_S3, else S3_ENDPOINT_URL, else AWS_ENDPOINT_URL. Region: SAGEMAKER_REGION (the launcher puts
-the hyperparameter sagemaker_region there), else AWS_REGION, else what boto3 finds itself. So for credentials.
+Endpoint: AWS_ENDPOINT_URL_S3, else S3_ENDPOINT_URL, else AWS_ENDPOINT_URL. Region: SAGEMAKER_REGION (`train` copies the
+hyperparameter sagemaker_region to it), else AWS_REGION, else boto3's own search. Credentials: boto3's own search.
 """
 
 from __future__ import annotations
@@ -16,54 +16,63 @@ _REGIONS = ("SAGEMAKER_REGION", "AWS_REGION")
 _MISSING = ("404", "NoSuchKey", "NoSuchBucket")
 
 
-def split(address: str) -> tuple[str, str]:
-    """Return bucket and key of an s3:// address.
+def split_address(address: str) -> tuple[str, str]:
+    """Returns bucket and key of an s3:// address.
 
-    >>> split("s3://bucket/a/b.tar.gz")
+    >>> split_address("s3://bucket/a/b.tar.gz")
     ('bucket', 'a/b.tar.gz')
     """
     bucket, _, key = address.partition("://")[2].partition("/")
     return bucket, key
 
 
-def client(environ: Mapping[str, str]) -> Any:
-    """Return a client of S3. Raises LaunchError where boto3 is missing."""
-    return boto("s3", _first(environ, _REGIONS), _first(environ, _ENDPOINTS))
+def make_s3_client(environ: Mapping[str, str]) -> Any:
+    """Returns a client of S3. Raises LaunchError if boto3 is not installed."""
+    return make_client("s3", _first_set(environ, _REGIONS), _first_set(environ, _ENDPOINTS))
 
 
-def boto(service: str, region: str | None, endpoint: str | None = None) -> Any:
-    """Return a client of one of AWS's services, which gives up after minutes and not hours."""
+def make_client(service: str, region: str | None, endpoint: str | None = None) -> Any:
+    """Returns a client of an AWS service that fails after minutes, not hours.
+
+    Args:
+        service: Such as "s3".
+        region: None for boto3's own search.
+        endpoint: The URL; None for that of AWS.
+
+    Raises:
+        LaunchError: If boto3 is not installed.
+    """
     try:
         import boto3  # type: ignore[import-untyped]
         from botocore.config import Config  # type: ignore[import-untyped]
     except ImportError as error:
         raise LaunchError(
-            f"boto3, which speaks to AWS, is not installed ({error}): pip install 'shoal-toolkit[s3]'"
+            f"boto3, which is needed for AWS, is not installed ({error}): pip install 'shoal-toolkit[s3]'"
         ) from None
     config = Config(connect_timeout=10, read_timeout=60, retries={"mode": "standard", "total_max_attempts": 4})
     return boto3.client(service, region_name=region, endpoint_url=endpoint, config=config)
 
 
 def download(address: str, path: str, environ: Mapping[str, str]) -> None:
-    """Write an object to a file. Raises TrainError with the address, and no secret."""
-    bucket, key = split(address)
-    s3 = client(environ)
+    """Downloads an object to a file. Raises TrainError with the address, and without a secret."""
+    bucket, key = split_address(address)
+    s3 = make_s3_client(environ)
     try:
         s3.download_file(bucket, key, path)
     except Exception as error:  # boto3's errors have no common base
-        raise explained(address, error) from None
+        raise explain_error(address, error) from None
 
 
 def upload(client: Any, file: BinaryIO, address: str) -> None:
-    """Write a file to an object, in this thread: an error while it is read ends the upload, and no object is made."""
+    """Uploads a file in this thread. If reading it fails, the upload ends and makes no object."""
     from boto3.s3.transfer import TransferConfig  # type: ignore[import-untyped]
 
-    bucket, key = split(address)
+    bucket, key = split_address(address)
     client.upload_fileobj(file, bucket, key, Config=TransferConfig(use_threads=False))
 
 
-def explained(address: str, error: Exception) -> TrainError:
-    """Return what boto3 says as an error of ours: S3's refusal is a matter of the configuration."""
+def explain_error(address: str, error: Exception) -> TrainError:
+    """Converts an error of boto3: a ContractError if S3 refuses the request, a LaunchError if it can't be reached."""
     if isinstance(error, TrainError):
         return error
     answer = getattr(error, "response", {}).get("Error", {})
@@ -71,15 +80,15 @@ def explained(address: str, error: Exception) -> TrainError:
     if code in _MISSING:
         return ContractError(f"{address} does not exist. Check the bucket and the key.")
     if code:
-        said = answer.get("Message") or "no reason given"
+        reason = answer.get("Message") or "no reason given"
         return ContractError(
-            f"{address}: S3 refuses with {code} ({said}). Check that the job's role, or the credentials in its "
-            "variables, may use it."
+            f"{address}: S3 refuses with {code} ({reason}). Check that the job's role, or the credentials in its "
+            "variables, allow it."
         )
     if isinstance(error, ValueError):
-        return ContractError(f"{address} cannot be asked for: {type(error).__name__}: {error}")
+        return ContractError(f"{address} is not a valid address: {type(error).__name__}: {error}")
     return LaunchError(f"{address} cannot be reached: {type(error).__name__}: {error}")
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((value for name in names if (value := environ.get(name))), None)

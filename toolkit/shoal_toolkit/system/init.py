@@ -1,7 +1,7 @@
-"""As PID 1 of a container: a small init. The real `train` is its child; it passes signals on and reaps every orphan.
+"""Runs `train` as a child process if it is PID 1 of a container; PID 1 passes signals on and reaps all orphans.
 
-The kernel ignores signals that PID 1 has no handler for, and hands PID 1 every orphaned process; nobody else would
-reap them.
+The kernel drops signals for which PID 1 has no handler, and makes PID 1 the parent of every orphaned process, which no
+other process can reap.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import signal
 from collections.abc import Callable
 
 from shoal_toolkit.light_typing import NoReturn
-from shoal_toolkit.system.loop import exit_code
+from shoal_toolkit.system.loop import to_exit_code
 from shoal_toolkit.system.process import signal_process
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_as_child(main: Callable[[], int]) -> NoReturn:
-    """Run main in a child, and end as it ends; whatever else runs in the container then ends with PID 1."""
-    # Blocked over the fork: a signal that comes in between reaches the child all the same.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    """Runs `main` in a child process, and ends with its exit code. Then the container ends."""
+    # Blocked during the fork, so that no signal is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
-        os.setsid()  # a Ctrl-C at the terminal reaches PID 1 alone: it would else arrive twice, and a second one kills
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-        os._exit(_code_of(main))
-    for number in _PASSED_ON:
+        os.setsid()  # so that Ctrl-C at the terminal reaches only PID 1: a second SIGINT would kill the job
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        os._exit(_run_main(main))
+    for number in _FORWARDED:
         signal.signal(number, lambda received, _: signal_process(child, received))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     while True:
         pid, status = os.wait()
         if pid == child:
-            os._exit(exit_code(status))
+            os._exit(to_exit_code(status))
 
 
-def _code_of(main: Callable[[], int]) -> int:
+def _run_main(main: Callable[[], int]) -> int:
     try:
         return main()
-    except BaseException:  # nothing is above this frame: the traceback is written here, and the exit code is not 0
+    except BaseException:  # nothing above this frame would print it
         import traceback
 
         traceback.print_exc()

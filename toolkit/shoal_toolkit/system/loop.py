@@ -1,7 +1,7 @@
-"""A small event loop: descriptors, timers, children and signals, in one thread. Nothing here knows what a job is.
+"""A small event loop for descriptors, timers, child processes and signals, in one thread.
 
-Written on `select.poll` because importing asyncio, or even selectors and subprocess, costs more than a whole no-op
-job may.
+It uses `select.poll`, because importing asyncio, or even selectors and subprocess, takes longer than a whole no-op job
+should.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from shoal_toolkit.light_typing import Any
 
 READ = select.POLLIN
 WRITE = select.POLLOUT
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Timer:
-    """A call in the future; `cancel` makes it not happen."""
+    """A call in the future, unless `cancel` is called before."""
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self.when = when
@@ -35,7 +36,7 @@ class Timer:
 
 
 class Loop:
-    """Calls back when descriptors are ready, time has come, children have ended or signals have arrived."""
+    """Calls back when descriptors are ready, timers are due, child processes have ended or signals have arrived."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -48,11 +49,11 @@ class Loop:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self.watch(self._wake_read, READ, self._woken)
-        self._handle(signal.SIGCHLD)
+        self.watch(self._wake_read, READ, self._on_wakeup)
+        self._install_handler(signal.SIGCHLD)
 
     def close(self) -> None:
-        """Give signals back to whoever had them."""
+        """Restores the earlier signal handlers."""
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)
@@ -60,12 +61,12 @@ class Loop:
         os.close(self._wake_write)
 
     def watch(self, fd: int, event: int, callback: Callable[[], None]) -> None:
-        """Call back whenever fd is ready for the event (READ or WRITE), or broken."""
+        """Calls `callback` whenever fd is ready for the event (READ or WRITE), or broken."""
         self._watched.setdefault(fd, {})[event] = callback
         self._register(fd)
 
     def unwatch(self, fd: int, event: int) -> None:
-        """No longer call back; unknown descriptors are fine."""
+        """Stops watching fd for the event; ignores descriptors that are not watched."""
         if self._watched.get(fd, {}).pop(event, None):
             self._register(fd)
 
@@ -80,32 +81,32 @@ class Loop:
             self._poll.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call once, after so many seconds."""
+        """Calls `callback` once, after so many seconds."""
         timer = Timer(time.monotonic() + seconds, callback)
         heapq.heappush(self._timers, timer)
         return timer
 
     def on_child(self, pid: int, callback: Callable[[int], None]) -> None:
-        """Call with the exit code once the child has ended (128 + n for signal n)."""
+        """Calls `callback` with the exit code of a child process when it has ended (128 + n for signal n)."""
         self._children[pid] = callback
 
     def on_signals(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
-        """Call with the number of each of these signals as it arrives."""
+        """Calls `callback` with the number of each of these signals. Ignored signals stay ignored (nohup)."""
         for number in numbers:
-            if signal.getsignal(number) != signal.SIG_IGN:  # started with nohup: that stays so
+            if signal.getsignal(number) != signal.SIG_IGN:
                 self._signals[number] = callback
-                self._handle(number)
+                self._install_handler(number)
 
     def run_until(self, finished: Callable[[], bool]) -> None:
-        """Serve until `finished` returns true."""
+        """Serves events until `finished` returns true."""
         while not finished():
             self.step()
 
     def step(self) -> None:
-        """Wait for the next events, and call back for them."""
+        """Waits for the next events, and calls back for them."""
         for fd, event in self._poll.poll(self._wait_ms()):
             for wanted in (READ, WRITE):
-                # Looked up anew: an earlier callback may have closed this one.
+                # Looked up now, because an earlier callback may have closed this descriptor.
                 callback = self._watched.get(fd, {}).get(wanted)
                 if callback and event & (wanted | _GONE):
                     callback()
@@ -122,11 +123,11 @@ class Loop:
             return None
         return max(0, int((self._timers[0].when - time.monotonic()) * 1000) + 1)
 
-    def _handle(self, number: int) -> None:
+    def _install_handler(self, number: int) -> None:
         if number not in self._old_handlers:
             self._old_handlers[number] = signal.signal(number, lambda *_: None)
 
-    def _woken(self) -> None:
+    def _on_wakeup(self) -> None:
         try:
             numbers = os.read(self._wake_read, 4096)
         except BlockingIOError:
@@ -140,10 +141,10 @@ class Loop:
         for pid in list(self._children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                self._children.pop(pid)(exit_code(status))
+                self._children.pop(pid)(to_exit_code(status))
 
 
-def exit_code(status: int) -> int:
-    """Return a wait status as a shell does: 128 + n for signal n."""
+def to_exit_code(status: int) -> int:
+    """Converts a wait status to an exit code as a shell does: 128 + n for signal n."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

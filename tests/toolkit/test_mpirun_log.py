@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_toolkit.output.daemonlog import DaemonLog, reason
+from shoal_toolkit.output.mpirun_log import MpirunLog, find_failure_reason
 
 OF_4_1 = b"[vm:1] [[8015,0],0] ACTIVATE PROC [[8015,1],%d] STATE %s AT /x/pmix_server_gen.c:198\n"
 OF_5_0 = (
@@ -16,7 +16,7 @@ RULE = "-" * 74 + "\n"
 @pytest.mark.parametrize("line", [OF_4_1, OF_5_0])
 @pytest.mark.parametrize("state", [b"CALLED ABORT", b"EXITED WITH NON-ZERO STATUS", b"ABORTED BY SIGNAL"])
 def test_the_first_rank_that_failed(state: bytes, line: bytes) -> None:
-    log = DaemonLog()
+    log = MpirunLog()
     said = line % (0, b"RUNNING") + line % (3, state) + line % (1, state)
     passed = b"".join(log.feed(2, said[start : start + 7]) for start in range(0, len(said), 7))
     assert (log.failed_rank, passed) == (3, b"")
@@ -31,7 +31,7 @@ def test_the_first_rank_that_failed(state: bytes, line: bytes) -> None:
     ],
 )
 def test_a_daemon_or_a_rank_of_another_job_is_not_meant(line: bytes) -> None:
-    log = DaemonLog()
+    log = MpirunLog()
     assert (log.feed(2, line), log.failed_rank) == (b"", None)
 
 
@@ -45,7 +45,7 @@ def test_a_daemon_or_a_rank_of_another_job_is_not_meant(line: bytes) -> None:
     ],
 )
 def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
-    log = DaemonLog()
+    log = MpirunLog()
     assert log.feed(2, noise + b"mpirun: no such option\nhalf") == b"mpirun: no such option\n"
     assert log.feed(1, b"") == b""
     assert log.flush(2) == b"half\n"
@@ -86,7 +86,7 @@ def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
     ],
 )
 def test_why_mpirun_gave_up(said: str, why: str) -> None:
-    assert reason(said) == why
+    assert find_failure_reason(said) == why
 
 
 INIT = f"""[vm:1] [[6217,0],0] ORTE_ERROR_LOG: Out of resource in file show_help.c at line 507
@@ -118,6 +118,6 @@ DETECTED = f"{RULE}mpirun detected that one or more processes exited with non-ze
     ],
 )
 def test_what_mpi_says_in_a_ranks_place(said: str, cause: str) -> None:
-    log = DaemonLog()
+    log = MpirunLog()
     log.feed(2, said.encode())
-    assert log.cause() == cause
+    assert log.rank_failure_cause() == cause

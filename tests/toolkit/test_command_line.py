@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shoal_toolkit.command_line import parse_command_line
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.options import read
 
 from .conftest import Run, Tree
 
@@ -34,7 +34,7 @@ def test_our_options_count_wherever_they_stand_before_the_dashes(
     words: str, asked: tuple[bool, bool, bool, str]
 ) -> None:
     *flags, arguments = asked
-    assert read(words.split()) == (*flags, arguments.split())
+    assert parse_command_line(words.split()) == (*flags, arguments.split())
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -50,17 +50,17 @@ def test_slips_are_refused(slip: str, meant: str, where: int) -> None:
     words = ["--lr", "1"]
     words.insert(where, slip)
     with pytest.raises(ContractError) as refused:
-        read(words)
-    assert f"{slip!r} is no option of `train`. Did you mean {meant!r}?" in str(refused.value)
-    assert f"Fix: if it is the script's own, write it after `--`: train -- {slip}" in str(refused.value)
-    assert read(["--", *words]).arguments == words
+        parse_command_line(words)
+    assert f"{slip!r} is not an option of `train`. Did you mean {meant!r}?" in str(refused.value)
+    assert f"Fix: if it is an option of the script, write it after `--`: train -- {slip}" in str(refused.value)
+    assert parse_command_line(["--", *words]).arguments == words
 
 
 @pytest.mark.parametrize(
     "word", ["--reverse", "--plain", "--explore", "--research", "--expand", "--epochs", "explain", "--e", "--json", "-"]
 )
 def test_what_is_no_slip_is_the_scripts(word: str) -> None:
-    assert read([word]) == (False, False, False, [word])
+    assert parse_command_line([word]) == (False, False, False, [word])
 
 
 @pytest.mark.parametrize("words", [["--epochs", "3", "--explain"], ["--explian"], ["--lr", "1", "--reherse"]])

@@ -290,7 +290,7 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
         ("usage\nno such option: --x\nhint: read the manual\n", "no such option: --x"),
         (
             "The conflict is caused by:\n    The user requested a==2\n    b 1.0 depends on a<2\n\nTo fix this\n",
-            "requirements.txt: no versions fit together: requirements.txt asks for a==2 and b 1.0 depends on a<2.",
+            "requirements.txt: these requirements conflict: requirements.txt asks for a==2 and b 1.0 depends on a<2.",
         ),
         (
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",

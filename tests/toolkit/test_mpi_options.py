@@ -197,11 +197,11 @@ def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("-hostfile f", "the hosts are configured already"),
-        ("--hostfile=f", "the hosts are configured already"),
-        ("-machinefile f", "the hosts are configured already"),
-        ("-H a,b", "the hosts are configured already"),
-        ("--host a", "the hosts are configured already"),
+        ("-hostfile f", "the hosts are configured in resourceconfig.json"),
+        ("--hostfile=f", "the hosts are configured in resourceconfig.json"),
+        ("-machinefile f", "the hosts are configured in resourceconfig.json"),
+        ("-H a,b", "the hosts are configured in resourceconfig.json"),
+        ("--host a", "the hosts are configured in resourceconfig.json"),
         ("-np 3", "set sagemaker_mpi_num_of_processes_per_host"),
         ("-n 3", "set sagemaker_mpi_num_of_processes_per_host"),
         ("-c 3", "set sagemaker_mpi_num_of_processes_per_host"),

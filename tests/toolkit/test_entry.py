@@ -241,9 +241,9 @@ def test_a_script_with_flags_gets_flags(store_true: object, words: str) -> None:
     ("store_true", "reason"),
     [
         ("all", "sagemaker_store_true is 'all'; allowed are true, and a list of names"),
-        (["fp61"], "names 'fp61', which is no hyperparameter. Did you mean 'fp16'?"),
+        (["fp61"], "names 'fp61', which is not a hyperparameter. Did you mean 'fp16'?"),
         (["lr"], "names 'lr', which is 0.1; a flag is true or false"),
-        ([3], "names 3, which is no hyperparameter"),
+        ([3], "names 3, which is not a hyperparameter"),
     ],
 )
 def test_what_is_no_flag_is_refused(store_true: object, reason: str) -> None:
@@ -326,7 +326,7 @@ def test_an_argument_that_linux_would_not_pass_is_named(tree: Tree, run: Run) ->
     assert run(SAGEMAKER_PROGRAM="train.py").code == 2
     assert tree.failure == (
         "hyperparameters.json: text is 131,072 bytes as an argument of the script, and Linux passes at most 131,071 in "
-        "one. Put the value into a file of a channel, and give the script its name."
+        "one. Fix: put the value into a file of a channel, and give the script its name."
     )
 
 

@@ -64,7 +64,7 @@ def efa(variables: dict[str, str]) -> dict[str, str]:
             (EFA._replace(usable=False),),
             P4D,
             {},
-            "network: efa_0 (efa) is under /sys/class/infiniband, but this container was not given its node in "
+            "network: efa_0 (efa) is under /sys/class/infiniband, but this container does not have its node in "
             "/dev/infiniband (docker run --device): plain TCP",
         ),
         ((), P3, {}, "network: no device under /sys/class/infiniband: plain TCP"),
@@ -108,7 +108,7 @@ def test_what_the_user_set_stays_and_is_said(tree: Tree) -> None:
     own = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "ens", "NCCL_IB_DISABLE": "0", "FI_PROVIDER": "tcp"}
     found = chosen(tree, MACHINE._replace(nics=(EFA,)), environ=own)
     assert not set(own) & set(found.variables)
-    assert "NCCL_DEBUG stays 'TRACE', as it was set" in found.reasons
+    assert "NCCL_DEBUG stays 'TRACE', as you set it" in found.reasons
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_explain_says_why(tree: Tree, run: Run) -> None:
     notes = explained["notes"]
     assert "interface lo: network_interface_name (default eth0) names it, and it exists" in notes
     assert any(note.startswith("network: ") for note in notes)
-    assert "NCCL_DEBUG stays 'TRACE', as it was set" in notes
+    assert "NCCL_DEBUG stays 'TRACE', as you set it" in notes
     assert explained["environment"]["NCCL_IB_DISABLE"] == "1"
     assert (
         "why          interface lo: network_interface_name (default eth0) names it"

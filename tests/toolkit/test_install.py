@@ -401,11 +401,11 @@ def test_code_artifact_refuses(tree: Tree, environment: Environment, index: Inde
     tree.script("")
     variables = {**CREDENTIALS, "CA_REPOSITORY_ARN": ARN, "AWS_ENDPOINT_URL_CODEARTIFACT": index.url}
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", **variables).code == 1
-    assert tree.failure.startswith(f"ERROR: CodeArtifact gives no access to {ARN}: ")
+    assert tree.failure.startswith(f"ERROR: CodeArtifact refuses access to {ARN}: ")
 
 
 def test_an_arn_that_is_none(tree: Tree, environment: Environment) -> None:
     tree.script("private==1.0", "requirements.txt")
     tree.script("")
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", CA_REPOSITORY_ARN="arn:aws:s3:::b").code == 1
-    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must be of the form arn:aws:code")
+    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must have the form arn:aws:code")

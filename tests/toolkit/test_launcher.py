@@ -52,7 +52,7 @@ def test_the_order_of_precedence(tree: Tree, asked: list[str], launcher: str) ->
     made = planned(tree)
     assert made.launcher == launcher
     for key in asked[1:]:
-        assert sum("is true as well, and is ignored" in note for note in made.notes) == len(asked) - 1, key
+        assert sum("is true too, and is ignored" in note for note in made.notes) == len(asked) - 1, key
 
 
 def test_a_launcher_for_other_hardware_is_refused(tree: Tree) -> None:

@@ -55,7 +55,7 @@ def test_before_the_proof_only_the_handshake_is_understood(message: Any) -> None
     if message in HANDSHAKE:
         assert messages.parse_message(*messages.encode_message(message), proved=False) == message
     else:
-        with pytest.raises(ProtocolError, match="before the handshake is over"):
+        with pytest.raises(ProtocolError, match="before the end of the handshake"):
             messages.parse_message(*messages.encode_message(message), proved=False)
 
 

@@ -205,7 +205,7 @@ def test_an_mpirun_that_ends_without_training_is_a_failure(tree: Tree, run: Run)
     (tree.base / "mpirun").chmod(0o755)
     ranks(tree)
     assert run(SAGEMAKER_PROGRAM="train.py", PATH=f"{tree.base}:{os.environ['PATH']}").code == 1
-    assert "mpirun ended with exit code 0, and 0 of 2 ranks had started" in tree.failure
+    assert "mpirun ended with exit code 0, but only 0 of 2 ranks had started" in tree.failure
 
 
 def test_an_option_that_mpirun_does_not_know(tree: Tree, run: Run) -> None:

@@ -168,7 +168,7 @@ def test_what_awss_own_scripts_pass() -> None:
     assert words.count("--allow-run-as-root") == 1
     assert "--tag-output" not in words
     assert notes(options).splitlines() == [
-        f"{KEY}: --tag-output is left out: the ranks' output does not pass through mpirun; in this log each line "
+        f"{KEY}: --tag-output is left out: the output of ranks does not pass through mpirun; in this log each line "
         "begins with [rank,host]",
         f"{KEY}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing",
     ]

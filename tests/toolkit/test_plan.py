@@ -403,7 +403,7 @@ def test_a_rehearsal_has_the_ranks_of_the_instance(
     assert made.ranks == {"algo-1": gpus, "algo-2": gpus}
     assert (made.env["SHOAL_REHEARSE"], made.env["SHOAL_REHEARSE_GPUS"]) == ("1", str(gpus))
     assert made.env["SM_NUM_GPUS"] == str(gpus)
-    assert any(note.startswith("REHEARSAL, because SHOAL_REHEARSE=true: GPUs are pretended") for note in made.notes)
+    assert any(note.startswith("REHEARSAL, because SHOAL_REHEARSE=true: GPUs are emulated") for note in made.notes)
 
 
 def test_no_rehearsal_is_planned_unless_it_is_asked_for(tree: Tree) -> None:

@@ -112,7 +112,7 @@ def test_the_variable_beats_the_hyperparameter_and_both_the_code_directory(tree:
     ("address", "reason"),
     [
         ("/no/such/place", "does not exist in this container"),
-        ("https://example.com/code.tar.gz", "no place that code is fetched from"),
+        ("https://example.com/code.tar.gz", "not a supported code location"),
         ("s3://bucket", "does not name an object"),
         ("s3://bucket/", "does not name an object"),
         ("s3://bucket/prefix/", "does not name an object"),
@@ -188,7 +188,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
         (entry("x", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "a link to '/etc/passwd', outside"),
         (entry("x", type=tarfile.LNKTYPE, linkname="../x"), "a link to '../x', outside"),
         (entry("x", type=tarfile.LNKTYPE, linkname="link/words"), "a link to 'link/words', outside"),
-        (entry("x", type=tarfile.LNKTYPE, linkname="later"), "which is no file of the archive before it"),
+        (entry("x", type=tarfile.LNKTYPE, linkname="later"), "which is not an earlier file of the archive"),
         (entry("link/x", b"x"), "its path goes through something that is not a directory"),
         (entry("train.py/x", b"x"), "its path goes through something that is not a directory"),
         (entry("data", b"x"), "it has the name of a directory"),
@@ -306,7 +306,7 @@ def test_a_broken_header_is_not_the_end(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with tarfile.open(path) as tar:
         assert tar.getnames() == ["train.py"]
-    with pytest.raises(ContractError, match="there is no end mark behind the last member"):
+    with pytest.raises(ContractError, match="there is no end mark after the last member"):
         unpacked(path, tmp_path / "stage")
 
 
@@ -361,7 +361,7 @@ def test_explain_fetches_nothing(tree: Tree, run: Run, tmp_path: Path, address: 
     assert explained["script"] == ["/bin/sh", "./go.sh", "--lr", "0.1"]
     assert explained["cwd"] == str(tree.code)
     assert (
-        f"the code will be fetched from {address} (sagemaker_submit_directory); here it has not been looked at"
+        f"the code will be fetched from {address} (sagemaker_submit_directory); --explain does not fetch it"
         in (explained["notes"])
     )
     assert list(tree.code.iterdir()) == []

@@ -112,7 +112,7 @@ def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> No
     environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
     done = subprocess.run([sys.executable, "-c", broken], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert tree.failure.startswith("OSError: no errno\nThis is a fault in shoal-toolkit")
+    assert tree.failure.startswith("OSError: no errno\nThis is a bug in shoal-toolkit")
     assert "Traceback" in tree.failure
     assert tree.outcome() == {"failure"}
 
@@ -255,7 +255,7 @@ def test_a_failure_that_a_shell_hides_is_not_silent(tree: Tree, run: Run, script
     (tree.code / tree.script(f"#!{sys.executable}\nraise ValueError('boom')\n", "raise.sh")).chmod(0o755)
     done = run(SAGEMAKER_PROGRAM=tree.script(script, "go.sh"))
     assert done.code == 0, done.err
-    assert ("a command in it with an exception: ValueError: boom" in done.err) == said
+    assert ("a command in it raised an exception: ValueError: boom" in done.err) == said
 
 
 def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: Run) -> None:

@@ -303,7 +303,9 @@ def test_a_worker_starts_once_and_what_is_in_its_plan(
     assert hosts[1].finished(guarded).code == 1
     assert said["lost"]
     assert len(started(hosts[1])) <= starts
-    why = {"twice": "a start for the second time", "script": "a start of what is not in this host's plan"}[when]
+    why = {"twice": "a start for the second time", "script": "a start of something that is not in this host's plan"}[
+        when
+    ]
     assert f"it sent a wrong frame ({why}" in hosts[1].tree.failure
 
 

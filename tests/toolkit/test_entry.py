@@ -326,7 +326,7 @@ def test_an_argument_that_linux_would_not_pass_is_named(tree: Tree, run: Run) ->
     assert run(SAGEMAKER_PROGRAM="train.py").code == 2
     assert tree.failure == (
         "hyperparameters.json: text is 131,072 bytes as an argument of the script, and Linux passes at most 131,071 in "
-        "one. Fix: put the value into a file of a channel, and give the script its name."
+        "one. Fix: put the value into a file of a channel, and pass its name to the script."
     )
 
 

@@ -126,15 +126,8 @@ class Agent:
     def make_hello(self, nonce: str) -> Hello:
         return Hello(messages.VERSION, self._current_host, nonce)
 
-    def make_transcript(self, nonce: str, message: Prove) -> dict[str, str]:
-        """Returns what the proofs of a handshake cover. `nonce`: that of our hello."""
-        return {
-            "first": self._hosts[0],
-            "worker": self._current_host,
-            "hosts": wire.hash_hosts(self._hosts),
-            "first_nonce": message.nonce,
-            "worker_nonce": nonce,
-        }
+    def make_transcript(self, first_nonce: str, worker_nonce: str) -> dict[str, str]:
+        return wire.make_transcript(self._hosts, self._current_host, first_nonce, worker_nonce)
 
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
         """Checks the first host's proof, and returns the answer."""
@@ -174,7 +167,7 @@ class _Handshake:
     def _on_message(self, message: Any) -> None:
         if not isinstance(message, Prove):
             raise ProtocolError("not a proof")
-        transcript = self._agent.make_transcript(self._nonce, message)
+        transcript = self._agent.make_transcript(message.nonce, self._nonce)
         answer = self._agent.check_proof(transcript, message)
         self._channel.send(answer)
         if isinstance(answer, Refused):

@@ -192,13 +192,7 @@ class _Attempt:
         """Answers the worker's nonce with a proof, and with a nonce of this host."""
         if message.version != messages.VERSION or message.host != self._host:
             raise ProtocolError(f"it calls itself {message.host[:_MAX_SHOWN]!r}, protocol {message.version}")
-        self._transcript = {
-            "first": self._hosts[0],
-            "worker": self._host,
-            "hosts": wire.hash_hosts(self._hosts),
-            "first_nonce": wire.make_nonce(),
-            "worker_nonce": message.nonce,
-        }
+        self._transcript = wire.make_transcript(self._hosts, self._host, wire.make_nonce(), message.nonce)
         proof = wire.make_proof(self._secret, "first", self._transcript)
         if self._channel is not None:
             self._channel.send(Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))

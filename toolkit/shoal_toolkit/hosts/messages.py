@@ -141,7 +141,7 @@ Handshake = (Hello, Prove, Welcome, Refused)
 # Checks of a field: each returns the value, or raises ProtocolError
 
 
-def _whole_number(most: int) -> Callable[[Any], Any]:
+def _check_whole_number(most: int) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not int or not 0 <= value <= most:
             raise ProtocolError(f"a number that is not from 0 to {most}")
@@ -150,7 +150,7 @@ def _whole_number(most: int) -> Callable[[Any], Any]:
     return check
 
 
-def _digest(length: int) -> Callable[[Any], Any]:
+def _check_digest(length: int) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not isinstance(value, str) or len(value) != length or not _HEXADECIMAL.issuperset(value):
             raise ProtocolError(f"a field that is not {length} hexadecimal digits")
@@ -159,37 +159,37 @@ def _digest(length: int) -> Callable[[Any], Any]:
     return check
 
 
-def _text(value: Any) -> Any:
+def _check_text(value: Any) -> Any:
     if not isinstance(value, str):
         raise ProtocolError("a field that is not text")
     return value
 
 
-def _line(value: Any) -> Any:
+def _check_line(value: Any) -> Any:
     """Checks a text of a peer that has proved nothing: it is logged, and must not contain newlines or escape codes."""
-    if not _text(value).isprintable():
+    if not _check_text(value).isprintable():
         raise ProtocolError("a text with unprintable characters")
     return value
 
 
-def _rank_or_none(value: Any) -> Any:
-    return None if value is None else _rank(value)
+def _check_optional_rank(value: Any) -> Any:
+    return None if value is None else _check_rank(value)
 
 
-def _stop_signal(value: Any) -> Any:
+def _check_stop_signal(value: Any) -> Any:
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
     return value
 
 
-def _facts(value: Any) -> Any:
+def _check_facts(value: Any) -> Any:
     """Checks facts about a failure: a number for each name."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS or {type(item) for item in value.values()} - {int}:
         raise ProtocolError("facts that are not numbers")
     return value
 
 
-def _report(value: Any) -> Any:
+def _check_report(value: Any) -> Any:
     """Checks the fields of job.json: scalars, and lists of scalars."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
         raise ProtocolError("a report that is not an object")
@@ -200,22 +200,22 @@ def _report(value: Any) -> Any:
     return value
 
 
-_rank = _whole_number(1 << 20)
-_code = _whole_number(1 << 16)
-_nonce, _proof = _digest(32), _digest(64)
+_check_rank = _check_whole_number(1 << 20)
+_check_code = _check_whole_number(1 << 16)
+_check_nonce, _check_proof = _check_digest(32), _check_digest(64)
 _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
-    b"H": (Hello, (_whole_number(1 << 16), _text, _nonce)),
-    b"P": (Prove, (_nonce, _proof, _proof)),
-    b"W": (Welcome, (_proof,)),
-    b"R": (Refused, (_line,)),
-    b"S": (Start, (_text,)),
-    b"K": (PassSignal, (_stop_signal,)),
-    b"V": (JobResult, (_code, _text, _report)),
-    b"s": (RankStarted, (_rank,)),
-    b"n": (RankEnded, (_rank, _code, _facts)),
-    b"e": (CommandEnded, (_code, _text, _rank_or_none, _facts, _text)),
-    b"f": (HostFailed, (_code, _text)),
-    b"t": (StopReceived, (_stop_signal,)),
+    b"H": (Hello, (_check_whole_number(1 << 16), _check_text, _check_nonce)),
+    b"P": (Prove, (_check_nonce, _check_proof, _check_proof)),
+    b"W": (Welcome, (_check_proof,)),
+    b"R": (Refused, (_check_line,)),
+    b"S": (Start, (_check_text,)),
+    b"K": (PassSignal, (_check_stop_signal,)),
+    b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"s": (RankStarted, (_check_rank,)),
+    b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
+    b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
+    b"f": (HostFailed, (_check_code, _check_text)),
+    b"t": (StopReceived, (_check_stop_signal,)),
 }
 _KINDS = {make: kind for kind, (make, _) in _FIELDS.items()}
 
@@ -261,7 +261,7 @@ def _parse_output(payload: bytes) -> Output:
     stream, rank = _OUTPUT.unpack_from(payload)
     if stream not in (1, 2):
         raise ProtocolError(f"output of the stream {stream}")
-    return Output(stream, _rank(rank), payload[_OUTPUT.size :])
+    return Output(stream, _check_rank(rank), payload[_OUTPUT.size :])
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:

@@ -216,13 +216,19 @@ def hash_hosts(hosts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(hosts).encode()).hexdigest()
 
 
+def make_transcript(hosts: Sequence[str], worker: str, first_nonce: str, worker_nonce: str) -> dict[str, str]:
+    """Returns what the proofs of a handshake cover: both names, the host list and both nonces."""
+    names = {"first": hosts[0], "worker": worker, "hosts": hash_hosts(hosts)}
+    return {**names, "first_nonce": first_nonce, "worker_nonce": worker_nonce}
+
+
 def make_proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
     """Returns a proof that this host knows the job's secret.
 
     Args:
         secret: The job's secret.
         role: "first" or "worker", so that the other side can't send the proof back.
-        transcript: The names, nonces and host list of this handshake.
+        transcript: See `make_transcript`.
 
     Returns:
         64 hexadecimal digits.

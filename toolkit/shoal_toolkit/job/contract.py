@@ -170,8 +170,9 @@ def read_cluster(paths: Paths, hostname: str) -> Cluster:
     path = os.path.join(paths.config, RESOURCE_CONFIG)
     config = _read_object(path)
     if config is None:
-        return Cluster(hostname, (hostname,), "eth0", "local", "homogeneousCluster", _alone(hostname), assumed=True)
-    hosts = _hosts(config, path)
+        config = {"current_host": hostname, "hosts": [hostname]}
+        return Cluster(hostname, (hostname,), "eth0", "local", "homogeneousCluster", config, assumed=True)
+    hosts = _read_hosts(config, path)
     current = config.get("current_host")
     if current not in hosts:
         raise ContractError(
@@ -215,7 +216,7 @@ def read_job(
     decoded = {key: decode(value) for key, value in (raw or {}).items()}
     reserved = {key for key in decoded if key in TOOLKIT_KEYS or key.startswith("sagemaker_")}
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
-    region = _region(environ, toolkit)
+    region = _find_region(environ, toolkit)
     source = locate_code(environ, toolkit, paths.code)
     if fetch:
         code = fetch_code(source, paths.code, {**environ, "SAGEMAKER_REGION": region})
@@ -305,18 +306,18 @@ def _read_object(path: str) -> dict[str, Any] | None:
         raise ContractError(f"{path} cannot be read: {error}. It must be a JSON object, in UTF-8.") from None
     if not isinstance(value, dict):
         raise ContractError(
-            f"{path}, line 1: the file holds a JSON {_json_type(value)}, and must hold an object, "
+            f"{path}, line 1: the file holds a JSON {_name_json_type(value)}, and must hold an object, "
             'such as {"key": "value"}.'
         )
     return value
 
 
-def _json_type(value: Any) -> str:
+def _name_json_type(value: Any) -> str:
     names = {list: "list", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
     return names[type(value)]
 
 
-def _hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     hosts = config.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')
@@ -325,10 +326,6 @@ def _hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
+def _find_region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
     named = (environ.get(name) for name in ("SAGEMAKER_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"))
     return str(toolkit.get("sagemaker_region") or next(filter(None, named), ""))
-
-
-def _alone(hostname: str) -> dict[str, Any]:
-    return {"current_host": hostname, "hosts": [hostname]}

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.system.files import list_names, read_text
 from shoal_toolkit.tables import read_table
 
 # A program next to mpirun → the series of Open MPI. The last is MPICH's and Intel's.
@@ -71,7 +72,7 @@ def read_machine(
     """
     interface, note, replaced = choose_interface(wanted_interface, peers, root)
     mpirun = find_program("mpirun", environ)
-    devices = _names(root, "dev")
+    devices = list_names(root, "dev")
     return Machine(
         cpus=count_cpus(root),
         gpus=count_gpus(root, devices, environ),
@@ -81,7 +82,7 @@ def read_machine(
         python=sys.executable,
         mpirun=mpirun,
         open_mpi=find_open_mpi_series(mpirun, environ) if mpirun else 0,
-        neuron_devices=len(_numbered("neuron", devices)),
+        neuron_devices=len(_device_numbers("neuron", devices)),
         nics=read_nics(root),
         torch=find_installed_version("torch", sys.path),
         library_commands=frozenset(name for name in LIBRARY_COMMANDS if find_program(name, environ)),
@@ -107,16 +108,16 @@ def count_gpus(root: str, devices: Iterable[str], environ: Mapping[str, str]) ->
     NVIDIA_VISIBLE_DEVICES is meant for the container runtime. But if it says "none", the device nodes that a privileged
     container has all the same don't count.
     """
-    minors = _numbered("nvidia", devices)
+    minors = _device_numbers("nvidia", devices)
     if not minors or environ.get("NVIDIA_VISIBLE_DEVICES") in ("none", "void"):
         return 0
-    cut = [minor for minor in minors if _names(_mig_directory(root, minor), prefix="gi")]
-    present = len(minors) - len(cut) + (1 if any(_mig_instances(root, minor) for minor in cut) else 0)
+    cut = [minor for minor in minors if list_names(_mig_directory(root, minor), prefix="gi")]
+    present = len(minors) - len(cut) + (1 if any(_has_mig_instance(root, minor) for minor in cut) else 0)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return present if visible is None else count_visible(visible, present)
 
 
-def _numbered(kind: str, devices: Iterable[str]) -> list[str]:
+def _device_numbers(kind: str, devices: Iterable[str]) -> list[str]:
     """Returns the numbers of the devices of a kind, such as "0" for nvidia0."""
     return [name[len(kind) :] for name in devices if name.startswith(kind) and name[len(kind) :].isdigit()]
 
@@ -140,16 +141,13 @@ def count_visible(visible: str, present: int) -> int:
     return min(len(taken), 1 if kind == "MIG-" else present)
 
 
-def _mig_instances(root: str, minor: str) -> list[str]:
-    """Returns the compute instances of a GPU in MIG mode whose device nodes this container has."""
-    mig, nodes = _mig_directory(root, minor), _names(root, "dev/nvidia-caps")
-    found = []
-    for instance in (os.path.join(gi, ci) for gi in _names(mig, prefix="gi") for ci in _names(mig, gi, prefix="ci")):
-        access = _read(os.path.join(mig, instance, "access"))
-        number = re.search(r"^DeviceFileMinor:\s*(\d+)", access, re.MULTILINE)
-        if number and f"nvidia-cap{number.group(1)}" in nodes:
-            found.append(instance)
-    return found
+def _has_mig_instance(root: str, minor: str) -> bool:
+    """Whether this container has the device node of a compute instance of a GPU in MIG mode."""
+    mig, nodes = _mig_directory(root, minor), list_names(root, "dev/nvidia-caps")
+    instances = [(gi, ci) for gi in list_names(mig, prefix="gi") for ci in list_names(mig, gi, prefix="ci")]
+    texts = (read_text(mig, gi, ci, "access") for gi, ci in instances)
+    numbers = (re.search(r"^DeviceFileMinor:\s*(\d+)", text, re.MULTILINE) for text in texts)
+    return any(number is not None and f"nvidia-cap{number[1]}" in nodes for number in numbers)
 
 
 def _mig_directory(root: str, minor: str) -> str:
@@ -171,10 +169,10 @@ def read_cpu_quota(root: str) -> float | None:
     """Returns the number of CPUs that the cgroups of this process allow; None without a limit."""
     base = os.path.join(root, "sys/fs/cgroup")
     limits = []
-    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
+    for line in read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            limits += [_read(os.path.join(cgroup, "cpu.max")).split() for cgroup in _cgroup_and_parents(base, path)]
+            limits += [read_text(cgroup, "cpu.max").split() for cgroup in _cgroup_and_parents(base, path)]
         elif "cpu" in controllers.split(","):
             limits += [_read_version_1_quota(cgroup) for cgroup in _cgroup_and_parents(os.path.join(base, "cpu"), path)]
     quotas = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and all(map(str.isdigit, limit))]
@@ -192,8 +190,8 @@ def _cgroup_and_parents(mount: str, path: str) -> list[str]:
 
 
 def _read_version_1_quota(cgroup: str) -> list[str]:
-    quota = _read(os.path.join(cgroup, "cpu.cfs_quota_us")).strip()  # -1: no limit
-    return [quota, _read(os.path.join(cgroup, "cpu.cfs_period_us")).strip()] if quota.isdigit() else []
+    quota = read_text(cgroup, "cpu.cfs_quota_us").strip()  # -1: no limit
+    return [quota, read_text(cgroup, "cpu.cfs_period_us").strip()] if quota.isdigit() else []
 
 
 # Network
@@ -202,15 +200,15 @@ def _read_version_1_quota(cgroup: str) -> list[str]:
 def read_nics(root: str = "/") -> tuple[Nic, ...]:
     """Returns the network cards of /sys/class/infiniband. It also lists cards that this container can't use."""
     directory = os.path.join(root, "sys/class/infiniband")
-    nodes = _names(root, "dev/infiniband")
+    nodes = list_names(root, "dev/infiniband")
     return tuple(
         Nic(
             name,
-            driver=os.path.basename(_link(os.path.join(directory, name, "device/driver"))),
-            device=_read(os.path.join(directory, name, "device/device")).strip(),
-            usable=any(verbs in nodes for verbs in _names(directory, name, "device/infiniband_verbs")),
+            driver=os.path.basename(_read_link(os.path.join(directory, name, "device/driver"))),
+            device=read_text(directory, name, "device/device").strip(),
+            usable=any(verbs in nodes for verbs in list_names(directory, name, "device/infiniband_verbs")),
         )
-        for name in sorted(_names(directory))
+        for name in sorted(list_names(directory))
     )
 
 
@@ -228,14 +226,14 @@ def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tupl
     Returns:
         The interface, why it was chosen, and whether it replaces the wanted one.
     """
-    names = sorted(_names(root, "sys/class/net"))
+    names = sorted(list_names(root, "sys/class/net"))
     if wanted in names:
         return wanted, f"interface {wanted}: network_interface_name (default eth0) names it, and it exists", False
     addresses = (address for peer in peers if (address := _resolve_host(peer)))
-    chosen = find_route_interface(_read(os.path.join(root, "proc/net/route")), next(addresses, "0.0.0.0"))
+    chosen = find_route_interface(read_text(root, "proc/net/route"), next(addresses, "0.0.0.0"))
     reason = "the route to the other hosts, or to the network, goes over it"
     if chosen not in names:
-        states = {name: _read(os.path.join(root, "sys/class/net", name, "operstate")).strip() for name in names}
+        states = {name: read_text(root, "sys/class/net", name, "operstate").strip() for name in names}
         up = (name for name, state in states.items() if name != "lo" and state != "down")
         chosen, reason = next(up, "lo"), "it is the first that is up"
     there = ", ".join(names)
@@ -314,7 +312,7 @@ def find_installed_version(package: str, path: Sequence[str]) -> str:
     Importing the package, torch for example, would take seconds.
     """
     for directory in path:
-        for name in _names(directory or os.curdir, prefix=f"{package}-"):
+        for name in list_names(directory or os.curdir, prefix=f"{package}-"):
             if name.endswith(".dist-info"):
                 return name[len(package) + 1 : -len(".dist-info")]
     return ""
@@ -323,26 +321,9 @@ def find_installed_version(package: str, path: Sequence[str]) -> str:
 # Files
 
 
-def _names(*path: str, prefix: str = "") -> list[str]:
-    """Returns the names in a directory; none if there is no such directory."""
-    try:
-        return [name for name in os.listdir(os.path.join(*path)) if name.startswith(prefix)]
-    except OSError:
-        return []
-
-
-def _link(path: str) -> str:
+def _read_link(path: str) -> str:
     """Returns the target of a link; empty if there is no such link."""
     try:
         return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _read(path: str) -> str:
-    """Returns the text of a file; empty if it does not exist."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
     except OSError:
         return ""

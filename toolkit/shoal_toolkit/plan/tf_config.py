@@ -21,23 +21,23 @@ SERVER = (
 
 def build_mirrored_config(hosts: Sequence[str], current_host: str) -> str:
     """Returns TF_CONFIG for MultiWorkerMirroredStrategy: every host is a worker."""
-    return _config({"worker": _add_port(hosts, _MIRRORED_PORT)}, "worker", hosts.index(current_host))
+    return _format_config({"worker": _add_port(hosts, _MIRRORED_PORT)}, "worker", hosts.index(current_host))
 
 
 def build_script_config(hosts: Sequence[str], current_host: str) -> str:
     """Returns TF_CONFIG for the script on a host of a job with parameter servers."""
     index = hosts.index(current_host)
     if index == 0:
-        return _config(_cluster(hosts), "master", 0)
-    return _config(_cluster(hosts), "worker", index - 1)
+        return _format_config(_build_cluster(hosts), "master", 0)
+    return _format_config(_build_cluster(hosts), "worker", index - 1)
 
 
 def build_server_config(hosts: Sequence[str], current_host: str) -> str:
     """Returns TF_CONFIG for the parameter server on a host."""
-    return _config(_cluster(hosts), "ps", hosts.index(current_host))
+    return _format_config(_build_cluster(hosts), "ps", hosts.index(current_host))
 
 
-def _cluster(hosts: Sequence[str]) -> dict[str, list[str]]:
+def _build_cluster(hosts: Sequence[str]) -> dict[str, list[str]]:
     return {
         "master": _add_port(hosts[:1], _TRAINING_PORT),
         "worker": _add_port(hosts[1:], _TRAINING_PORT),
@@ -49,5 +49,5 @@ def _add_port(hosts: Sequence[str], port: int) -> list[str]:
     return [f"{host}:{port}" for host in hosts]
 
 
-def _config(cluster: dict[str, list[str]], task: str, index: int) -> str:
+def _format_config(cluster: dict[str, list[str]], task: str, index: int) -> str:
     return json.dumps({"cluster": cluster, "environment": "cloud", "task": {"index": index, "type": task}})

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from shoal_toolkit.system.files import read_text
+
 _FULL_BELOW = 1 << 20  # free bytes; when writing a block fails, fewer are left
 _FULL = "full:"  # prefix of a mount point in the name of a fact
 
 
 def find_full_mounts(root: str = "/") -> list[str]:
     """Returns the mount points of writable file systems without free space or free inodes."""
-    try:
-        with open(os.path.join(root, "proc/self/mounts"), encoding="utf-8", errors="replace") as file:
-            lines = [line.split(" ") for line in file]
-    except OSError:
-        return []
+    lines = [line.split(" ") for line in read_text(root, "proc/self/mounts").split("\n") if line]
     # Spaces in a name are \\040 there. Of two mounts on one path, the last is visible.
     writable = {_unescape(fields[1]): None for fields in lines if "rw" in fields[3].split(",")}
     return [path for path in writable if _is_full(path)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from shoal_toolkit.light_typing import NamedTuple
+from shoal_toolkit.system.files import read_text
 
 _COUNTERS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -49,7 +50,7 @@ def collect_memory_facts(before: OomKills, root: str = "/") -> dict[str, int]:
 def _find_memory_groups(root: str) -> list[str]:
     """Returns the directories of this process's memory control groups, at most one of each version."""
     found = []
-    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
+    for line in read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             mounted = os.path.join(root, "sys/fs/cgroup", controllers)
@@ -59,7 +60,7 @@ def _find_memory_groups(root: str) -> list[str]:
 
 
 def _read_limit(root: str) -> int:
-    texts = (_read(os.path.join(path, name)).strip() for path in _find_memory_groups(root) for name in _LIMITS)
+    texts = (read_text(path, name).strip() for path in _find_memory_groups(root) for name in _LIMITS)
     return min((limit for text in texts if text.isdigit() and (limit := int(text)) < _UNLIMITED), default=0)
 
 
@@ -72,16 +73,8 @@ def _filesystem_size(path: str) -> int:
 
 
 def _read_kill_counter(path: str) -> int:
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():
             return int(value)
     return 0
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

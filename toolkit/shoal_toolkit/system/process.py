@@ -11,6 +11,7 @@ from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import write_log
+from shoal_toolkit.system.files import read_text
 
 MARK = "SHOAL_JOB"  # a variable that marks all processes of a job, with a random value for each `train` above them
 _MAX_ROUNDS = 100
@@ -185,11 +186,7 @@ def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
 
 def _read_command(pid: int) -> list[str]:
     """Returns the command of a process; none if it is gone, a zombie, or a helper of multiprocessing."""
-    try:
-        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
-            words = redact.mask_arguments(file.read().split("\0")[:-1])
-    except OSError:
-        return []
+    words = redact.mask_arguments(read_text(f"/proc/{pid}/cmdline").split("\0")[:-1])
     return [" ".join(words)] if words and not any("multiprocessing." in word for word in words) else []
 
 
@@ -214,11 +211,7 @@ def _list_pids() -> list[int]:
 
 def _read_stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat from the third on; none if the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def signal_group(leader: int, number: int) -> bool:

@@ -72,7 +72,12 @@ _known: list[str] = []  # this job's secrets that are masked everywhere, the lon
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the value of a variable or option is masked next to its name."""
+    """Whether the value of a variable or option is masked next to its name.
+
+    Args:
+        name: Its name, in any spelling: DB_PASSWORD, --api-key, authToken.
+        value: Its value, which decides if the name is ambiguous.
+    """
     if not (_may_name_secret(name) or name.lower().endswith(_SECRET_ENDS) or _names_key(name)):
         return False
     if value.strip().lower() in _NO_SECRETS or ("credential" in name.lower() and _is_file(value)):

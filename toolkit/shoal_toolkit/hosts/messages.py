@@ -230,7 +230,7 @@ def encode_message(message: Any) -> tuple[bytes, bytes]:
 
 
 def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
-    """Parses a frame into a message.
+    """Parses a frame, and returns its message.
 
     Args:
         kind: The kind of the frame, one byte.

@@ -208,6 +208,7 @@ class Channel:
 
 
 def make_nonce() -> str:
+    """Returns a random number for one handshake, as 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
@@ -217,7 +218,14 @@ def hash_hosts(hosts: Sequence[str]) -> str:
 
 
 def make_transcript(hosts: Sequence[str], worker: str, first_nonce: str, worker_nonce: str) -> dict[str, str]:
-    """Returns what the proofs of a handshake cover: both names, the host list and both nonces."""
+    """Returns what the proofs of a handshake cover.
+
+    Args:
+        hosts: All hosts of the job, the first host first.
+        worker: The name of the worker.
+        first_nonce: The nonce of the first host.
+        worker_nonce: The nonce of the worker.
+    """
     names = {"first": hosts[0], "worker": worker, "hosts": hash_hosts(hosts)}
     return {**names, "first_nonce": first_nonce, "worker_nonce": worker_nonce}
 

@@ -158,7 +158,7 @@ def read_paths(environ: Mapping[str, str]) -> Paths:
 
 
 def read_cluster(paths: Paths, hostname: str) -> Cluster:
-    """Reads resourceconfig.json.
+    """Returns the hosts of the job, from resourceconfig.json.
 
     Args:
         paths: The directories of the job.
@@ -199,7 +199,7 @@ def read_framework(paths: Paths) -> dict[str, Any]:
 def read_job(
     paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...], fetch: bool = True
 ) -> Job:
-    """Reads the rest of the contract, and fetches the code.
+    """Reads the rest of the contract, fetches the code, and returns the job.
 
     Args:
         paths: The directories of the job.
@@ -261,6 +261,10 @@ def decode(value: Any) -> Any:
 def read_flag(settings: Mapping[str, Any], key: str) -> bool:
     """Returns a true/false hyperparameter. true, "true", "True" (SDK 1.x) and "\\"true\\"" are true, absent is false.
 
+    Args:
+        settings: The hyperparameters.
+        key: The name of one.
+
     Raises:
         ContractError: If it has any other value.
     """
@@ -277,6 +281,10 @@ def read_flag(settings: Mapping[str, Any], key: str) -> bool:
 
 def read_count(settings: Mapping[str, Any], key: str) -> int | None:
     """Returns a hyperparameter that is a whole number of at least 1; None if it is absent or null.
+
+    Args:
+        settings: The hyperparameters.
+        key: The name of one.
 
     Raises:
         ContractError: If it has any other value.

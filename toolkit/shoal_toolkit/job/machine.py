@@ -61,7 +61,7 @@ def read_machine(
     instance_type: str = "local",
     root: str = "/",
 ) -> Machine:
-    """Reads what this machine has.
+    """Returns what this machine has.
 
     Args:
         environ: The environment of `train`.
@@ -281,7 +281,15 @@ def _resolve_host(host: str) -> str:
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str:
-    """Returns the path of a program on PATH or next to this Python (a venv that is not activated); empty if absent."""
+    """Returns the path of a program on PATH or next to this Python (a venv that is not activated).
+
+    Args:
+        name: The name of the program.
+        environ: The environment, with PATH.
+
+    Returns:
+        Its path; empty if it is not installed.
+    """
     directories = [*environ.get("PATH", os.defpath).split(os.pathsep), os.path.dirname(sys.executable)]
     for directory in directories:
         path = os.path.join(directory, name)
@@ -310,6 +318,10 @@ def find_installed_version(package: str, path: Sequence[str]) -> str:
     """Returns the version of an installed package from the name of its dist-info directory; empty if absent.
 
     Importing the package, torch for example, would take seconds.
+
+    Args:
+        package: Its name, with underscores.
+        path: Directories, such as sys.path.
     """
     for directory in path:
         for name in list_names(directory or os.curdir, prefix=f"{package}-"):

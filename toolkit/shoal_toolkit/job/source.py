@@ -91,7 +91,7 @@ def describe_without_fetching(source: CodeSource, code_dir: str) -> Code:
 
 
 def fetch_code(source: CodeSource, code_dir: str, environ: Mapping[str, str]) -> Code:
-    """Fetches the code to this host, unless it is used in place. Leaves no files behind if it fails.
+    """Fetches the code to this host, unless it is used in place, and returns it. Leaves no files behind if it fails.
 
     Args:
         source: Where the code is.

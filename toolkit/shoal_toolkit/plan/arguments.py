@@ -92,6 +92,9 @@ def shorten_for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str
     Open MPI joins a rank's arguments into one variable, OMPI_ARGV. A command that is too long for it is passed in
     several variables instead. A small shell joins them, unsets them and runs the command.
 
+    Args:
+        command: The program and its arguments.
+
     Returns:
         The command for mpirun, and variables that the ranks of every host need for it.
     """

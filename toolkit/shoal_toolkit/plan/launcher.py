@@ -41,6 +41,10 @@ _TUNES = {
 def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
     """Returns the launcher, and notes: why it is chosen, and which hyperparameters have no effect.
 
+    Args:
+        job: The job, whose hyperparameters select a launcher.
+        machine: This host's machine: a bare `docker run` uses MPI if it has several GPUs.
+
     Raises:
         ContractError: If the job asks for a launcher that is not supported.
     """

@@ -40,33 +40,8 @@ class MpiOptions(NamedTuple):
     notes: tuple[str, ...]  # for the log: what was changed or left out
 
 
-class _Parser(NamedTuple):
-    """What stays the same while options are parsed."""
-
-    key: str  # the hyperparameter
-    series: int
-    table: Mapping[str, Any]
-
-    def refusal(self, word: str, reason: str) -> ContractError:
-        shown = redact.mask_arguments([word])[0]
-        return ContractError(f"hyperparameters.json, {self.key}: the option {shown!r} is not allowed: {reason}.")
-
-    def find(self, name: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Returns the main name of an option and its entry in the table; None if it is unknown."""
-        for main, option in self.table["options"].items():
-            if name == main or name in option.get("also", ()):
-                return main, option
-        return None
-
-    def reason(self, option: Mapping[str, Any], field: str) -> str:
-        return str(self.table["reasons"][option[field]])
-
-    def note(self, text: str) -> str:
-        return f"{self.key}: {text}"
-
-
 def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]) -> MpiOptions:
-    """Parses custom options for mpirun, with quotes as in a shell.
+    """Parses custom options for mpirun, with quotes as in a shell, and returns each option once.
 
     Args:
         text: The options.
@@ -77,146 +52,147 @@ def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]
     Raises:
         ContractError: If an option is not allowed; says why, and what to use instead.
     """
-    parser = _Parser(key, series, table)
     try:
         words = shlex.split(text)
-    except ValueError as error:  # the text may hold a secret
+    except ValueError as error:  # the text may contain a secret
         raise ContractError(
             f"hyperparameters.json, {key}: the options cannot be split into words: {str(error).lower()}. Check quotes."
         ) from None
-    options, taken = MpiOptions({}, {}, {}, ()), 0
-    while taken < len(words):
-        options, taken = _parse_option(parser, options, words, taken)
-    return options
+    parser = _Parser(key, series, table)
+    start = 0
+    while start < len(words):
+        start = parser.parse_option(words, start)
+    return MpiOptions(parser.named, parser.mca, parser.exports, tuple(parser.notes))
 
 
-def _parse_option(parser: _Parser, options: MpiOptions, words: Sequence[str], start: int) -> tuple[MpiOptions, int]:
-    """Adds the option at `start`; returns the options and the start of the next one."""
-    word = words[start]
-    spelled = _SPELLING.fullmatch(word)
-    if spelled is None:
-        raise _refuse_bare_word(parser, words, start)
-    found = parser.find(spelled["name"])
-    if found is None:
-        raise _refuse_unknown(parser, word, spelled["name"])
-    name, option = found
-    if "refused" in option:
-        raise parser.refusal(word, parser.reason(option, "refused"))
-    values, end = _parse_values(parser, option, words, start, spelled["value"])
-    if "left_out" in option:
-        left_out = parser.note(f"{word} is left out: {parser.reason(option, 'left_out')}")
-        return options._replace(notes=(*options.notes, left_out)), end
-    return _add_option(parser, options, word, name, option, values), end
+class _Parser:
+    """Collects the options that have been parsed so far."""
 
+    def __init__(self, key: str, series: int, table: Mapping[str, Any]) -> None:
+        self.named: dict[str, tuple[str, ...]] = {}
+        self.mca: dict[str, McaValue] = {}
+        self.exports: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._key, self._series, self._table = key, series, table
 
-def _refuse_bare_word(parser: _Parser, words: Sequence[str], start: int) -> ContractError:
-    before = words[start - 1] if start else ""
-    shown = redact.MASK if redact.is_secret(before, words[start]) else words[start]
-    return parser.refusal(shown, "mpirun would run it instead of the script; a value with spaces needs quotes")
+    def parse_option(self, words: Sequence[str], start: int) -> int:
+        """Adds the option at `start`; returns the start of the next one."""
+        word = words[start]
+        spelled = _SPELLING.fullmatch(word)
+        if spelled is None:
+            shown = redact.MASK if start and redact.is_secret(words[start - 1], word) else word
+            raise self._refusal(shown, "mpirun would run it instead of the script; a value with spaces needs quotes")
+        name, option = self._find(spelled["name"])
+        if not option:
+            hint = did_you_mean(f"--{name}", [f"--{known}" for known in self._table["options"]])
+            raise self._refusal(word, f"mpirun does not know it.{hint}".rstrip("."))
+        if "refused" in option:
+            raise self._refusal(word, self._table["reasons"][option["refused"]])
+        values, end = self._parse_values(option, words, start, spelled["value"])
+        if "left_out" in option:
+            self._note(f"{word} is left out: {self._table['reasons'][option['left_out']]}")
+        else:
+            self._add(word, name, option, values)
+        return end
 
+    def _refusal(self, word: str, reason: str) -> ContractError:
+        shown = redact.mask_arguments([word])[0]
+        return ContractError(f"hyperparameters.json, {self._key}: the option {shown!r} is not allowed: {reason}.")
 
-def _refuse_unknown(parser: _Parser, word: str, name: str) -> ContractError:
-    names = [f"--{known}" for known in parser.table["options"]]
-    return parser.refusal(word, f"mpirun does not know it.{did_you_mean(f'--{name}', names)}".rstrip("."))
+    def _note(self, text: str) -> None:
+        self.notes.append(f"{self._key}: {text}")
 
+    def _find(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """Returns the main name of an option and its entry in the table, which is empty if it is unknown."""
+        for main, option in self._table["options"].items():
+            if name == main or name in option.get("also", ()):
+                return main, option
+        return name, {}
 
-def _parse_values(
-    parser: _Parser, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
-) -> tuple[tuple[str, ...], int]:
-    """Returns the values of an option, which follow it or are in --name=value, and the start of the next option."""
-    word = words[start]
-    widths: list[int | None] = option["values"]
-    width = widths[SERIES.index(parser.series)]
-    if width is None:
-        width = max(known for known in widths if known is not None)
-    if joined is not None:
-        if width != 1:
-            raise parser.refusal(word, "its values are separate words" if width else "it takes no value")
-        return (joined,), start + 1
-    values = tuple(words[start + 1 : start + 1 + width])
-    another = next((value for value in values if _is_option(parser, value)), "")
-    if len(values) < width or another:
-        needs = "a name and a value" if width == 2 else "a value"
-        found = f"and {another!r} is the next option" if another else "and nothing follows"
-        raise parser.refusal(word, f"it needs {needs} after it, {found}")
-    return values, start + 1 + width
+    def _parse_values(
+        self, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
+    ) -> tuple[tuple[str, ...], int]:
+        """Returns the values of an option, which follow it or are in --name=value, and the start of the next option."""
+        word = words[start]
+        width = option["values"][SERIES.index(self._series)]
+        if width is None:
+            width = max(known for known in option["values"] if known is not None)
+        if joined is not None:
+            if width != 1:
+                raise self._refusal(word, "its values are separate words" if width else "it takes no value")
+            return (joined,), start + 1
+        values = tuple(words[start + 1 : start + 1 + width])
+        another = next((value for value in values if self._is_option(value)), "")
+        if len(values) < width or another:
+            needs = "a name and a value" if width == 2 else "a value"
+            found = f"and {another!r} is the next option" if another else "and nothing follows"
+            raise self._refusal(word, f"it needs {needs} after it, {found}")
+        return values, start + 1 + width
 
+    def _is_option(self, word: str) -> bool:
+        spelled = _SPELLING.fullmatch(word)
+        return spelled is not None and bool(self._find(spelled["name"])[1])
 
-def _is_option(parser: _Parser, word: str) -> bool:
-    spelled = _SPELLING.fullmatch(word)
-    return spelled is not None and parser.find(spelled["name"]) is not None
+    def _add(self, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]) -> None:
+        if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
+            self._add_export(f"NCCL_DEBUG={values[0]}")
+        elif name == "x":
+            self._add_export(values[0])
+        elif name in _GENERIC_MCA:
+            self._add_mca(word, "mca", *values)
+        elif option["values"][SERIES.index(self._series)] is None:
+            self._add_of_other_series(word, option)
+        elif name == "pmixmca":
+            self._add_mca(word, name, *values)
+        else:
+            if self.named.pop(name, values) != values:
+                self._note(f"--{name} is given twice: the last counts")
+            self.named[name] = values
 
+    def _add_of_other_series(self, word: str, option: Mapping[str, Any]) -> None:
+        """Translates an option that only the other series of Open MPI has, or refuses it."""
+        if self._series == 4 or "as5" not in option:
+            own, other = (RELEASE[series] for series in (self._series, 9 - self._series))
+            raise self._refusal(word, f"it is one of Open MPI {other}, and {own} is installed here")
+        if option["as5"]:
+            name, *values = option["as5"]
+            self.named[name] = tuple(values)
+            self._note(f"{word} is --{' '.join(option['as5'])} in Open MPI {RELEASE[5]}")
+        else:
+            self._note(f"{word} is left out: it is not needed in Open MPI {RELEASE[5]}")
 
-def _add_option(
-    parser: _Parser, options: MpiOptions, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]
-) -> MpiOptions:
-    if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
-        return _add_export(parser, options, f"NCCL_DEBUG={values[0]}")
-    if name == "x":
-        return _add_export(parser, options, values[0])
-    if name in _GENERIC_MCA:
-        return _add_mca(parser, options, word, "mca", *values)
-    if option["values"][SERIES.index(parser.series)] is None:
-        return _add_of_other_series(parser, options, word, option)
-    if name == "pmixmca":
-        return _add_mca(parser, options, word, name, *values)
-    named = dict(options.named)
-    replaced = named.pop(name, values)
-    again = [parser.note(f"--{name} is given twice: the last counts")] if replaced != values else []
-    return options._replace(named={**named, name: values}, notes=(*options.notes, *again))
+    def _add_export(self, export: str) -> None:
+        """Adds `-x NAME` or `-x NAME=value`."""
+        name, equals, value = export.partition("=")
+        if not name or name.startswith("SHOAL_"):
+            raise self._refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
+        for prefix in MCA_VARIABLES:
+            if equals and name.startswith(prefix):
+                self._add_mca(f"-x {name}", "mca", name[len(prefix) :], value)
+                return
+        if not equals and _HOST_VARIABLES.fullmatch(name):
+            self._note(f"-x {name} is left out: every host sets its own")
+            return
+        if self.exports.get(name, export) != export:
+            self._note(f"{name} is set twice: the last counts")
+        self.exports[name] = export
 
-
-def _add_of_other_series(parser: _Parser, options: MpiOptions, word: str, option: Mapping[str, Any]) -> MpiOptions:
-    """Translates an option that only the other series of Open MPI has, or refuses it."""
-    other = next(series for series in SERIES if series != parser.series)
-    if other == 5 or "as5" not in option:
-        raise parser.refusal(
-            word, f"it is one of Open MPI {RELEASE[other]}, and {RELEASE[parser.series]} is installed here"
-        )
-    instead = option["as5"]
-    said = f"is --{' '.join(instead)} in" if instead else "is left out: it is not needed in"
-    named = {**options.named, instead[0]: tuple(instead[1:])} if instead else options.named
-    return options._replace(named=named, notes=(*options.notes, parser.note(f"{word} {said} Open MPI {RELEASE[5]}")))
-
-
-def _add_export(parser: _Parser, options: MpiOptions, export: str) -> MpiOptions:
-    """Adds `-x NAME` or `-x NAME=value`."""
-    name, equals, value = export.partition("=")
-    if not name or name.startswith("SHOAL_"):
-        raise parser.refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
-    for prefix in MCA_VARIABLES:
-        if equals and name.startswith(prefix):
-            return _add_mca(parser, options, f"-x {name}", "mca", name[len(prefix) :], value)
-    notes = list(options.notes)
-    if not equals and _HOST_VARIABLES.fullmatch(name):
-        notes.append(parser.note(f"-x {name} is left out: every host sets its own"))
-        return options._replace(notes=tuple(notes))
-    if options.exports.get(name, export) != export:
-        notes.append(parser.note(f"{name} is set twice: the last counts"))
-    return options._replace(exports={**options.exports, name: export}, notes=tuple(notes))
-
-
-def _add_mca(parser: _Parser, options: MpiOptions, word: str, option: str, key: str, value: str) -> MpiOptions:
-    if "=" in key:
-        raise parser.refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
-    refused = parser.table["mca"]["refused"].get(key)
-    if refused and value not in refused.get("except", ()):
-        raise parser.refusal(f"{word} {key}", parser.reason(refused, "reason"))
-    notes = list(options.notes)
-    new = translate_parameter(parser.table, key, value, parser.series)
-    if new is None:
-        notes.append(parser.note(f"{word} {key} is left out: Open MPI {RELEASE[parser.series]} has no such parameter"))
-        return options._replace(notes=tuple(notes))
-    if new != (key, value):
-        notes.append(
-            parser.note(
-                f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {RELEASE[parser.series]}, installed here"
-            )
-        )
-    key, value = new
-    if key in options.mca and options.mca[key].value != value:
-        notes.append(parser.note(f"--mca {key} is given twice: the last counts"))
-    return options._replace(mca={**options.mca, key: McaValue(option, value)}, notes=tuple(notes))
+    def _add_mca(self, word: str, option: str, key: str, value: str) -> None:
+        if "=" in key:
+            raise self._refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
+        refused = self._table["mca"]["refused"].get(key)
+        if refused and value not in refused.get("except", ()):
+            raise self._refusal(f"{word} {key}", self._table["reasons"][refused["reason"]])
+        new, release = translate_parameter(self._table, key, value, self._series), RELEASE[self._series]
+        if new is None:
+            self._note(f"{word} {key} is left out: Open MPI {release} has no such parameter")
+            return
+        if new != (key, value):
+            self._note(f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {release}, installed here")
+        key, value = new
+        if key in self.mca and self.mca[key].value != value:
+            self._note(f"--mca {key} is given twice: the last counts")
+        self.mca[key] = McaValue(option, value)
 
 
 def translate_parameter(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:

@@ -97,7 +97,7 @@ class LaunchPlan(NamedTuple):
 
 
 def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) -> LaunchPlan:
-    """Plans the job on this host. Reads and changes nothing outside its arguments.
+    """Returns the plan of this host. Reads and changes nothing outside its arguments.
 
     Args:
         job: The job as configured.

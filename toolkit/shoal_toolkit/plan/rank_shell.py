@@ -56,7 +56,12 @@ _RUN = (
 
 
 def wrap_for_mpirun(script: Sequence[str], names: Sequence[str] = TORCH) -> list[str]:
-    """Returns the command that mpirun starts for each rank. `names`: which of the variables above it has."""
+    """Returns the command that mpirun starts for each rank.
+
+    Args:
+        script: The command of the script.
+        names: The variables that it gets: TORCH, DATA_PARALLEL or MODEL_PARALLEL.
+    """
     return ["/bin/sh", "-c", f"{_OPEN_MPI}{' '.join(names)}\n{_RUN}", "shoal-rank", *script]
 
 

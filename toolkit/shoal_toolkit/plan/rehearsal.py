@@ -32,6 +32,10 @@ def emulate_gpus(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], s
 
     Their number is SHOAL_REHEARSE_GPUS, else that of the instance type, else one for each configured process.
 
+    Args:
+        job: The job.
+        machine: This host's machine.
+
     Returns:
         The machine with these GPUs, variables for the ranks, and a note for the log.
 

@@ -66,7 +66,7 @@ def explain_failure(failure: Failure) -> str:
 
 
 def find_cause(stderr: str, exit_code: int) -> Cause:
-    """Finds the cause of a failure in the end of a script's stderr.
+    """Returns the cause of a failure, from the end of a script's stderr.
 
     Args:
         stderr: Its end.

@@ -134,6 +134,10 @@ def check_writable(paths: Paths, report: Mapping[str, Any]) -> None:
 
     Writes job.json without an exit code. It keeps the space on the disk that it takes.
 
+    Args:
+        paths: The directories of the job.
+        report: The content of job.json.
+
     Raises:
         LaunchError: If it can't be written.
     """
@@ -148,6 +152,10 @@ def write_provisional_failure(paths: Paths, result: Result) -> None:
     """Writes the failure file of a job that is being stopped: `docker stop` kills `train` after 10 s.
 
     An error is ignored here, because `write_result` reports it.
+
+    Args:
+        paths: The directories of the job.
+        result: The result that the job will have.
     """
     try:
         _write_file(paths, FAILURE, redact.mask_text(result.message))

@@ -207,7 +207,13 @@ class Host(Role):
 
 
 def describe_sidecar_end(name: str, host: str, code: int) -> str:
-    """Returns the message for a sidecar that ended before the job."""
+    """Returns the message for a sidecar that ended before the job.
+
+    Args:
+        name: The name of the sidecar.
+        host: The host on which it ran.
+        code: Its exit code.
+    """
     return f"{name} on {host} {describe_exit_code(code)} before the job was over. Its output is in the log."
 
 

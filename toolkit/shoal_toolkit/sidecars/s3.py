@@ -54,7 +54,16 @@ def make_client(service: str, region: str | None, endpoint: str | None = None) -
 
 
 def download(address: str, path: str, environ: Mapping[str, str]) -> None:
-    """Downloads an object to a file. Raises TrainError with the address, and without a secret."""
+    """Downloads an object to a file.
+
+    Args:
+        address: Such as s3://bucket/key.
+        path: The file.
+        environ: The environment, with endpoint, region and credentials.
+
+    Raises:
+        TrainError: If it does not exist, or S3 refuses or does not answer.
+    """
     bucket, key = split_address(address)
     s3 = make_s3_client(environ)
     try:
@@ -64,7 +73,13 @@ def download(address: str, path: str, environ: Mapping[str, str]) -> None:
 
 
 def upload(client: Any, file: BinaryIO, address: str) -> None:
-    """Uploads a file in this thread. If reading it fails, the upload ends and makes no object."""
+    """Uploads a file in this thread. If reading it fails, the upload ends and makes no object.
+
+    Args:
+        client: A client of S3.
+        file: An open file.
+        address: Such as s3://bucket/key.
+    """
     from boto3.s3.transfer import TransferConfig  # type: ignore[import-untyped]
 
     bucket, key = split_address(address)

@@ -191,7 +191,14 @@ def _read_command(pid: int) -> list[str]:
 
 
 def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
-    """Signals the other process groups of marked processes: `timeout`, for example, makes one."""
+    """Signals the other process groups of marked processes: `timeout`, for example, makes one.
+
+    Args:
+        leader: The leader of the group that is not signalled.
+        mark: The mark of the job.
+        since: Clock ticks; older processes are skipped.
+        number: The signal.
+    """
     groups = {group for pid in find_marked(mark, since) for group in _read_stat(pid)[2:3]}
     for group in groups - {str(leader)}:
         signal_group(int(group), number)

@@ -13,7 +13,7 @@ from . import loopback
 from .conftest import Run, Tree
 from .loopback import two_trees
 
-NOTE = "this job has no secret: anybody who can send from the address of "
+NOTE = "this job has no secret. Anybody who can send from the address of "
 
 
 def test_the_variable_is_taken_out_of_the_environment() -> None:

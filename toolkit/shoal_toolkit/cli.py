@@ -1,9 +1,9 @@
 """Runs the training job of this container or host, as /opt/ml/input/config describes it.
 
-train [argument ...]       run the job; the arguments are added to those from the hyperparameters
-train --explain [--json]   print what would run, and start nothing
-train --rehearse [...]     run on CPU with emulated GPUs; use it on every host (sets SHOAL_REHEARSE=1)
-train --help, train --version
+- train [argument ...]       run the job, with more arguments for the script
+- train --explain [--json]   print the command and the environment, and start nothing
+- train --rehearse [...]     run on CPU with emulated GPUs, on every host; sets SHOAL_REHEARSE=1
+- train --help, train --version
 
 --explain and --rehearse may be anywhere among the arguments. Arguments after `--` are passed to the script:
 `train -- --help` prints the script's own help.
@@ -46,7 +46,7 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `train` with arguments, those of the process by default; returns its exit code."""
+    """Runs `train`, by default with the arguments of the process. Returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:
         print(f"train (shoal-toolkit) {__version__}")

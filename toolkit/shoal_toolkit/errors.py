@@ -33,8 +33,8 @@ def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns ' Did you mean X?' for the choice that is closest to a misspelt name.
 
     Args:
-        name: What the user wrote.
-        choices: What is allowed.
+        name: The name that the user wrote.
+        choices: The allowed names.
         cutoff: The least similarity, from 0 to 1.
 
     Returns:

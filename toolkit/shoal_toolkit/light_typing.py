@@ -1,7 +1,7 @@
 """Replaces the parts of `typing` that the toolkit uses: importing `typing` takes much of the time of a no-op job.
 
-Type checkers see the names of `typing`. At run time NamedTuple is a class of our own, which compiles no code: a class
-made by typing.NamedTuple takes longer than importing a whole module of ours. The other names appear only in
+Type checkers see the names of `typing`. At run time, the NamedTuple here compiles no code. A class made by
+typing.NamedTuple takes longer than importing a whole module. The other names appear only in
 annotations, which are never evaluated.
 """
 

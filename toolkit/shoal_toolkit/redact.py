@@ -7,10 +7,10 @@ The rules, which docs/toolkit.md explains to users:
   that a tokenizer defines (`PAD_TOKEN`). If the name is ambiguous (`TOKEN_PROD`, `ssh_key`), a value is a secret if it
   looks
   random: letters and digits, at least six characters, not the path of a file.
-- Next to the name of a secret its value is masked, unless it is true, false, none or similar, or the path of a
-  credentials file.
-- Elsewhere the value is masked if it can't appear by chance: at least five characters, not a number of fewer than
-  twelve digits, not a common word in logs. A value of letters is masked only as a whole word.
+- Next to the name of a secret its value is masked. Exceptions are true, false, none and similar words, and the path of
+  a credentials file.
+- Elsewhere the value is masked if it can't appear by chance. It has at least five characters, is not a common word in
+  logs, and is not a number of fewer than twelve digits. A value of letters is masked only as a whole word.
 - Tokens of a known form (`ghp_...`) and passwords in addresses are masked everywhere.
 
 The script's output is not masked: that would change its bytes, delay lines, and never be complete.
@@ -26,7 +26,7 @@ from functools import cache
 from shoal_toolkit.light_typing import Any
 
 MASK = "******"
-# Plain words: compiling a regular expression would slow down every start. A name without any of them is no secret.
+# Plain words: compiling a regular expression would slow down every start. A name without any of them is not a secret's.
 _SECRET = (
     *("secret", "token", "passw", "passphrase", "credential", "private", "auth"),
     *("apikey", "api_key", "api-key", "accesskey", "access_key", "access-key"),
@@ -38,7 +38,7 @@ _KEY_ENDS = ("_key", "-key", ".key")
 _CERTAIN = ("secret", "passw", "passphrase", "credential", "authorization")
 _CERTAIN_KEYS = ("api_key", "apikey", "access_key", "accesskey", "private_key", "privatekey")
 _NO_SECRETS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", "undefined")
-# "name": "value" of JSON and Python, also quoted repeatedly; 'name=several words'; name=value; --name value. Lengths
+# "name": "value" of JSON and Python, also quoted repeatedly, 'name=several words', name=value, --name value. Lengths
 # are bounded and matches start at words, so that a long value doesn't take quadratic time.
 _PAIR = (
     r"""(?P<open>\\{0,9}["'])(?P<key>[\w.-]{1,256})(?P=open)\s?:\s?(?P<quote>\\{0,9}["'])(?P<text>.{0,9999}?)(?P=quote)"""
@@ -130,7 +130,7 @@ def mask_arguments(argv: Iterable[str]) -> list[str]:
 
 
 def mask_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with masked secrets, also where one repeats another. Learns the secrets."""
+    """Returns the variables with masked secrets, also if one repeats another. Learns the secrets."""
     learn_secrets(variables)
     return {name: MASK if is_secret(name, value) else _mask_value(value) for name, value in variables.items()}
 

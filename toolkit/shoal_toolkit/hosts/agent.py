@@ -1,6 +1,6 @@
 """Listens on a worker host until the first host connects, and accepts nobody else.
 
-A connection must come from an address to which the first host's name resolves, and must prove the job's secret; this
+A connection must come from an address to which the first host's name resolves. It must prove the job's secret. This
 host then proves it too. Before that, a connection may send one small frame within a few seconds. After the first host
 has connected, the port is closed.
 

@@ -139,7 +139,7 @@ def build_daemon_command(
         )
     arguments = _check_arguments(words[start + 1 :], read_table("daemon")[name], planned)
     variables = set_session_directory(directory)
-    # A relocated mpirun sends the path of its installation; the daemon needs that of its own.
+    # A relocated mpirun sends the path of its installation; the daemon needs its own.
     if any("_PREFIX=" in word for word in words[: start + 1]):
         variables.update(dict.fromkeys(_PREFIXES[name], os.path.dirname(os.path.dirname(daemon))))
     return [daemon, *arguments], variables

@@ -1,6 +1,6 @@
 """Connections between two hosts: frames over TCP, heartbeats, and proofs of the job's secret.
 
-A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: see messages.py. After the
+A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload. See messages.py. After the
 handshake each frame ends with a tag (16 bytes). Its key is derived from the secret and from this handshake, so that
 nobody between the hosts can add, change, repeat or remove a frame.
 """
@@ -87,14 +87,14 @@ class Channel:
         """Ends the handshake: from now on frames have tags, and a silent connection is lost.
 
         Args:
-            seals: That of this side, and that of the other.
+            seals: The seal of this side, and of the other.
         """
         self._seals = seals
         self._last_heard = monotonic()
         self._heartbeat()
 
     def send(self, message: Any) -> None:
-        """Queues a message, and sends what the socket takes now. Does nothing if the connection is closed."""
+        """Queues a message, and sends as much as the socket takes now. Does nothing if the connection is closed."""
         if self._sock is None:
             return
         kind, payload = messages.encode_message(message)
@@ -218,7 +218,7 @@ def hash_hosts(hosts: Sequence[str]) -> str:
 
 
 def make_transcript(hosts: Sequence[str], worker: str, first_nonce: str, worker_nonce: str) -> dict[str, str]:
-    """Returns what the proofs of a handshake cover.
+    """Returns the facts that the proofs of a handshake cover.
 
     Args:
         hosts: All hosts of the job, the first host first.
@@ -246,7 +246,7 @@ def make_proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
 
 
 def make_seals(secret: str, role: str, transcript: Mapping[str, str]) -> tuple[Seal, Seal]:
-    """Returns the seal of `role` and that of the other side. Arguments as for `make_proof`."""
+    """Returns the seals of `role` and of the other side. Arguments as for `make_proof`."""
     other = "worker" if role == "first" else "first"
     own, others = (Seal(bytes.fromhex(make_proof(secret, f"frames of {each}", transcript))) for each in (role, other))
     return own, others

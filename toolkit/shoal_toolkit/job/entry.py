@@ -4,7 +4,7 @@
 - `go.sh`, and any other file that is executable or has a #! line: runs by the interpreter of its #! line (default for
   .sh: /bin/sh). Its mode doesn't matter, because mounts and archives lose it.
 - `-m package.module`: runs as `python -m package.module`.
-- A name that is no file, if the code is a package (setup.py, pyproject.toml): the package is installed, and
+- A name without a file, if the code is a package (setup.py, pyproject.toml): the package is installed, and
   `python -m name` runs it.
 - SAGEMAKER_TRAINING_MODULE="module:function": calls that function in a process of its own, and ignores
   SAGEMAKER_PROGRAM. The values of the stock PyTorch and TensorFlow toolkits are ignored: `train` replaces them.

@@ -1,4 +1,4 @@
-"""Reads what this machine has: CPUs, GPUs, network interfaces, programs. Reads files only, and starts no process.
+"""Reads the hardware and programs of this machine. Reads files only, and starts no process.
 
 CPUs respect the affinity mask and the quotas of all cgroups of this process: a container with half a machine has half
 its CPUs.
@@ -49,9 +49,9 @@ class Machine(NamedTuple):
     neuron_devices: int = 0
     nics: tuple[Nic, ...] = ()
     torch: str = ""  # the installed version
-    library_commands: frozenset[str] = frozenset()  # those of LIBRARY_COMMANDS that are installed
+    library_commands: frozenset[str] = frozenset()  # the installed ones of LIBRARY_COMMANDS
     mpirun_options: Mapping[str, Any] = {}  # data/mpirun.json, if there is an mpirun
-    instance: Mapping[str, Any] = {}  # what data/instances.json says about the instance type
+    instance: Mapping[str, Any] = {}  # the entry of the instance type in data/instances.json
 
 
 def read_machine(
@@ -61,7 +61,7 @@ def read_machine(
     instance_type: str = "local",
     root: str = "/",
 ) -> Machine:
-    """Returns what this machine has.
+    """Returns the hardware and programs of this machine.
 
     Args:
         environ: The environment of `train`.
@@ -92,7 +92,7 @@ def read_machine(
 
 
 def read_instance(instance_type: str) -> Mapping[str, Any]:
-    """Returns what data/instances.json says about an instance type; empty if it is not there."""
+    """Returns the entry of an instance type in data/instances.json; empty if there is none."""
     if not instance_type.startswith("ml."):
         return {}
     found: Mapping[str, Any] = read_table("instances")["instances"].get(instance_type, {})
@@ -183,7 +183,7 @@ def _cgroup_and_parents(mount: str, path: str) -> list[str]:
     """Returns the directories of a cgroup and of all above it.
 
     A container without its own cgroup namespace reads its path on the host. That does not exist in the container's
-    mount, whose top is then the container's cgroup.
+    mount, and its top is then the container's cgroup.
     """
     parts = path.split("/")[1:] if path != "/" else []
     return [os.path.join(mount, *parts[:depth]) for depth in range(len(parts) + 1)]
@@ -216,7 +216,7 @@ def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tupl
     """Chooses the network interface for the job.
 
     resourceconfig.json may name one that does not exist (the SDK's local mode says "ethwe"). Then it is the interface
-    of the route to a peer, else that of the default route, else the first that is up.
+    of the route to a peer. Without one, it is the interface of the default route, or the first that is up.
 
     Args:
         wanted: The name in resourceconfig.json.

@@ -1,8 +1,8 @@
 """Reads the metric definitions of a job, in SageMaker's form: [{"Name": "loss", "Regex": "loss: ([0-9.]+)"}].
 
-They come from the first of these that exists: the hyperparameter `sagemaker_metric_definitions`,
-`input/config/metrics.json`, `metrics.json` in the code directory (unless it holds no list: then it is another
-program's).
+The first of these counts: the hyperparameter `sagemaker_metric_definitions`, `input/config/metrics.json`,
+`metrics.json` in the code directory. The last is ignored if it contains no list, because it may belong to another
+program.
 """
 
 from __future__ import annotations

@@ -127,14 +127,15 @@ def warn_without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, 
     if settings.secret or len(hosts) < 2:
         return ()
     return (
-        f"this job has no secret: anybody who can send from the address of {hosts[0]}, or run a process there, can run "
-        "programs on the other hosts. On a private network, such as SageMaker's, nobody else can. Fix: set "
-        f"{SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file with it.",
+        f"this job has no secret. Anybody who can send from the address of {hosts[0]}, or run a process there, can run "
+        "programs on the other hosts. Nobody can on a private network, such as SageMaker's. "
+        f"Fix: set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file "
+        "with it.",
     )
 
 
 def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:
-    """Returns a note for each SHOAL_ variable whose name is nearly one of `VARIABLES`; it has no effect.
+    """Returns a note for each SHOAL_ variable with nearly the name of one in `VARIABLES`; it has no effect.
 
     Variables that Kubernetes sets for a service called shoal, or shoal-job, are left out.
     """

@@ -4,7 +4,7 @@ SAGEMAKER_SUBMIT_DIRECTORY beats the hyperparameter sagemaker_submit_directory, 
 used in place. An archive, a single file and an s3:// address are unpacked by a child process (sidecars/unpack.py) into
 a new directory. It then becomes <base>/code in one step, so that <base>/code is always complete. If <base>/code is not
 empty, or can't be replaced, the new directory stays where it is, and the log says so. (The stock toolkit then runs
-whatever is in <base>/code.)
+the files in <base>/code.)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir
         return CodeSource(address, name)
     if "://" in address:
         raise ContractError(f"{name} is {value!r}, which is not a supported code location. {_ALLOWED}")
-    if os.path.abspath(address) == code_dir:  # the SDK's local mode sets this, whatever is there
+    if os.path.abspath(address) == code_dir:  # the SDK's local mode always sets this
         return CodeSource(code_dir, "")
     if not os.path.isdir(address) and not os.path.isfile(address):
         raise ContractError(f"{name} is {value!r}, which does not exist in this container. {_ALLOWED}")
@@ -78,7 +78,7 @@ def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir
 
 
 def describe_without_fetching(source: CodeSource, code_dir: str) -> Code:
-    """Returns what is known about the code before it is fetched, for `train --explain`.
+    """Returns the known facts about code before it is fetched, for `train --explain`.
 
     Args:
         source: Where the code is.

@@ -1,1 +1,1 @@
-"""The output of ranks and launchers on its way to the log, and what is read from it: metrics and causes of failures."""
+"""Moves the output of ranks and launchers to the log, and reads metrics and causes of failures from it."""

@@ -1,13 +1,14 @@
-"""Reads what mpirun and its daemons write: which rank failed first and why. The rest is passed on without noise.
+"""Reads from the output of mpirun and its daemons which rank failed first and why. Passes on the rest without noise.
 
-mpirun's own summary names the failed rank too, but some aborts lose it (Open MPI 4.1.8: "Data unpack would read past
-end of buffer in show_help.c"). Therefore mpirun runs with `state_base_verbose 1` (plan/mpi.py), and the lines that this
-adds are read here and kept out of the log.
+mpirun's own summary names the failed rank too, but some aborts of Open MPI 4.1.8 lose it ("Data unpack would read past
+end of buffer"). Therefore mpirun runs with `state_base_verbose 1` (plan/mpi.py). The lines that this adds are read here
+and kept out of the log.
 
 Such a line of Open MPI 4.1 and of 5.0:
 
-[vm:1] [[8015,0],0] ACTIVATE PROC [[8015,1],3] STATE CALLED ABORT AT pmix_server_gen.c:198
-[vm:1] [prterun-vm-1@0,0] [1795198828.267768] ACTIVATE PROC [prterun-vm-1@1,3] STATE CALLED ABORT AT pmix_server_gen.c:1
+- `[vm:1] [[8015,0],0] ACTIVATE PROC [[8015,1],3] STATE CALLED ABORT AT pmix_server_gen.c:198`
+- `[vm:1] [prterun-vm-1@0,0] [1795198828.267768] ACTIVATE PROC [prterun-vm-1@1,3] STATE CALLED ABORT AT
+  pmix_server_gen.c`
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class MpirunLog:
         return self._filter(self._lines[stream].flush()) if stream in self._lines else b""
 
     def text(self) -> str:
-        """Returns the end of what was passed on."""
+        """Returns the end of the lines that were passed on."""
         return self._tail.text()
 
     def failure_reason(self) -> str:

@@ -26,7 +26,7 @@ class Formatter(Protocol):
 
 
 class _Stream(NamedTuple):
-    """What handles one stream of a rank, or of the launcher."""
+    """The handlers of one stream of a rank, or of the launcher."""
 
     formatter: Formatter | None
     tail: Tail | None
@@ -34,7 +34,7 @@ class _Stream(NamedTuple):
 
 
 class Output:
-    """stdout and stderr of `train` on this host, and what is read from them."""
+    """stdout and stderr of `train` on this host."""
 
     def __init__(
         self, loop: Loop, flow: FlowControl, prefixed: bool, as_json: bool, metrics: MetricsFile | None
@@ -75,11 +75,11 @@ class Output:
         self._write(stream, None, formatter.feed(data) if formatter is not None else data)
 
     def add_tail(self, rank: int, text: str) -> None:
-        """Keeps the end of what a rank on another host wrote to stderr."""
+        """Keeps the end of stderr of a rank on another host."""
         self._tails.setdefault(rank, Tail()).add(text.encode("utf-8", "backslashreplace"))
 
     def stderr_tail(self, rank: int) -> str:
-        """Returns the end of what a rank wrote to stderr; empty if nothing is known."""
+        """Returns the end of stderr of a rank; empty if nothing is known."""
         return self._tails[rank].text() if rank in self._tails else ""
 
     def flush(self) -> None:

@@ -73,7 +73,7 @@ class Sink:
         self.last = b"\n"  # the last byte that was passed to `write`
 
     def write(self, data: bytes) -> None:
-        """Writes what the descriptor takes now, and queues the rest."""
+        """Writes as much as the descriptor takes now, and queues the rest."""
         if not data or self._broken:
             return
         self.last = data[-1:]
@@ -97,7 +97,7 @@ class Sink:
         self._broken = True
 
     def close(self) -> None:
-        """Writes what is queued, blocking as long as that takes, and closes the non-blocking descriptor."""
+        """Writes all queued output, blocking as long as that takes, and closes the non-blocking descriptor."""
         try:
             for data in self._waiting:
                 while data:
@@ -185,7 +185,7 @@ class Source:
         flow.add(self)
 
     def poll(self) -> None:
-        """Reads what is available now, but at most as much as a pipe holds: a process may never stop writing."""
+        """Reads the available bytes, but at most as many as a pipe holds: a process may never stop writing."""
         left = _LARGE_PIPE
         while left > 0 and (size := self._read()):
             left -= size
@@ -199,7 +199,7 @@ class Source:
         self._watch()
 
     def finish(self) -> None:
-        """Reads what is available now and closes the pipe: its writers have ended."""
+        """Reads the available bytes and closes the pipe: its writers have ended."""
         self.poll()
         self._close()
 
@@ -222,7 +222,7 @@ class Source:
             self._loop.watch(self._fd, READ, self._on_readable)
 
     def _read(self) -> int:
-        """Passes on what is available now; returns the number of bytes. Closes the pipe at its end."""
+        """Passes on the available bytes, and returns their number. Closes the pipe at its end."""
         if self._fd < 0:
             return 0
         try:

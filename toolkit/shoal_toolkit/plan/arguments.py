@@ -1,8 +1,8 @@
 """Builds the command of the script: its entry point, and hyperparameters as arguments.
 
-Arguments are sorted by name. A one-letter name gives `-x value`, a longer one `--name value`. Values: text unchanged,
-None as an empty string, true and false as `True` and `False`, an object as `k=v,k=v`, a list as JSON (`[1, "x"]`; the
-stock toolkit writes Python's repr, which JSON and shell tools can't read), everything else as Python prints it.
+Arguments are sorted by name. A one-letter name gives `-x value`, a longer one `--name value`. Text is
+unchanged. None is an empty string, true and false are `True` and `False`, an object is `k=v,k=v`, a list is JSON. (The
+stock toolkit writes a list as Python's repr, which JSON and shell tools can't read.)
 
 For parsers with flags (argparse's `store_true`), the hyperparameter `sagemaker_store_true` lists the hyperparameters
 that are flags, or is true if all booleans are. A flag becomes a bare `--name` if it is true, and is left out if it is
@@ -87,7 +87,7 @@ def _format_value(value: Any) -> str:
 
 
 def shorten_for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Shortens the command of a rank to what mpirun can start.
+    """Shortens the command of a rank, so that mpirun can start it.
 
     Open MPI joins a rank's arguments into one variable, OMPI_ARGV. A command that is too long for it is passed in
     several variables instead. A small shell joins them, unsets them and runs the command.

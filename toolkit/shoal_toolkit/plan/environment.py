@@ -167,7 +167,7 @@ def read_log_level(job: Job) -> int:
     """Returns sagemaker_container_log_level as a number of the module logging; 20 by default.
 
     Raises:
-        ContractError: If it is no level.
+        ContractError: If it is not a level.
     """
     value = job.toolkit.get("sagemaker_container_log_level")
     name = "sagemaker_container_log_level"

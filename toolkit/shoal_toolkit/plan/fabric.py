@@ -1,6 +1,6 @@
 """Chooses the variables of NCCL, gloo and EFA for this machine, each with a reason.
 
-The hardware decides: a device under /sys/class/infiniband whose device node this container has. FI_PROVIDER=efa without
+The hardware decides: a device under /sys/class/infiniband with a device node in this container. FI_PROVIDER=efa without
 EFA would make a job hang or fail. The table of instance types (data/instances.json) only shows what is missing.
 Variables that the user has set are kept.
 

@@ -1,7 +1,7 @@
 """Chooses the launcher, the hosts of the distribution, and the number of ranks on each.
 
-Sources: the estimators of the SageMaker SDK set one hyperparameter for each launcher. Their precedence is that of the
-stock framework toolkits.
+Sources: the estimators of the SageMaker SDK set one hyperparameter for each launcher. Their precedence is the same as
+in the stock framework toolkits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
     """Returns the launcher, and notes: why it is chosen, and which hyperparameters have no effect.
 
     Args:
-        job: The job, whose hyperparameters select a launcher.
+        job: The job, with the hyperparameters that select a launcher.
         machine: This host's machine: a bare `docker run` uses MPI if it has several GPUs.
 
     Raises:
@@ -77,7 +77,7 @@ def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
 def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
     """Returns the hosts of the distribution. The first one leads the job.
 
-    These are all hosts, or those of the groups that sagemaker_distribution_instance_groups names.
+    These are all hosts, or the hosts of the groups in sagemaker_distribution_instance_groups.
 
     Args:
         cluster: The hosts and instance groups of the job.
@@ -113,7 +113,7 @@ def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...
 
     Args:
         job: The job.
-        machine: This host's machine, whose GPUs limit the ranks per host.
+        machine: This host's machine. Its GPUs limit the ranks per host.
         launcher: The launcher of the job.
         hosts: The hosts of the distribution.
 

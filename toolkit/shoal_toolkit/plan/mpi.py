@@ -1,6 +1,6 @@
 """Builds the mpirun command: default options, merged with the user's custom options.
 
-Why each default (names of Open MPI 4.1; data/mpirun.json has those of 5.0):
+Why each default (names of Open MPI 4.1; data/mpirun.json has the names in 5.0):
 
 - `btl_vader_single_copy_mechanism none`: an unprivileged container has no cross-memory attach, and the log would fill
   with warnings.
@@ -34,10 +34,10 @@ ANY = "\0"  # any value: no argument of a process can contain it
 
 
 class MpirunCommand(NamedTuple):
-    """The command for the first host, and what the other hosts accept from it."""
+    """The command for the first host, and the parameters that other hosts accept from it."""
 
     command: tuple[str, ...]
-    daemon: Mapping[str, str]  # MCA parameter → value or ANY: what mpirun may pass to its daemons
+    daemon: Mapping[str, str]  # MCA parameter → value or ANY, which mpirun may pass to its daemons
     notes: tuple[str, ...]  # for the log
 
 

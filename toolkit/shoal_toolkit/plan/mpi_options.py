@@ -20,7 +20,7 @@ RELEASE = {4: "4.1", 5: "5.0"}
 MCA_VARIABLES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 _GENERIC_MCA = ("mca", "gmca", "omca", "gomca", "prtemca")  # `--mca` replaces them all, because there is one program
 _SPELLING = re.compile(r"--?(?P<name>[A-Za-z?][\w?-]*)(?:=(?P<value>.*))?", re.DOTALL)
-# Variables that every host sets for its own ranks. With -x, mpirun would pass on those of the first host.
+# Variables that every host sets for its own ranks. With -x, mpirun would pass on the first host's values.
 _HOST_VARIABLES = re.compile(r"SM_.*|CURRENT_HOST|PYTHONPATH")
 
 
@@ -50,7 +50,7 @@ def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]
         table: The content of data/mpirun.json.
 
     Raises:
-        ContractError: If an option is not allowed; says why, and what to use instead.
+        ContractError: If an option is not allowed; gives the reason and the fix.
     """
     try:
         words = shlex.split(text)

@@ -48,7 +48,7 @@ class Sidecar(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """What this host does."""
+    """The part of this host in a job."""
 
     launcher: str
     hosts: tuple[str, ...]  # the one that leads the job first
@@ -57,8 +57,8 @@ class LaunchPlan(NamedTuple):
     outside: tuple[str, ...]  # hosts outside the distribution: each runs the script once, as a job of its own
     setup: tuple[tuple[str, ...], ...]  # commands that every host runs before the launch
     script: tuple[str, ...]
-    command: tuple[str, ...]  # what this host starts; empty if the first host starts the ranks here
-    daemon: Mapping[str, str]  # MCA parameter → value or mpi.ANY: what mpirun may pass to its daemon here
+    command: tuple[str, ...]  # of this host; empty if the first host starts the ranks here
+    daemon: Mapping[str, str]  # MCA parameter → value or mpi.ANY, which mpirun may pass to its daemon here
     sidecars: tuple[Sidecar, ...]
     cwd: str
     env: Mapping[str, str]  # variables to add to the environment
@@ -159,7 +159,7 @@ def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str]
 
 
 def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
-    """Returns what lets a script's own mpirun start a rank for each emulated GPU. Variables of the user are kept."""
+    """Returns the variable with which a script's own mpirun can start a rank for each emulated GPU."""
     from shoal_toolkit.plan.rehearsal import allow_oversubscription
 
     variables = allow_oversubscription(machine.open_mpi)
@@ -169,7 +169,7 @@ def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
 def _build_command(
     job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Returns what this host starts, what mpirun may pass to its daemon here, and notes for the log."""
+    """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log."""
     if launcher in BY_MPIRUN:
         return _build_mpirun(job, machine, launcher, ranks, script)
     if launcher == TORCH_DISTRIBUTED:

@@ -1,7 +1,8 @@
 """Builds the small shell script that starts each rank under mpirun or torchrun. A second Python would start slower.
 
-The shell sets the rank's variables, reports the start of the rank to `train` and later its exit code, gives it stdout
-and stderr of its own, and enters the code directory of its host (mpirun only knows that of the first host).
+The shell sets the rank's variables, and gives it stdout and stderr of its own. It enters the code directory of its
+host: mpirun only knows the directory of the first host. It reports the start of the rank to `train`, and later its exit
+code.
 
 A rank of smdistributed.dataparallel also has SMDATAPARALLEL_LOCAL_RANK, which scripts and transformers read. A rank of
 smdistributed.modelparallel under mpirun has no LOCAL_RANK, as with AWS's toolkit. Published scripts add that to their

@@ -30,7 +30,7 @@ def is_rehearsal(environ: Mapping[str, str]) -> bool:
 def emulate_gpus(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]:
     """Adds emulated GPUs to a machine.
 
-    Their number is SHOAL_REHEARSE_GPUS, else that of the instance type, else one for each configured process.
+    Their number is SHOAL_REHEARSE_GPUS, or the number of the instance type, or one for each configured process.
 
     Args:
         job: The job.

@@ -1,7 +1,7 @@
 """Builds TF_CONFIG, in which TensorFlow's strategies find their cluster.
 
-Ports and task names are those of SageMaker's TensorFlow containers: in a parameter-server job the first host is the
-`master`, the others are `worker`s, and every host runs a `ps`.
+Ports and task names are the same as in SageMaker's TensorFlow containers. In a parameter-server job the first host is
+the `master`, the others are `worker`s, and every host runs a `ps`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Explains why a script failed, from the end of its stderr, its exit code and facts about its host.
 
-The text of the failure file has the exception first, then the rank that failed and its command, then advice if the
-cause is known, then the end of the traceback. SageMaker shows its first 1,024 characters. The text has at most as many
-bytes.
+The text of the failure file has the exception first, then the rank that failed and its command. Advice follows if the
+cause is known, and then the end of the traceback. SageMaker shows its first 1,024 characters. The text has at most as
+many bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GROUP = "Exception Group Traceback (most recent call last):"
 
 
 class Cause(NamedTuple):
-    """What a script wrote about its failure."""
+    """The cause of a failure, as the script wrote it."""
 
     head: str  # the line that names the failure
     end: str  # the end of its output, with the traceback
@@ -115,13 +115,13 @@ def _read_exception(block: str) -> Cause:
 
 
 def _read_message_below(lines: Sequence[str]) -> str:
-    """Returns the message of an exception whose line ends with a colon: the next line that is not empty."""
+    """Returns the message of an exception if its line ends with a colon: the next line that is not empty."""
     in_graph = _IN_GRAPH.search("\n".join(lines))
     return in_graph["cause"] if in_graph else next(filter(None, map(str.strip, lines[:_MAX_EXCEPTION_LINES])), "")
 
 
 def _read_exception_group(framed: str) -> Cause:
-    """Reads an exception group: its own line, and those of the exceptions in it."""
+    """Reads an exception group: its own line, and the lines of the exceptions in it."""
     named = [line for line in _FRAME.sub("", framed).split("\n") if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
     if not named:
         return _read_last_line(framed)

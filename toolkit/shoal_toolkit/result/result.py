@@ -87,7 +87,7 @@ def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
 
 
 def read_script_failure(paths: Paths) -> str:
-    """Returns what the script itself wrote to the failure file; usually nothing.
+    """Returns the text that the script itself wrote to the failure file; usually nothing.
 
     Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
     """

@@ -1,6 +1,6 @@
 """The first host: connects to the others, launches, watches, and decides for all. A job of one host has only this role.
 
-It launches once every host is ready: connected, and set up. The result: mpirun's exit code is that of the rank that
+It launches once every host is ready: connected, and set up. The result: mpirun ends with the exit code of the rank that
 failed first. If every host starts its own command, the first rank or host that fails decides. The other hosts get the
 result then, and the first host ends after they have confirmed it.
 """
@@ -43,7 +43,7 @@ class FirstHost(Host):
         self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon of mpirun runs
         self._mpirun_log: MpirunLog | None = None
         self._failed_rank: int | None = None  # as the daemon of a worker logged
-        self._pending: set[str] = set()  # hosts whose own command has not ended
+        self._pending: set[str] = set()  # hosts with a command of their own that has not ended
         self._unready: set[str] = set(task.hosts)
         self._launched = False
         self._first_start = 0.0

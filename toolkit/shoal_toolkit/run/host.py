@@ -1,4 +1,4 @@
-"""What the first host and a worker have in common: processes, output, and an orderly end with one result."""
+"""The common part of the first host and a worker: processes, output, and an orderly end with one result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MIN_DRAIN_SECONDS = 1.0  # for a last upload if the script took the whole grace
 
 
 class Task(NamedTuple):
-    """What this host has to do: a plan, or the error why there is none, which is reported to the other hosts."""
+    """The task of this host: a plan, or the error that prevented one and is reported to the other hosts."""
 
     paths: Paths
     cluster: Cluster
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
 
 class Role(HostEvents, Protocol):
-    """What the two roles of a host, first host and worker, do differently."""
+    """The differences between the two roles of a host, first host and worker."""
 
     def begin(self) -> None:
         """Starts to connect to the other hosts, and to set up this one."""

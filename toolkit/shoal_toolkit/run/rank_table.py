@@ -76,7 +76,7 @@ class RankTable:
     def warn_about_hidden_failure(self) -> None:
         """Logs a warning if a shell script succeeded, but a command in it raised an exception.
 
-        A shell goes on after a command that fails, and its exit code is that of its last command.
+        A shell goes on after a command that fails, and ends with the exit code of its last command.
         """
         if not self._plan.script[0].endswith("sh"):
             return

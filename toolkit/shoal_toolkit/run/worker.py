@@ -1,4 +1,4 @@
-"""A worker, every host but the first: waits for the first host, runs what it requests, and ends with its result."""
+"""A worker, every host but the first: waits for the first host, starts processes for it, and ends with its result."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Worker(Host):
             self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        """Sends output of ranks to the first host. That of a plain process stays here, as on SageMaker."""
+        """Sends output of ranks to the first host. The output of a plain process stays here, as on SageMaker."""
         if self._has_ranks:
             self._send(messages.Output(stream, rank, data))
         else:

@@ -37,7 +37,7 @@ def make_client(service: str, region: str | None, endpoint: str | None = None) -
     Args:
         service: Such as "s3".
         region: None for boto3's own search.
-        endpoint: The URL; None for that of AWS.
+        endpoint: The URL; None for the one of AWS.
 
     Raises:
         LaunchError: If boto3 is not installed.

@@ -1,7 +1,7 @@
 """Uploads what the script writes to output/intermediate: `python -m shoal_toolkit.sidecars.sync DIRECTORY ADDRESS`.
 
 It runs if the hyperparameter sagemaker_s3_output is an s3:// address (file:// means no upload), and output/intermediate
-did not exist before the job: otherwise the platform uploads it. Keys are those of the stock toolkit:
+did not exist before the job: otherwise the platform uploads it. Keys are the same as with the stock toolkit:
 <address>/<TRAINING_JOB_NAME>/output/intermediate/<path>.
 
 The directory is scanned once a second. A file that did not change between two scans is uploaded, and again after each
@@ -28,7 +28,7 @@ _MAX_PAUSE_SECONDS = 60.0
 
 
 class Signature(NamedTuple):
-    """What changes when a file is written."""
+    """The facts about a file that change when it is written."""
 
     inode: int
     size: int

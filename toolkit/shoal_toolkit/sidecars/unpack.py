@@ -1,12 +1,12 @@
 """Unpacks the user's code: `python -m shoal_toolkit.sidecars.unpack ADDRESS DIRECTORY` fills DIRECTORY/code.
 
 It is a process of its own, because reading archives and S3 takes more memory than the launcher. If it fails, stdout has
-the reason, and the exit code is that of the error.
+the reason, and the exit code is the one of the error.
 
-The archive may be from somebody else, and early versions of Python 3.11 can't filter its members. Therefore a member
-that leaves the directory by its name or by a link, or that is a device, ends the job with an error (the stock toolkit
-skips it). Owners, set-user-ID bits and write permissions for others are dropped. The archive must fit on the disk, and
-a damaged archive is an error even if tarfile takes it for a short one.
+The archive may be from somebody else, and early versions of Python 3.11 can't filter its members. Therefore a device,
+or a member that leaves the directory by its name or by a link, ends the job with an error. (The stock toolkit skips
+it.) Owners, set-user-ID bits and write permissions for others are dropped. The archive must fit on the disk, and a
+damaged archive is an error even if tarfile takes it for a short one.
 """
 
 from __future__ import annotations
@@ -86,11 +86,9 @@ def extract(archive: str, directory: str, limits: Limits) -> None:
         for count, member in enumerate(tar, start=1):
             size += member.size if member.isreg() else 0
             if member.size < 0 or size > limits.size or count > limits.members:
-                raise _refusal(
-                    member,
-                    f"with it the archive holds {count:,} members of {size:,} bytes; at most {limits.members:,} members"
-                    f" and {limits.size:,} bytes, which is what the disk has room for, are unpacked",
-                )
+                size_text, free_text = f"{size:,} bytes", f"{limits.size:,} bytes, 90 % of the free space on the disk"
+                has, allowed = f"{count:,} members of {size_text}", f"{limits.members:,} members of {free_text}"
+                raise _refusal(member, f"up to it the archive has {has}. Allowed are {allowed}")
             _unpack_member(tar, member, directory)
         _check_end(tar, limits)
 

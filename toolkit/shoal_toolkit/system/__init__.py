@@ -1,1 +1,1 @@
-"""What the kernel offers, without any notion of a job: an event loop, processes, memory and disks."""
+"""Access to the kernel, independent of jobs: an event loop, processes, memory and disks."""

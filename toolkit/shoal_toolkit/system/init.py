@@ -1,7 +1,7 @@
 """Runs `train` as a child process if it is PID 1 of a container; PID 1 passes signals on and reaps all orphans.
 
-The kernel drops signals for which PID 1 has no handler, and makes PID 1 the parent of every orphaned process, which no
-other process can reap.
+The kernel drops signals for which PID 1 has no handler. It makes PID 1 the parent of every orphaned process, and no
+other process can reap these.
 """
 
 from __future__ import annotations

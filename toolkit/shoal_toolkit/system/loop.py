@@ -81,7 +81,7 @@ class Loop:
             self._poll.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Calls `callback` once, after so many seconds."""
+        """Calls `callback` once, after `seconds`."""
         timer = Timer(time.monotonic() + seconds, callback)
         heapq.heappush(self._timers, timer)
         return timer

@@ -218,7 +218,7 @@ def test_a_member_that_reaches_outside_is_refused_by_name(
 
 def test_too_many_members_are_refused(tmp_path: Path) -> None:
     path = archive(tmp_path / "code.tar.gz", *(entry(str(number)) for number in range(5)))
-    with pytest.raises(ContractError, match="the member '3' is refused: with it the archive holds 4 members"):
+    with pytest.raises(ContractError, match="the member '3' is refused: up to it the archive has 4 members"):
         unpack.extract(str(path), str(tmp_path), unpack.Limits(MiB, 3))
 
 

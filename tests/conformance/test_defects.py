@@ -314,5 +314,5 @@ def with_gpus(visible: str) -> Tree:
     ids=lambda value: value.name if isinstance(value, Tree) else "",
 )
 def test_defect_22_gpus_are_those_that_are_visible(compared: Compared, count: int) -> None:
-    """The stock toolkit counts the lines of `nvidia-smi --list-gpus`, whatever is visible; there is none here."""
+    """The stock toolkit counts the lines of `nvidia-smi --list-gpus`, even of hidden GPUs; there are none here."""
     assert only(compared.ours).scripts[0].environ["SM_NUM_GPUS"] == str(count)

@@ -1,4 +1,4 @@
-"""Ranks and hosts that die, hang or never come, and networks that fail: the others must not wait in vain."""
+"""Ranks and hosts that die, hang or never come, and networks that fail: the others must not wait for them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_host_that_never_starts_is_named(
 
 @EITHER_HOST
 def test_of_a_host_started_twice_one_takes_part(start: StartJob, table: Table, host: str) -> None:
-    """Which of the two is up to the name server. The other one waits for its limit, in vain."""
+    """Which of the two is up to the name server. The other one waits until its limit."""
     twins = [host, "again"]
     job = start(TRAIN_A_LITTLE, only=[*WHICH, "again"], named={"again": host}, SHOAL_HOSTS_TIMEOUT="8")
     job.up()
@@ -155,7 +155,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
 
 @pytest.fixture
 def slow_names(start: StartJob, tmp_path: Path) -> dict[Path, str]:
-    """The resolv.conf of hosts whose name server takes 3 s for each answer."""
+    """The resolv.conf of hosts with a name server that takes 3 s for each answer."""
     server = start.beside("python", "-c", scripts.SLOW_DNS, "3")
     server.engines.reload()
     (network,) = server.engines.attrs["NetworkSettings"]["Networks"].values()

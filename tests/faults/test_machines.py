@@ -1,4 +1,4 @@
-"""Machines that do not give what a job needs: disks, memory, clocks; and configurations that are large."""
+"""Machines with too little disk or memory, or a wrong clock, and large configurations."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def offset(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wrong_clock(faketime: Path, offset: Path, tmp_path: Path) -> dict[str, Any]:
-    """Options for a host whose clock is off by what that file says."""
+    """Options for a host with a clock that is off by the number in that file."""
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(scripts.SLEEP)

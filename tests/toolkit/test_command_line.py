@@ -1,4 +1,4 @@
-"""The words after `train`: which are its own, which are slips of those, and which are the script's."""
+"""The words after `train`: its own options, typos of them, and arguments of the script."""
 
 from __future__ import annotations
 

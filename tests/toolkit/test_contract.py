@@ -1,4 +1,4 @@
-"""The files and variables of the contract: what is read from them, and what is said of those that are wrong."""
+"""The files and variables of the contract: how they are read, and the errors in wrong ones."""
 
 from __future__ import annotations
 

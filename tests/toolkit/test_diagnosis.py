@@ -1,4 +1,4 @@
-"""The text of the failure file: what failed first, who, why, and what to do."""
+"""The text of the failure file: the rank that failed first, the reason, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of entry point: its command, what the script is told of it, and that it runs."""
+"""Each kind of entry point: its command, its variables, and that it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks reach each other: what the machine's network gives, and why."""
+"""How the ranks reach each other: the variables for the machine's network, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pip installs before the launch: in a virtual environment of the test, without a network."""
+"""Packages that pip installs before the launch, in a virtual environment of the test, without a network."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def wheel(directory: Path, name: str, version: str = "1.0", needs: str = "") -> 
 
 
 class Environment:
-    """A virtual environment that sees this one's pip and boto3, and installs into itself."""
+    """A virtual environment that sees pip and boto3 of the current one, and installs into itself."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -235,7 +235,7 @@ def test_an_untrusted_certificate_is_the_cause(tree: Tree, environment: Environm
 
 @contextmanager
 def served_by_nobodys_authority(directory: Path) -> Iterator[str]:
-    """A server whose certificate it has signed itself."""
+    """A server with a self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(timezone.utc)

@@ -175,7 +175,7 @@ def test_ranks_under_torchrun_meet(tree: Tree, run: Run) -> None:
     done = run()
     assert done.code == 0, done.err
     assert sorted(re.findall(r"^\[(\d),[^]]+\] sum 3 of 2 on", done.out, re.MULTILINE)) == ["0", "1"]
-    assert "OMP_NUM_THREADS" not in done.err, "torchrun says that it sets 1, where nobody has set it"
+    assert "OMP_NUM_THREADS" not in done.err, "torchrun logs that it sets 1, unless it is set"
     assert tree.outcome() == {"success"}
     assert tree.report["launcher"] == "torch_distributed"
 
@@ -287,7 +287,7 @@ def test_a_rank_of_torchrun_that_fails_ends_both_hosts(hosts: list[Host], failin
 
 @two
 def test_a_group_outside_the_distribution_takes_part_in_the_result(hosts: list[Host]) -> None:
-    """The first host of the list is outside: the other one leads, and both end alike."""
+    """The first host of the list is outside: the other one leads, and both have the same end."""
     names = [host.name for host in hosts]
     groups = [{"instance_group_name": f"g{index}", "hosts": [name]} for index, name in enumerate(names)]
     for index, host in enumerate(hosts):

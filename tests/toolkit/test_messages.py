@@ -128,7 +128,7 @@ KINDS = st.sampled_from([messages.encode_message(message)[0] for message in VALI
 
 @st.composite
 def payloads(draw: st.DrawFn) -> bytes:
-    """Bytes, JSON, or what a peer of ours sends, with fields or bytes of it changed."""
+    """Bytes, JSON, or a valid message with changed fields or bytes."""
     how = draw(st.sampled_from(["bytes", "json", "fields", "damaged"]))
     if how == "bytes":
         return draw(st.binary(max_size=200))
@@ -164,7 +164,7 @@ def test_parsing_says_protocol_error_or_returns_what_was_sent(kind: bytes, paylo
 
 
 class Doors:
-    """An agent and a first host that wait for each other, and what an outsider sends to both."""
+    """An agent and a first host that wait for each other, and an outsider that sends to both."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop

@@ -1,4 +1,4 @@
-"""Custom MPI options: what is read of them, what is refused, and what they make of the mpirun command."""
+"""Custom MPI options: parsing, refusals, and the mpirun command with them."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ def test_a_worker_runs_its_own_daemon_with_its_own_directory(
         "orted -mca impostor 1",
         "prted --prtemca mca_base_component_path /tmp/evil",
         "prted --pmixmca mca_base_component_path /tmp/evil",
-        # and values that those which are allowed never have
+        # and values that allowed parameters never have
         "orted -mca orte_hnp_uri file:/tmp/evil",
         "orted -mca orte_hnp_uri 'x;tcp://10.0.0.1:5 -mca a b'",
         "orted -mca pml /tmp/evil.so",
@@ -511,7 +511,7 @@ def test_the_real_mpirun_knows_every_option_of_the_table(series: int, tmp_path: 
     assert re.match(rf"mpirun \(Open MPI\) {re.escape(RELEASE[series])}\.", done.stdout), done.stdout + done.stderr
 
 
-# What the values of the options are, in a command that asks for daemons. A file is made for those that name one.
+# Values of the options in a command that starts daemons. A file is made for options that name one.
 VALUES = {
     "bind-to": "core",
     "map-by": "node",
@@ -541,7 +541,7 @@ NO_DAEMON = ("ompi-server", "report-events", "display-topo", "forward-signals", 
 
 
 def asked_of_daemons(series: int, directory: Path, options: str) -> str:
-    """Return what the real mpirun asks a launch agent for, with the command of a plan for two hosts.
+    """Returns the requests of the real mpirun to a launch agent, with the command of a plan for two hosts.
 
     These addresses are documentation's: nobody has them, and nobody looks them up.
     """
@@ -565,7 +565,7 @@ def asked_of_daemons(series: int, directory: Path, options: str) -> str:
 def test_a_worker_takes_what_the_real_mpirun_asks_for(series: int, tmp_path: Path) -> None:
     """With each option of the table: the plan of a worker allows what the command of the first host's plan asks for.
 
-    Those that take the place of ours contradict each other: each has a command of its own.
+    Options that replace defaults contradict each other: each has a command of its own.
     """
     (tmp_path / "FILE").touch()
     (tmp_path / "RANKS").write_text("rank 0=198.51.100.1 slot=0\nrank 1=198.51.100.2 slot=0\n")

@@ -1,4 +1,4 @@
-"""Jobs under Open MPI 5.0, and users' options on two hosts under both series. What 4.1 does besides is in test_mpi.py
+"""Jobs under Open MPI 5.0, and users' options on two hosts under both series. More tests of 4.1 are in test_mpi.py
 and test_two_hosts.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of the output of ranks on its way through `train`."""
+"""The output of ranks on its way through `train`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import NAMES, started, two_trees
 from .netns import UNAVAILABLE, running, two_hosts
 
-# Indentation, UTF-8, a progress bar, colours, what is no UTF-8, and no newline at the end.
+# Indentation, UTF-8, a progress bar, colours, bytes that are not UTF-8, and no newline at the end.
 ODD = "  two\n\ttab\né\n 10%|█ |\r 20%|██|\r\n\x1b[1;31mred\x1b[0m\n".encode() + b"\xff\x00\n\nlast"
 LAUNCHERS = ["process", pytest.param("mpi", marks=pytest.mark.mpi)]
 JSON = {"SHOAL_LOG_FORMAT": "json", "SAGEMAKER_PROGRAM": "train.py"}
@@ -112,7 +112,7 @@ def test_a_plain_job_that_succeeds_loads_nothing_for_those_that_do_not(tree: Tre
     assert not loaded & {"result.diagnosis", "output.metrics"}
 
 
-# Who speaks when
+# Several writers
 
 
 @pytest.fixture

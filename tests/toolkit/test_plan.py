@@ -194,11 +194,11 @@ def test_a_scripts_own_mpirun_has_a_place_for_each_emulated_gpu(
     assert expected[0] not in planned(tree, machine, **{**rehearsed, expected[0]: "mine"}).env
     assert expected[0] not in planned(tree, machine).env
     tree.hyperparameters(sagemaker_mpi_enabled=True)
-    assert expected[0] not in planned(tree, machine, **rehearsed).env, "train's own mpirun is told its hosts"
+    assert expected[0] not in planned(tree, machine, **rehearsed).env, "train's own mpirun gets its hosts"
 
 
 def test_the_launchers_own_python_path_stays_out(tree: Tree) -> None:
-    """Defect 15: a script that calls another Python must not get this one's standard library."""
+    """Defect 15: a script that calls another Python must not get the standard library of `train`."""
     assert planned(tree, PYTHONPATH="/mine").env["PYTHONPATH"] == f"{tree.code}:/mine"
 
 

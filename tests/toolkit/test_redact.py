@@ -1,4 +1,4 @@
-"""What is taken for a secret, and where it is masked."""
+"""Values that are secrets, and the places in which they are masked."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOKENS = {
 
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
-    """What one job's secrets are is nothing to the next test."""
+    """Forget the secrets before the next test."""
     yield
     redact._known.clear()
 
 
-# What must be hidden where its name stands, and whether it is hidden everywhere else too.
+# Values that must be masked next to their names, and whether they are masked everywhere else too.
 SECRETS = [
     ("AWS_ACCESS_KEY_ID", "abc123", True),
     ("AWS_SECRET_ACCESS_KEY", "/bPx/K7MDENG", True),
@@ -70,7 +70,7 @@ SECRETS = [
     ("encryption_key", "hunter2hunter2", True),
     ("ssh_key", "hunter2hunter2", True),
 ]
-# What must stay readable, where its name stands and everywhere else.
+# Values that must stay readable, next to their names and everywhere else.
 FACTS = [
     ("MAX_TOKEN", "12345"),
     ("max-token", "12345"),

@@ -269,7 +269,7 @@ class Upload:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def end(self) -> str:
-        """Tell it to end; returns what it said."""
+        """Sends SIGTERM; returns its output."""
         until(lambda: self.directory.is_dir())  # it is past the start of Python, which a signal ends
         self.process.send_signal(signal.SIGTERM)
         _, err = self.process.communicate(timeout=60)

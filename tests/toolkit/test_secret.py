@@ -1,4 +1,4 @@
-"""The secret of a job of several hosts: where it comes from, and what is said of a job without one."""
+"""The secret of a job of several hosts: its source, and the warning without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's code: from a directory, an archive, one file; what of an archive is refused; what is left of a failure."""
+"""The user's code: from a directory, an archive or one file. Refused archives, and failures that leave nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_code_directory_may_be_missing(tree: Tree, run: Run, tmp_path: Path)
 
 
 def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
-    """The SDK's local mode does, also where nothing is there."""
+    """The SDK's local mode does, also if nothing is there."""
     tree.hyperparameters(sagemaker_submit_directory=f"{tree.code}/", sagemaker_program="train.py")
     assert run().code == 2
     assert f"{tree.code} is empty: mount or copy the code there" in tree.failure
@@ -171,7 +171,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
     assert "cannot be made (Read-only file system)" in done.stderr
 
 
-# What an archive may hold
+# Allowed archives
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def a_pipe() -> tuple[int, int]:
 
 
 def a_socket() -> tuple[int, int]:
-    """It cannot be opened anew: the sink has to ask before each piece."""
+    """It cannot be opened again: the sink has to poll before each piece."""
     left, right = socket.socketpair()
     return left.detach(), right.detach()
 
@@ -223,7 +223,7 @@ def test_a_line_is_read_at_once(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_left_of_a_pipe_is_read_even_if_somebody_writes_for_ever(loop: Loop) -> None:
-    """What a script leaves behind in a session of its own must not hold the job."""
+    """Processes that a script left in a session of their own must not hold the job."""
     in_read, in_write = os.pipe()
     os.write(in_write, b"x" * 1000)
     received = 0

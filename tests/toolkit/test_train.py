@@ -132,7 +132,7 @@ def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", loopback.NAMES)
 def test_a_script_that_removes_the_output_directory(tmp_path: Path, host: str) -> None:
-    """It is made anew for the result, on a worker too."""
+    """It is made again for the result, on a worker too."""
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script(f"import os, shutil\nif os.environ['SM_CURRENT_HOST'] == {host!r}: shutil.rmtree('../output')")
@@ -204,7 +204,7 @@ def test_sigterm_reaches_the_script_which_may_save_its_work(tree: Tree) -> None:
 
 @pytest.mark.parametrize("way", ["setsid", "timeout 60"])
 def test_sigterm_reaches_what_is_in_a_group_of_its_own(tree: Tree, way: str) -> None:
-    """The shell dies of the signal at once, and is waited for no longer than what it has started."""
+    """The signal ends the shell at once, but `train` waits until its child has ended."""
     saves = "def stop(*_):\n    time.sleep(1); open('saved', 'w').close(); sys.exit(0)\n"
     tree.script(f"import signal, sys, time\n{saves}signal.signal(15, stop); print('up', flush=True); time.sleep(60)")
     tree.script(f"{way} {sys.executable} train.py & wait", "go.sh")
@@ -218,7 +218,7 @@ IGNORES = "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint
 
 
 def test_a_stop_is_on_record_before_the_script_has_ended(tree: Tree) -> None:
-    """`docker stop` kills after 10 s, unless it is told otherwise."""
+    """`docker stop` kills after 10 s by default."""
     tree.script(
         "import os, signal, time\nsignal.signal(15, lambda *_: print('no', os.getpid()))\nprint('up')\n"
         "while True: time.sleep(60)"
@@ -269,7 +269,7 @@ def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: 
 def test_a_daemon_that_has_just_been_started_is_found(
     monkeypatch: pytest.MonkeyPatch, shown: tuple[str, str | None]
 ) -> None:
-    """As the kernel may show it just after whoever has started it goes on."""
+    """As the kernel may show it just after its parent goes on."""
     state, end = shown
     daemon = subprocess.Popen(["sleep", "60"], env={process.MARK: "daemon"}, start_new_session=True)
     left, stat, carries = [6], process._read_stat, process._has_mark

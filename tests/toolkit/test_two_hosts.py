@@ -1,4 +1,4 @@
-"""Jobs over two hosts, each a network namespace with `train` as its PID 1; without a container engine."""
+"""Jobs over two hosts, each a network namespace with `train` as its PID 1, without Docker."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
 def test_the_launch_is_quick(hosts: list[Host]) -> None:
     """From the worker's start it takes at most three times as long as on one host, and a second in which it waits.
 
-    The stock toolkit sleeps for half a minute. What a busy machine adds, it adds to both; the best of three tries
+    The stock toolkit sleeps for half a minute. A busy machine slows down both; the best of three tries
     counts. The first host is there before, and has found nobody: its next try must come soon.
     """
     script(hosts, "")
@@ -240,7 +240,7 @@ def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
 
 @pytest.fixture
 def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
-    """The worker of a job with a secret, whose orted notes that it was started."""
+    """The worker of a job with a secret, with an orted that notes its start."""
     script(hosts, "")
     orted = hosts[1].tree.base / "bin" / "orted"
     orted.parent.mkdir()
@@ -322,7 +322,7 @@ def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> Non
             greeting = knock(hosts, source=hosts[0].address, words=words)
             assert greeting[4:5] == b"H"
             assert b"right" not in greeting
-        # Those who say nothing hold no place that the first host needs.
+        # Silent connections take no place that the first host needs.
         idle = subprocess.Popen(hosts[0].command(sys.executable, "-c", IDLE, hosts[0].address, hosts[1].address))
         first = hosts[0].start(SHOAL_JOB_SECRET="right")
         with running(idle, first):
@@ -385,7 +385,7 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
         other = 1 - killed
         assert hosts[other].finished(processes[other]).code == 1
     assert hosts[other].tree.outcome() == {"failure"}
-    # At once: silence, which it would notice after LOST_SECONDS, is told by other words.
+    # At once: silence, which it would notice after LOST_SECONDS, has another message.
     assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
 
 
@@ -443,7 +443,7 @@ def test_pid_1_reaps_orphans(hosts: list[Host]) -> None:
         assert hosts[0].finished(process).code == 143
 
 
-# What the tests above are made with
+# Helpers
 
 IDLE = """
 import socket, sys, time
@@ -473,14 +473,14 @@ def knock(hosts: list[Host], source: str, words: bytes) -> bytes:
 
 
 def claim_to_be_first(hosts: list[Host], source: str, secret: str, when: str) -> dict[str, Any]:
-    """Speak to the worker as its first host does, from an address of that host's; returns what the impostor prints."""
+    """Speak to the worker as its first host does, from an address of that host; returns the output of the impostor."""
     command = hosts[0].command(sys.executable, impostor.__file__, hosts[1].address, source, secret, when)
     said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     return said
 
 
 def started(host: Host) -> list[str]:
-    """What the noting orted was started for on a host."""
+    """The arguments with which orted was started on a host."""
     notes = host.tree.base / "model" / impostor.STARTED
     return notes.read_text().splitlines() if notes.exists() else []
 

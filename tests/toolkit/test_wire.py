@@ -112,7 +112,7 @@ class Visitor:
 def visit(
     loop: Loop, secret: str = "s3cret", source: str = "127.0.0.1", role: str = "first", **forged: str
 ) -> tuple[list[bytes], list[bytes]]:
-    """Visit an agent whose secret is s3cret; returns what it answered, and the frames that it handed on."""
+    """Visits an agent with the secret s3cret; returns its answers, and the frames that it passed on."""
     channels: list[Channel] = []
     passed_on: list[bytes] = []
 
@@ -131,7 +131,7 @@ def visit(
 
 
 def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop) -> None:
-    """Shows that the visits below are valid but for what they forge."""
+    """Shows that the visits below are valid apart from the forged part."""
     assert visit(loop) == ([HELLO, WELCOME], [START])
 
 
@@ -235,7 +235,7 @@ CHANGES: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) -> None:
-    """Such as who answers for both hosts' addresses, and passes on what they say."""
+    """Such as a host that answers for both addresses, and passes on the frames."""
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
     pair.raw.sendall(b"".join(CHANGES[how]))
@@ -264,11 +264,11 @@ def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.Mon
     pair.close()
 
 
-# Those who hold places
+# Connections that take places
 
 
 class Meeting:
-    """A worker and its first host, which comes when it is told to."""
+    """A worker and its first host, which connects on request."""
 
     def __init__(self, loop: Loop, secret: str = "s3cret", port: int = 0) -> None:
         self.port = port or free_port()

@@ -1,4 +1,4 @@
-"""The toolkit's NamedTuple does what that of `typing` does."""
+"""The toolkit's NamedTuple behaves like the one of `typing`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def main(command: BuildCommand | None) -> None:
     SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
 
     Args:
-        command: The state of the checkout, under which `build` may remember that all images are up to date.
+        command: The `build` command to cache the answer for, if all images are up to date; None for other commands.
     """
     completion.join_words(os.environ)
     for module in ("images",) if _IMAGE_COMMANDS & {*sys.argv[1:2]} else _MODULES:

@@ -1,7 +1,7 @@
 """Writes docs/api/dataparallel.md from the library's signatures and docstrings; `--check` only checks that it is fresh.
 
-The file docs/api/variables.toml describes environment variables. It is an error if a variable is only in the code or only
-in that table. It is also an error if a public name has no docstring.
+The file docs/api/variables.toml describes environment variables. It is an error if a variable is only in the code or
+only in that table. It is also an error if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def _shown(word: str, function: ast.FunctionDef) -> str:
 def _docstring(value: Any, name: str) -> str:
     text = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__  # not inherited from a base class
     if not text:
-        raise SystemExit(
-            f"{name} has no docstring: describe shapes, dtypes, units, errors and the source of the behaviour."
-        )
+        raise SystemExit(f"{name} has no docstring: describe shapes, dtypes, units, errors and its source.")
     return inspect.cleandoc(text)
 
 

@@ -49,7 +49,7 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
 def test_a_bundle_that_lacks_a_system_is_told(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_image, "find", lambda *_: base_image.BaseImage("x", "sha256:1", "x"))
+    monkeypatch.setattr(base_image, "find_base", lambda *_: base_image.BaseImage("x", "sha256:1", "x"))
     directory = write_bundle(tmp_path, "bookworm")
     client: Any = None
     bundled.load_bases(client, directory, matrix.systems()[:1])
@@ -128,7 +128,7 @@ NAMED: dict[str, dict[str, object]] = {
 def test_a_base_takes_no_other_images_name(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(base_image, "find", lambda *_: None)
+    monkeypatch.setattr(base_image, "find_base", lambda *_: None)
     directory = write_bundle(tmp_path, "bookworm")
     write_image(directory / "bookworm" / "base.tar", **NAMED[form])
     loaded: list[object] = []
@@ -153,7 +153,7 @@ def test_a_base_takes_no_other_images_name(
 def test_a_base_has_its_own_name(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
 ) -> None:
-    monkeypatch.setattr(base_image, "find", lambda *_: None)
+    monkeypatch.setattr(base_image, "find_base", lambda *_: None)
     directory = write_bundle(tmp_path, "bookworm")
     write_image(directory / "bookworm" / "base.tar", manifest=[{"RepoTags": [name]}])
     loaded: list[object] = []

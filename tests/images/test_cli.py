@@ -324,7 +324,7 @@ def test_child_images_are_locked_after_their_parent(
         return [path]
 
     monkeypatch.setattr(lock, "lock_image", resolve)
-    monkeypatch.setattr(render, "write", lambda _: [])
+    monkeypatch.setattr(render, "write_files", lambda _: [])
     monkeypatch.chdir(tmp_path)
     dependencies.lock_images(words, skip)
     assert len(made) == len(locked)

@@ -214,5 +214,5 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
     assert host.find_links == (links,)
     assert host.left_out == (
         "pip's client-cert: not supported in builds",
-        "pip's extra-index-url file:///srv/simple: a directory of this machine, which a container cannot read",
+        "pip's extra-index-url file:///srv/simple: a local directory, which a container cannot read",
     )

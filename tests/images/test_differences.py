@@ -127,7 +127,7 @@ def test_command_fails_only_with_check(
 ) -> None:
     images = {"a:1": FileSystem(files={"/f": File(**FILE)}), "a:2": FileSystem(files={})}
     monkeypatch.setattr(docker_client, "connect", lambda: None)
-    monkeypatch.setattr(differences, "read_image_pins", lambda _, tag: images[tag])
+    monkeypatch.setattr(differences, "read_image", lambda _, tag: images[tag])
     monkeypatch.setattr(find_images, "find_image", lambda *_: True)
     monkeypatch.chdir(project.root)
     inspection.report_differences("a:1", "a:2")
@@ -227,5 +227,5 @@ def test_image_is_not_run_to_read_its_files(tmp_path: Path) -> None:
         networks=SimpleNamespace(list=lambda **_: []),
         images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {}})),
     )
-    assert "/file" in differences.read(client, "foreign:1").files
+    assert "/file" in differences.read_image(client, "foreign:1").files
     assert [given["network_mode"] for given in made] == ["none"]

@@ -187,7 +187,7 @@ def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> N
         made.update(arguments[-1])
         return SimpleNamespace(start=lambda: None, wait=lambda: {"StatusCode": 0}, logs=lambda **_: b"{}")
 
-    monkeypatch.setattr(containers, "create", create)
+    monkeypatch.setattr(containers, "create_container", create)
     client: Any = SimpleNamespace(
         images=SimpleNamespace(get=lambda _: None),
         containers=SimpleNamespace(list=lambda **_: []),

@@ -59,7 +59,7 @@ def test_buildkit_cached_step_and_chore() -> None:
 
 @contextlib.contextmanager
 def show(log: Path, console: Console) -> Iterator[BuildProgress]:
-    with progress.screen(console, ["image:1"]) as live, BuildProgress("image:1", log, live) as shown:
+    with progress.make_display(console, ["image:1"]) as live, BuildProgress("image:1", log, live) as shown:
         yield shown
         live.refresh()
 

@@ -166,7 +166,7 @@ def report_differences(
     tags = resolve_tag(image), resolve_tag(other)
     client = _connect_with_images(*tags)
     with progress_console(as_json).status(f"reading {' and '.join(tags)}"):
-        found = differences.compare_images(*tags, *(differences.read_image_pins(client, tag) for tag in tags))
+        found = differences.compare_images(*tags, *(differences.read_image(client, tag) for tag in tags))
     if as_json:
         print_json({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:

@@ -79,7 +79,7 @@ class Differences:
             )
 
 
-def read_image_pins(client: docker.DockerClient, tag: str) -> FileSystem:
+def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
     """Return the file system of an image, with its configuration as further files. No code of the image runs.
 
     Raises:
@@ -103,7 +103,7 @@ def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) ->
     Args:
         before: The tag of the first image.
         after: The tag of the second image.
-        old: The file system of the first image, from `read_image_pins`.
+        old: The file system of the first image, from `read_image`.
         new: The file system of the second image.
     """
     found = dict(_compare_files(old.files, new.files))

@@ -81,8 +81,8 @@ def install_package(package: Path, python: str, cache: Path) -> bytes:
         with TemporaryDirectory(dir=kept.parent, prefix=".part-") as part:
             Path(part, kept.name).write_bytes(content)
             Path(part, kept.name).replace(kept)
-        for path in kept.parent.glob(f"{kept.stem.rpartition('-')[0]}-*.tar"):
-            path.unlink() if path != kept else None
+        for path in {*kept.parent.glob(f"{kept.stem.rpartition('-')[0]}-*.tar")} - {kept}:
+            path.unlink()
     return content
 
 

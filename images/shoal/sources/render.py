@@ -77,7 +77,8 @@ def read_dropped(project: Project) -> DroppedFile:
 
 def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
     """Return the template of `image`, those that it extends or imports, and the table that they use, by name."""
-    wanted, found = [_DROPPED, f"{image.framework}.j2"], {}
+    wanted = [_DROPPED, f"{image.framework}.j2"]
+    found: dict[str, bytes] = {}
     while wanted:
         name = wanted.pop()
         if name not in found and (path := project.templates / name).exists():

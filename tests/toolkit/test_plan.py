@@ -419,7 +419,7 @@ def test_no_rehearsal_is_planned_unless_it_is_asked_for(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"SHOAL_REHEARSE": "maybe"}, "SHOAL_REHEARSE is 'maybe'; allowed are 1, true, yes, on to rehearse"),
+        ({"SHOAL_REHEARSE": "maybe"}, "SHOAL_REHEARSE is 'maybe'; allowed are 1, true, yes, on for a rehearsal"),
         (
             {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "200"},
             "SHOAL_REHEARSE_GPUS is '200'; it must be a whole number",

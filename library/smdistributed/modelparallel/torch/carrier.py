@@ -46,11 +46,11 @@ class Carrier:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device, long enough, and a plain array."""
+        """Whether a tensor is on this very device, long enough, and a plain array."""
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized
         return (
             is_plain
-            and tensor.device.type == self.device.type
+            and tensor.device == self.device
             and tensor.numel() * tensor.element_size() >= max(self._least_bytes, 1)
         )
 

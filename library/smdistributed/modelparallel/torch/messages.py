@@ -46,10 +46,9 @@ class ReceivedTensor(NamedTuple):
         """The tensor on this thread's GPU, if it came from a GPU."""
         if not self.meta[3]:
             return self.tensor
-        here = move_here(self.tensor)
-        if here is self.tensor:  # its memory belongs to the stream that received it
-            here.record_stream(torch.cuda.current_stream())
-        return here
+        if self.tensor.is_cuda:  # its memory belongs to the stream that received it
+            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+        return move_here(self.tensor)
 
 
 class PendingTensors(NamedTuple):

@@ -1,7 +1,7 @@
-"""Writes docs/api/dataparallel.md from the library's signatures and docstrings; `--check` only checks that it is fresh.
+"""Writes docs/api/dataparallel.md from the library's signatures and docstrings. `--check` writes nothing.
 
-The file docs/api/variables.toml describes environment variables. It is an error if a variable is only in the code or
-only in that table. It is also an error if a public name has no docstring.
+The file docs/api/variables.toml describes environment variables. It is an error if a variable is in the code and not in
+that table, or in the table and not in the code. It is also an error if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LINE = 100
 _VARIABLE = re.compile(
     r"(SMDDP|SMDATAPARALLEL|OMPI|PMIX|MASTER)_[A-Z_]+|(LOCAL_)?(RANK|WORLD_SIZE)"  # as a whole string
 )
-_SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
-_ITEM = re.compile(r"^(\w+(?:, \w+)*): ")
+_PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): ")
+_ENTRY = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*)(?: \([^)]*\))?: ", re.MULTILINE)
 _HEAD = """# smdistributed.dataparallel: Python API
 
 `make docs` writes this page from the docstrings. To begin, see [the examples](../../examples/README.md). "AWS developer
@@ -53,7 +53,14 @@ guide" and "published scripts" name the source of a behaviour.
 
 
 def page() -> str:
-    """Returns the whole page in Markdown. Raises SystemExit if a docstring or a variable is missing."""
+    """Returns the whole page.
+
+    Returns:
+        The page in Markdown.
+
+    Raises:
+        SystemExit: If a docstring or a variable is missing.
+    """
     parts = [_HEAD, *(text for module in MODULES for text in _module(module)), *_variables()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
@@ -136,27 +143,49 @@ def _shown(word: str, function: ast.FunctionDef) -> str:
 def _docstring(value: Any, name: str) -> str:
     text = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__  # not inherited from a base class
     if not text:
-        raise SystemExit(f"{name} has no docstring: describe shapes, dtypes, units, errors and its source.")
+        raise SystemExit(
+            f"{name} has no docstring: describe shapes, dtypes, units, errors and the source of the behaviour."
+        )
     return inspect.cleandoc(text)
 
 
 def _prose(text: str) -> str:
-    """Converts a docstring in Google style to Markdown: sections get a heading, and their items become a list."""
+    """A docstring as Markdown: its sections become lists."""
+    head, *sections = re.split(r"^(?=(?:Args|Attributes|Returns|Yields|Raises|Examples?):$)", text, flags=re.MULTILINE)
+    return "\n\n".join(part for part in (_paragraphs(head.rstrip()), *map(_section, sections)) if part)
+
+
+def _section(text: str) -> str:
+    """A section such as `Args:` with its indented body, as Markdown."""
+    heading, _, body = text.partition("\n")
+    body, name = textwrap.dedent(body).strip(), heading.rstrip(":")
+    if name.startswith("Example"):
+        return f"{heading}\n\n```python\n{body}\n```"
+    if name in ("Args", "Attributes", "Raises") and _ENTRY.match(body):
+        items = re.split(r"\n(?=\S)", body)
+        return f"{heading}\n\n" + "\n".join(
+            _ENTRY.sub(_item, re.sub(r"\n\s*", "\n  ", each), count=1) for each in items
+        )
+    return f"{heading} {' '.join(body.split())}" if "\n\n" not in body else f"{heading}\n\n{body}"
+
+
+def _item(entry: re.Match[str]) -> str:
+    return f"- {', '.join(f'`{name}`' for name in entry[1].split(', '))}: "
+
+
+def _paragraphs(text: str) -> str:
+    """Text before the sections. Lines that begin with parameters become a list."""
     lines: list[str] = []
-    section = ""
+    in_list = False
     for line in text.splitlines():
-        if line in _SECTIONS:
-            section = line
-            lines += [f"**{section[:-1]}**", ""]
-            continue
-        if line and not line.startswith(" "):
-            section = ""
-        found = _ITEM.match(line.removeprefix("    ")) if section and section != "Returns:" else None
-        if found:
+        found = _PARAMETERS.match(line)
+        if found and (in_list or not lines[-1:] or not lines[-1]):
             names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-            line = f"- {names}: {line[found.end() + 4 :]}"
-        elif section:
-            line = line.strip() if section == "Returns:" else f"  {line.strip()}".rstrip()
+            line, in_list = f"- {names}: {line[found.end() :]}", True
+        elif in_list and line.startswith(" "):
+            line = f"  {line.strip()}"
+        else:
+            in_list = False
         lines.append(line)
     return "\n".join(lines)
 

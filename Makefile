@@ -65,7 +65,7 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 	$(PYTEST) $$files
 else
 # The first steps of the images wait for downloads. The checks compute meanwhile.
-test: setup engine ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only tests that the change can affect
+test: setup engine
 	@$(MAKE) --no-print-directory -j 2 check images
 	@$(PYTEST) tests
 endif

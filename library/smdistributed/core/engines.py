@@ -1,6 +1,6 @@
 """The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
-`OnHost` goes through shared memory, `AcrossHosts` through messages of a `Mover`, such as MPI, and `OnHosts` through
+`ShmEngine` goes through shared memory, `AcrossHosts` through messages of a `Mover`, such as MPI, and `OnHosts` through
 both, so that each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`;
 `root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Give up what the engine holds."""
 
 
-class OnHost:
+class ShmEngine:
     """The ranks of one host, through memory that they share."""
 
     def __init__(self, shared: SharedMemory) -> None:

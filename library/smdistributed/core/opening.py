@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from smdistributed.core import reductions as compiled
 from smdistributed.core.board import CountingStore
-from smdistributed.core.engines import AcrossHosts, Engine, Mover, OnHost, OnHosts, Watched
+from smdistributed.core.engines import AcrossHosts, Engine, Mover, ShmEngine, OnHosts, Watched
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.reductions import Reductions
@@ -59,7 +59,7 @@ def open_engine(
     if wanted != "gloo":
         local, problem = _open_local(group, members, grid)
     if local is not None and len(grid) == 1:
-        return OnHost(local), f"shm: {_counted(group.size, 'rank')} on one host"
+        return ShmEngine(local), f"shm: {_counted(group.size, 'rank')} on one host"
     if local is None and wanted == "shm":
         raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
     watch = Watch(group.rank, members, group.seconds, group.connect, group.is_first)
@@ -68,7 +68,7 @@ def open_engine(
         return Watched(everybody, watch), f"{network.name}: {problem}"
     column = [ranks[local.rank] for ranks in grid]
     across = AcrossHosts(network.across(column), column.index(group.rank), len(grid), watch.tag)
-    return Watched(OnHosts(OnHost(local), across, everybody, grid, group.rank), watch), (
+    return Watched(OnHosts(ShmEngine(local), across, everybody, grid, group.rank), watch), (
         f"shm+{network.name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
 

@@ -1,6 +1,6 @@
 """The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
-`ShmEngine` goes through shared memory, `AcrossHosts` through messages of a `Mover`, such as MPI, and `OnHosts` through
+`ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Mover`, such as MPI, and `OnHosts` through
 both, so that each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`;
 `root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
@@ -131,7 +131,7 @@ class ShmEngine:
         self._shared.close()
 
 
-class AcrossHosts:
+class NetworkEngine:
     """Ranks anywhere, through messages. What is reduced is reduced here, in the order of the ranks.
 
     gloo reduces few dtypes, knows no average, and its order of summation follows its ring; and it ends the process
@@ -269,7 +269,7 @@ class OnHosts:
     grid: the ranks of each host, in the order of their local ranks.
     """
 
-    def __init__(self, local: Engine, across: AcrossHosts, everybody: Engine, grid: Sequence[Sequence[int]], rank: int):
+    def __init__(self, local: Engine, across: NetworkEngine, everybody: Engine, grid: Sequence[Sequence[int]], rank: int):
         self._local, self._across, self._everybody = local, across, everybody
         self._grid, self._rank = grid, rank
         self._hosts, self._locals = len(grid), len(grid[0])

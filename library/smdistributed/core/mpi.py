@@ -1,4 +1,4 @@
-"""MPI between hosts: what `AcrossHosts` asks of a mover, through mpi4py."""
+"""MPI between hosts: what `NetworkEngine` asks of a mover, through mpi4py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from smdistributed.core import reductions as compiled
 from smdistributed.core.board import CountingStore
-from smdistributed.core.engines import AcrossHosts, Engine, Mover, ShmEngine, OnHosts, Watched
+from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, OnHosts, Watched
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.reductions import Reductions
@@ -63,11 +63,11 @@ def open_engine(
     if local is None and wanted == "shm":
         raise SMDDPError(f"SMDDP_ENGINE=shm, and the ranks share no memory ({problem}).")
     watch = Watch(group.rank, members, group.seconds, group.connect, group.is_first)
-    everybody = AcrossHosts(network.across(range(group.size)), group.rank, group.size, watch.tag, reductions)
+    everybody = NetworkEngine(network.across(range(group.size)), group.rank, group.size, watch.tag, reductions)
     if local is None:
         return Watched(everybody, watch), f"{network.name}: {problem}"
     column = [ranks[local.rank] for ranks in grid]
-    across = AcrossHosts(network.across(column), column.index(group.rank), len(grid), watch.tag)
+    across = NetworkEngine(network.across(column), column.index(group.rank), len(grid), watch.tag)
     return Watched(OnHosts(ShmEngine(local), across, everybody, grid, group.rank), watch), (
         f"shm+{network.name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )

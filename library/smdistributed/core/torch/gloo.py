@@ -1,4 +1,4 @@
-"""torch's gloo between hosts: what `AcrossHosts` asks of a mover."""
+"""torch's gloo between hosts: what `NetworkEngine` asks of a mover."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
-`ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Mover`, such as MPI, and `OnHosts` through
+`ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Mover`, such as MPI, and `HierarchicalEngine` through
 both, so that each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`;
 `root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
@@ -260,7 +260,7 @@ class NetworkEngine:
         self._mover = None  # type: ignore[assignment]  # its threads end with it
 
 
-class OnHosts:
+class HierarchicalEngine:
     """Ranks on several hosts, with as many on each: through shared memory on each, messages between them.
 
     A rank's shard of what its host holds goes to the ranks of the same local rank on the other hosts: each byte leaves

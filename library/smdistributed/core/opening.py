@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from smdistributed.core import reductions as compiled
 from smdistributed.core.board import CountingStore
-from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, OnHosts, Watched
+from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, HierarchicalEngine, Watched
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.reductions import Reductions
@@ -68,7 +68,7 @@ def open_engine(
         return Watched(everybody, watch), f"{network.name}: {problem}"
     column = [ranks[local.rank] for ranks in grid]
     across = NetworkEngine(network.across(column), column.index(group.rank), len(grid), watch.tag)
-    return Watched(OnHosts(ShmEngine(local), across, everybody, grid, group.rank), watch), (
+    return Watched(HierarchicalEngine(ShmEngine(local), across, everybody, grid, group.rank), watch), (
         f"shm+{network.name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
 

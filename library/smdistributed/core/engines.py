@@ -1,7 +1,7 @@
 """The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
 `ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Mover`, such as MPI, and `HierarchicalEngine` through
-both, so that each byte leaves a host once; `Watched` stands before the latter two. All have the same methods, `Engine`;
+both, so that each byte leaves a host once; `MonitoredEngine` stands before the latter two. All have the same methods, `Engine`;
 `root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
 
@@ -254,7 +254,7 @@ class NetworkEngine:
         self._mover.set_timeout(seconds)
 
     def give_up(self, reason: str) -> None:
-        """Who waits for this rank hears of it through the store (`Watched`)."""
+        """Who waits for this rank hears of it through the store (`MonitoredEngine`)."""
 
     def close(self) -> None:
         self._mover = None  # type: ignore[assignment]  # its threads end with it
@@ -353,7 +353,7 @@ class HierarchicalEngine:
             engine.close()
 
 
-class Watched:
+class MonitoredEngine:
     """An engine of ranks on several hosts; a `Watch` knows what it does, and finds out why that does not end."""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
@@ -363,39 +363,39 @@ class Watched:
         return self._engine.reduces(dtype, op)
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
-        with self._watched("all_reduce" if root < 0 else "reduce", flat, op, root):
+        with self._monitored("all_reduce" if root < 0 else "reduce", flat, op, root):
             self._engine.all_reduce(flat, op, root, source)
 
     def broadcast(self, flat: Flat, root: int) -> None:
-        with self._watched("broadcast", flat, root=root):
+        with self._monitored("broadcast", flat, root=root):
             self._engine.broadcast(flat, root)
 
     def gather(self, flat: Flat, outputs: _Flats, root: int = -1) -> None:
-        with self._watched("gather", flat, root=root):
+        with self._monitored("gather", flat, root=root):
             self._engine.gather(flat, outputs, root)
 
     def scatter(self, inputs: _Flats, flat: Flat, root: int) -> None:
-        with self._watched("scatter", flat, root=root):
+        with self._monitored("scatter", flat, root=root):
             self._engine.scatter(inputs, flat, root)
 
     def reduce_scatter(self, inputs: _Flats, flat: Flat, op: str) -> None:
-        with self._watched("reduce_scatter", flat, op):
+        with self._monitored("reduce_scatter", flat, op):
             self._engine.reduce_scatter(inputs, flat, op)
 
     def all_to_all(self, inputs: _Flats, outputs: _Flats) -> None:
         size = sum(flat.bytes for flat in inputs)
         self.watch.begin("all_to_all", size=size, same=False)  # each rank may give other sizes
-        with _Watching(self):
+        with _Monitoring(self):
             self._engine.all_to_all(inputs, outputs)
 
     def barrier(self) -> None:
         self.watch.begin("barrier")
-        with _Watching(self):
+        with _Monitoring(self):
             self._engine.barrier()
 
-    def _watched(self, name: str, flat: Flat, op: str = "", root: int = -1) -> _Watching:
+    def _monitored(self, name: str, flat: Flat, op: str = "", root: int = -1) -> _Monitoring:
         self.watch.begin(name, flat.dtype if op else "", op, root, flat.bytes)
-        return _Watching(self)
+        return _Monitoring(self)
 
     def set_timeout(self, seconds: float) -> None:
         self.watch.seconds = seconds
@@ -409,12 +409,12 @@ class Watched:
         self._engine.close()
 
 
-class _Watching(AbstractContextManager):  # type: ignore[type-arg]
+class _Monitoring(AbstractContextManager):  # type: ignore[type-arg]
     """A collective that has begun."""
 
     __slots__ = ("_engine",)
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: MonitoredEngine) -> None:
         self._engine = engine
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from smdistributed.core import reductions as compiled
 from smdistributed.core.board import CountingStore
-from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, HierarchicalEngine, Watched
+from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, HierarchicalEngine, MonitoredEngine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.reductions import Reductions
@@ -65,10 +65,10 @@ def open_engine(
     watch = Watch(group.rank, members, group.seconds, group.connect, group.is_first)
     everybody = NetworkEngine(network.across(range(group.size)), group.rank, group.size, watch.tag, reductions)
     if local is None:
-        return Watched(everybody, watch), f"{network.name}: {problem}"
+        return MonitoredEngine(everybody, watch), f"{network.name}: {problem}"
     column = [ranks[local.rank] for ranks in grid]
     across = NetworkEngine(network.across(column), column.index(group.rank), len(grid), watch.tag)
-    return Watched(HierarchicalEngine(ShmEngine(local), across, everybody, grid, group.rank), watch), (
+    return MonitoredEngine(HierarchicalEngine(ShmEngine(local), across, everybody, grid, group.rank), watch), (
         f"shm+{network.name}: {len(grid)} hosts × {_counted(local.size, 'rank')}"
     )
 

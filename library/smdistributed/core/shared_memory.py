@@ -49,7 +49,7 @@ class SharedMemory:
         self, memory: mmap.mmap, rank: int, members: Sequence[Member], slot_bytes: int, seconds: float, watched: bool
     ) -> None:
         self.rank, self.size, self.seconds = rank, len(members), seconds
-        self._memory, self._members, self._watched = memory, members, watched
+        self._memory, self._members, self._monitored = memory, members, watched
         self._native = native.load()
         self._look = native.LOOK(self._on_look)  # held here: the engine calls it
         self._raised: BaseException | None = None
@@ -147,7 +147,7 @@ class SharedMemory:
 
     def _call(self, function: Callable[..., int], *arguments: object) -> None:
         if self._broken:
-            raise (UnexplainedError if self._watched else CollectiveError)(self._broken)
+            raise (UnexplainedError if self._monitored else CollectiveError)(self._broken)
         code = function(self._engine, *arguments)
         if code:
             self._end(code)
@@ -158,7 +158,7 @@ class SharedMemory:
             self._break(f"a collective was interrupted ({type(raised).__name__})")
             raise raised
         self._break(reason := self._reason(code))
-        raise (UnexplainedError if self._watched and code in (native.BROKEN, _LATE) else CollectiveError)(reason)
+        raise (UnexplainedError if self._monitored and code in (native.BROKEN, _LATE) else CollectiveError)(reason)
 
     def _fail(self, reason: str) -> None:
         self._break(reason)
@@ -192,7 +192,7 @@ class SharedMemory:
             return _LOST
         if waited > self.seconds:
             return _LATE
-        if not self._watched and waited > stall_seconds():
+        if not self._monitored and waited > stall_seconds():
             self._warn(waited)
         return 0
 
@@ -207,7 +207,7 @@ class SharedMemory:
             return guards.came_apart(self._me, _described(here), self._number(other), theirs)
         if code == _LOST:
             return f"{self._named(self._lost)} ended while rank {self._me} waited in {_described(here)}."
-        where = "" if self._watched else self._where(here)
+        where = "" if self._monitored else self._where(here)
         return f"{self._late(here)} within {self.seconds:.0f} s, the group's timeout.{where}"
 
     def _warn(self, waited: float) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core import timeline
-from smdistributed.core.engines import Engine, Watched
+from smdistributed.core.engines import Engine, MonitoredEngine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
 from smdistributed.core.torch import buckets, observation
@@ -74,7 +74,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._torchs: dict[str, Any] = {"gloo": gloo}  # and "cuda", when a tensor on such a device comes
         self._engine, self.engine = open_engine(PrefixStore("smddp", store), rank, size, timeout, gloo)
-        if isinstance(self._engine, Watched):
+        if isinstance(self._engine, MonitoredEngine):
             group = weakref.ref(self)  # the engine must not keep the group
             self._engine.watch.about = lambda size: buckets.described(size, group())
         self._ordered = Ordered(f"smddp-{rank}")

@@ -1,6 +1,6 @@
 """The engines: how the ranks of a group exchange flat tensors, whatever framework holds them (see `flat`).
 
-`ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Mover`, such as MPI, and `HierarchicalEngine` through
+`ShmEngine` goes through shared memory, `NetworkEngine` through messages of a `Transport`, such as MPI, and `HierarchicalEngine` through
 both, so that each byte leaves a host once; `MonitoredEngine` stands before the latter two. All have the same methods, `Engine`;
 `root` -1 means all ranks. Whoever calls keeps the memory of the tensors until the call has ended.
 """
@@ -32,7 +32,7 @@ class Request(Protocol):
         """Wait until its memory may be used. Raises RuntimeError when it takes too long or fails."""
 
 
-class Mover(Protocol):
+class Transport(Protocol):
     """Moves messages between ranks, which it counts for itself. A message keeps the owner of its memory."""
 
     def send(self, message: Flat, rank: int, tag: int) -> Request:
@@ -141,9 +141,9 @@ class NetworkEngine:
     """
 
     def __init__(
-        self, mover: Mover, rank: int, size: int, tag: Callable[[int], int], reductions: Reductions = reductions
+        self, transport: Transport, rank: int, size: int, tag: Callable[[int], int], reductions: Reductions = reductions
     ) -> None:
-        self._mover, self._rank, self._size, self._tag = mover, rank, size, tag
+        self._transport, self._rank, self._size, self._tag = transport, rank, size, tag
         self._reduces, self._reduce = reductions.reduces, reductions.reduce
 
     def reduces(self, dtype: str, op: str) -> bool:
@@ -191,10 +191,10 @@ class NetworkEngine:
         ]
 
     def _send(self, message: Flat, rank: int) -> Request:
-        return self._mover.send(message, rank, self._tag(message.count))
+        return self._transport.send(message, rank, self._tag(message.count))
 
     def _recv(self, message: Flat, rank: int) -> Request:
-        return self._mover.recv(message, rank, self._tag(message.count))
+        return self._transport.recv(message, rank, self._tag(message.count))
 
     def broadcast(self, flat: Flat, root: int) -> None:
         """A tree: who has it passes it on, and so twice as many have it after each round."""
@@ -248,16 +248,16 @@ class NetworkEngine:
 
     def barrier(self) -> None:
         """Theirs: it takes half the time of one by messages, and has no sizes to differ."""
-        self._wait(self._mover.barrier())
+        self._wait(self._transport.barrier())
 
     def set_timeout(self, seconds: float) -> None:
-        self._mover.set_timeout(seconds)
+        self._transport.set_timeout(seconds)
 
     def give_up(self, reason: str) -> None:
         """Who waits for this rank hears of it through the store (`MonitoredEngine`)."""
 
     def close(self) -> None:
-        self._mover = None  # type: ignore[assignment]  # its threads end with it
+        self._transport = None  # type: ignore[assignment]  # its threads end with it
 
 
 class HierarchicalEngine:

@@ -1,4 +1,4 @@
-"""MPI between hosts: what `NetworkEngine` asks of a mover, through mpi4py."""
+"""MPI between hosts: what `NetworkEngine` asks of a transport, through mpi4py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mpi_network(group: Group) -> Network:
     return Network("mpi", partial(open_mpi, group))
 
 
-def open_mpi(group: Group, ranks: Sequence[int]) -> MpiMover:
+def open_mpi(group: Group, ranks: Sequence[int]) -> MpiTransport:
     """Connect those `ranks` of a group, of which this is one; all of them call this.
 
     Raises SMDDPError where mpi4py is missing, or mpirun has not started this process.
@@ -36,7 +36,7 @@ def open_mpi(group: Group, ranks: Sequence[int]) -> MpiMover:
     name = f"mpi-{'-'.join(map(str, (ranks[0], ranks[-1], len(ranks))))}"
     place = list(ranks).index(group.rank)
     numbers = exchange(Prefixed(group.store, name), "rank", place, len(ranks), str(world.rank))
-    return MpiMover(world.Create_group(world.group.Incl(list(map(int, numbers)))), group.seconds)
+    return MpiTransport(world.Create_group(world.group.Incl(list(map(int, numbers)))), group.seconds)
 
 
 class MpiRequest:
@@ -54,7 +54,7 @@ class MpiRequest:
                 raise RuntimeError(f"a message has not arrived within {self._seconds:.0f} s")
 
 
-class MpiMover:
+class MpiTransport:
     """Messages between the ranks of a communicator."""
 
     def __init__(self, comm: Any, seconds: float) -> None:

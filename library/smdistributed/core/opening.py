@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from smdistributed.core import reductions as compiled
 from smdistributed.core.board import CountingStore
-from smdistributed.core.engines import NetworkEngine, Engine, Mover, ShmEngine, HierarchicalEngine, MonitoredEngine
+from smdistributed.core.engines import NetworkEngine, Engine, Transport, ShmEngine, HierarchicalEngine, MonitoredEngine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.reductions import Reductions
@@ -22,7 +22,7 @@ class Network(NamedTuple):
 
     name: str
     """As it is called in the engine's name."""
-    across: Callable[[Sequence[int]], Mover]
+    across: Callable[[Sequence[int]], Transport]
     """Connects those ranks of the group, of which the caller is one; all of them call it, with the same list."""
 
 

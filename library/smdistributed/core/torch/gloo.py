@@ -1,4 +1,4 @@
-"""torch's gloo between hosts: what `NetworkEngine` asks of a mover."""
+"""torch's gloo between hosts: what `NetworkEngine` asks of a transport."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def gloo_network(group: Group, store: Store, gloo: Any) -> Network:
     return Network("gloo", partial(_across, group, store, gloo))
 
 
-def _across(group: Group, store: Store, gloo: Any, ranks: Sequence[int]) -> GlooMover:
+def _across(group: Group, store: Store, gloo: Any, ranks: Sequence[int]) -> GlooTransport:
     if len(ranks) == group.size:
-        return GlooMover(gloo)
+        return GlooTransport(gloo)
     place, timeout = list(ranks).index(group.rank), timedelta(seconds=group.seconds)
-    return GlooMover(dist.ProcessGroupGloo(PrefixStore(f"across-{ranks[0]}", store), place, len(ranks), timeout))
+    return GlooTransport(dist.ProcessGroupGloo(PrefixStore(f"across-{ranks[0]}", store), place, len(ranks), timeout))
 
 
-class GlooMover:
+class GlooTransport:
     """Messages between the ranks of a group of torch's."""
 
     def __init__(self, group: Any) -> None:

@@ -118,7 +118,7 @@ import sys
 from importlib.util import find_spec
 assert find_spec("smdistributed")
 import smdistributed.core.launch, smdistributed.dataparallel.exceptions, smdistributed.dataparallel.reduce_op
-import smdistributed.core.mpi, smdistributed.core.opening, smdistributed.core.store
+import smdistributed.core.mpi, smdistributed.core.engine_selection, smdistributed.core.store
 assert "torch" not in sys.modules
 """
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat
-from smdistributed.core.opening import Group, Network
+from smdistributed.core.engine_selection import Network, RankGroup
 from smdistributed.core.shared_memory import exchange
 from smdistributed.core.store import Prefixed
 
 _TAGS = 1 << 15  # every MPI has as many
 
 
-def mpi_network(group: Group) -> Network:
+def mpi_network(group: RankGroup) -> Network:
     """MPI between the ranks of a group; it begins when some of them need it."""
     return Network("mpi", partial(open_mpi, group))
 
 
-def open_mpi(group: Group, ranks: Sequence[int]) -> MpiTransport:
+def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
     """Connect those `ranks` of a group, of which this is one; all of them call this.
 
     Raises SMDDPError where mpi4py is missing, or mpirun has not started this process.

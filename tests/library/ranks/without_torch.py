@@ -18,7 +18,7 @@ from smdistributed.core.flat import Flat
 from smdistributed.core.guards import CollectiveError
 from smdistributed.core.launch import read_launch
 from smdistributed.core.mpi import mpi_network
-from smdistributed.core.opening import Group, open_engine
+from smdistributed.core.engine_selection import RankGroup, open_engine
 from smdistributed.core.store import open_store
 
 LAUNCH = read_launch()
@@ -142,7 +142,7 @@ def main(ranks_per_host: int, what: Sequence[str]) -> None:
     os.environ["SMDDP_HOST"] = f"host-{RANK // ranks_per_host}"
     store = open_store(LAUNCH)
     seconds = 2.0 if what else 100.0
-    group = Group(store.prefixed("engine"), RANK, SIZE, seconds, connect=lambda: store, number=RANK)
+    group = RankGroup(store.prefixed("engine"), RANK, SIZE, seconds, connect=lambda: store, number=RANK)
     engine, name = open_engine(group, mpi_network(group))
     print(name)
     for check in (late,) if what else CHECKS:

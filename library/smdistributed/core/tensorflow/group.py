@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from smdistributed.core import opening, timeline
+from smdistributed.core import engine_selection, timeline
 from smdistributed.core.engines import Engine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat, temporary
@@ -94,14 +94,14 @@ def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] 
     Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
     above 0.
     """
-    wanted = opening.wanted_engine(CHOICES)
+    wanted = engine_selection.requested_engine(CHOICES)
     try:
         seconds = seconds_of("SMDDP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS)
     except CollectiveError as error:
         raise SMDDPError(str(error)) from None
     the_store = store or open_store(launch)
     members = list(ranks or range(launch.world_size))
-    group = opening.Group(
+    group = engine_selection.RankGroup(
         store=the_store.prefixed(f"tensorflow-{members[0]}"),
         rank=members.index(launch.rank),
         size=len(members),
@@ -110,7 +110,7 @@ def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] 
         number=launch.rank,
         is_first=members[0] == 0,
     )
-    engine, name = opening.open_engine(group, mpi_network(group), wanted)
+    engine, name = engine_selection.open_engine(group, mpi_network(group), wanted)
     return Group(engine, name, the_store, group.rank)
 
 

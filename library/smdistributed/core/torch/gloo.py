@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core.flat import Flat
-from smdistributed.core.opening import Group, Network
+from smdistributed.core.engine_selection import Network, RankGroup
 from smdistributed.core.torch.tensors import tensor_at
 
 
-def gloo_network(group: Group, store: Store, gloo: Any) -> Network:
+def gloo_network(group: RankGroup, store: Store, gloo: Any) -> Network:
     """gloo between the ranks of a group. store: the group's. gloo: torch's own group of the same ranks."""
     return Network("gloo", partial(_across, group, store, gloo))
 
 
-def _across(group: Group, store: Store, gloo: Any, ranks: Sequence[int]) -> GlooTransport:
+def _across(group: RankGroup, store: Store, gloo: Any, ranks: Sequence[int]) -> GlooTransport:
     if len(ranks) == group.size:
         return GlooTransport(gloo)
     place, timeout = list(ranks).index(group.rank), timedelta(seconds=group.seconds)

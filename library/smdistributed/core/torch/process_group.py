@@ -1,6 +1,6 @@
 """The process group behind the backend `smddp`: torch.distributed's collectives on this library's engines.
 
-Tensors on the CPU go through the engine that the ranks have agreed on (`opening`), those on CUDA devices through NCCL,
+Tensors on the CPU go through the engine that the ranks have agreed on (`engine_selection`), those on CUDA devices through NCCL,
 messages from one rank to another through gloo. A call goes the same way on every rank.
 """
 
@@ -27,7 +27,7 @@ from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.guards import CollectiveError
 from smdistributed.core.torch import buckets, observation
 from smdistributed.core.torch.devices import open_cuda, take_device
-from smdistributed.core.torch.opening import open_engine
+from smdistributed.core.torch.engine_selection import open_engine
 from smdistributed.core.torch.ordered import Ordered
 from smdistributed.core.torch.sparse import all_reduce_sparse
 from smdistributed.core.torch.tensors import (

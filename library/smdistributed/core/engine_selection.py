@@ -26,7 +26,7 @@ class Network(NamedTuple):
     """Connects those ranks of the group, of which the caller is one; all of them call it, with the same list."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """The ranks that shall have an engine, as one of them sees them."""
 
     store: CountingStore
@@ -44,11 +44,11 @@ class Group(NamedTuple):
 
 
 def open_engine(
-    group: Group, network: Network, wanted: str = "auto", reductions: Reductions = compiled
+    group: RankGroup, network: Network, wanted: str = "auto", reductions: Reductions = compiled
 ) -> tuple[Engine, str]:
     """Return the engine of a group, and its name with the reason. All ranks of the group call this.
 
-    wanted: what SMDDP_ENGINE asks for (`wanted_engine`); "gloo": the network alone. reductions: how a rank reduces
+    wanted: what SMDDP_ENGINE asks for (`requested_engine`); "gloo": the network alone. reductions: how a rank reduces
     where it shares no memory.
 
     Raises SMDDPError when shared memory is asked for, and there is none.
@@ -73,7 +73,7 @@ def open_engine(
     )
 
 
-def wanted_engine(choices: Sequence[str] = CHOICES) -> str:
+def requested_engine(choices: Sequence[str] = CHOICES) -> str:
     """The value of SMDDP_ENGINE. Raises SMDDPError when it is none of those that a framework has."""
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in choices:
@@ -90,7 +90,7 @@ def _hosts(members: Sequence[Member]) -> list[list[int]]:
 
 
 def _open_local(
-    group: Group, members: Sequence[Member], grid: Sequence[Sequence[int]]
+    group: RankGroup, members: Sequence[Member], grid: Sequence[Sequence[int]]
 ) -> tuple[SharedMemory | None, str]:
     """The memory of this rank's host, or why no host shall have any; one of the two on all ranks."""
     problems = [f"rank {other}: {member.problem}" for other, member in enumerate(members) if member.problem]

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core import opening
+from smdistributed.core import engine_selection
 from smdistributed.core import reductions as compiled
 from smdistributed.core.engines import Engine
 from smdistributed.core.mpi import mpi_network
@@ -25,14 +25,14 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
 
     Raises SMDDPError when SMDDP_ENGINE is no engine, or asks for shared memory or NCCL that there is none of.
     """
-    wanted, later = opening.wanted_engine(), dist.is_initialized()
+    wanted, later = engine_selection.requested_engine(), dist.is_initialized()
     problem = without_nccl(PrefixStore("nccl", store), rank, size) if wanted == "nccl" else ""
     if problem:
         raise refusal(problem)
-    group = opening.Group(
+    group = engine_selection.RankGroup(
         *(store, rank, size, timeout.total_seconds(), lambda: beside(store)),
         number=dist.get_rank() if later else rank,
         is_first=not later,
     )
     network = mpi_network(group) if wanted == "mpi" else gloo_network(group, store, gloo)
-    return opening.open_engine(group, network, wanted, reductions if without_engine() else compiled)
+    return engine_selection.open_engine(group, network, wanted, reductions if without_engine() else compiled)

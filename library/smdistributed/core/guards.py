@@ -63,7 +63,7 @@ def described(number: int, name: str, dtype: str, op: str, root: int, size: int)
     return f"{name}{reduction}{where}{bytes_} (collective {number} of the group)"
 
 
-def told_where(rank: int, last: str, stack: str | None) -> str:
+def describe_laggard(rank: int, last: str, stack: str | None) -> str:
     """What a rank that is late has called last, and where it is now; None: it does not say."""
     where = "It does not answer: it may be stopped." if stack is None else f"Its main thread is at:\n{stack}"
     return f"\nRank {rank} has last called {last}. {where}"

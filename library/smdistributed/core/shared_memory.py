@@ -237,7 +237,7 @@ class SharedMemory:
                 if answer is not None:
                     told[rank] = answer.decode(errors="replace")
         return "".join(
-            guards.told_where(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
+            guards.describe_laggard(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
         )
 
     def _others(self) -> list[int]:

@@ -296,7 +296,7 @@ class Watch:
                 f"It has not ended either on {waiting or 'any other'}: is the network between the hosts cut or slow?"
             )
         where = "".join(
-            guards.told_where(
+            guards.describe_laggard(
                 self._members[rank].number,
                 str(told[rank].call) if rank in told else "what nobody knows",
                 told[rank].stack if rank in told else None,

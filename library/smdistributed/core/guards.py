@@ -69,7 +69,7 @@ def describe_laggard(rank: int, last: str, stack: str | None) -> str:
     return f"\nRank {rank} has last called {last}. {where}"
 
 
-def came_apart(rank: int, mine: str, other: int, theirs: str) -> str:
+def collective_mismatch(rank: int, mine: str, other: int, theirs: str) -> str:
     """Say that two ranks call different collectives, or have done so before."""
     if mine == theirs:
         return (

@@ -204,7 +204,7 @@ class SharedMemory:
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
             theirs = _described(self._doing(other))
-            return guards.came_apart(self._me, _described(here), self._number(other), theirs)
+            return guards.collective_mismatch(self._me, _described(here), self._number(other), theirs)
         if code == _LOST:
             return f"{self._named(self._lost)} ended while rank {self._me} waited in {_described(here)}."
         where = "" if self._monitored else self._where(here)

@@ -286,7 +286,7 @@ class Watch:
         for rank, status in told.items():
             if status.call.number == call.number and status.call.digest != call.digest:
                 mine, other = self._members[self._rank].number, self._members[rank].number
-                return guards.came_apart(mine, str(call), other, str(status.call))
+                return guards.collective_mismatch(mine, str(call), other, str(status.call))
         behind = [rank for rank, status in told.items() if status.call.number < call.number]
         late = sorted(behind + self._silent)
         if not late:

@@ -79,6 +79,6 @@ def collective_mismatch(rank: int, mine: str, other: int, theirs: str) -> str:
     return f"The ranks have come apart: rank {rank} calls {mine}, rank {other} calls {theirs}."
 
 
-def given_up(rank: int, here: str, says: str) -> str:
+def peer_aborted(rank: int, here: str, says: str) -> str:
     """Say that another rank has ended the group, and why."""
     return f"Another rank has given up while rank {rank} was in {here}. It says, {says}"

@@ -200,7 +200,7 @@ class SharedMemory:
         here = self._doing(self.rank)
         if code == native.BROKEN:
             said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
-            return guards.given_up(self._me, _described(here), said)
+            return guards.peer_aborted(self._me, _described(here), said)
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
             theirs = _described(self._doing(other))

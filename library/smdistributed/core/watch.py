@@ -271,7 +271,7 @@ class Watch:
     def _said(self) -> str:
         rank, text = self._broken or (self._rank, "")
         says = f"rank {self._members[rank].number}: {text}"
-        return guards.given_up(self._members[self._rank].number, str(self.call), says)
+        return guards.peer_aborted(self._members[self._rank].number, str(self.call), says)
 
     def _linger(self, board: Board) -> None:
         """Rank 0 stays until all have heard why: the store may end with its process."""

@@ -43,7 +43,7 @@ def seconds_of(name: str, default: float) -> float:
     return seconds
 
 
-def main_stack() -> str:
+def main_thread_stack() -> str:
     """Where the main thread is, innermost last: the last calls, with their lines."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident if ident is not None else 0)

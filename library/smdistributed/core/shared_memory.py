@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.core import guards, native, segment
-from smdistributed.core.guards import CollectiveError, Store, UnexplainedError, main_stack, stall_seconds
+from smdistributed.core.guards import CollectiveError, Store, UnexplainedError, main_thread_stack, stall_seconds
 from smdistributed.core.reductions import DTYPES, OPS, pointers
 from smdistributed.core.segment import Process
 
@@ -84,7 +84,7 @@ class SharedMemory:
             answered = self._native.engine_await_question(self._engine, answered)
             if self._closed:
                 return
-            self._native.engine_answer(self._engine, answered, main_stack().encode(errors="replace"))
+            self._native.engine_answer(self._engine, answered, main_thread_stack().encode(errors="replace"))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -203,7 +203,7 @@ class Watch:
             if word["rank"] == self._rank:
                 continue
             if word["kind"] == "ask":
-                stack = guards.main_stack()[-_STACK_CHARACTERS:]
+                stack = guards.main_thread_stack()[-_STACK_CHARACTERS:]
                 board.append(f"answers-{self._heard}", _Status(self._rank, self.call, bool(self._began), stack))
             elif word["kind"] == "warning" and self._is_first_of_host(word["rank"]):
                 _log.warning(f"smddp: rank {self._members[word['rank']].number} says: {word['text']}")

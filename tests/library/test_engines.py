@@ -11,7 +11,7 @@ import torch
 
 from smdistributed.core import native, reductions
 from smdistributed.core.flat import Flat, temporary
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.torch import reductions as torchs
 from smdistributed.core.torch.tensors import flat_of, tensor_at
 

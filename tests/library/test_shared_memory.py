@@ -17,7 +17,7 @@ import pytest
 from tests.repeats import SEED, times
 
 from smdistributed.core import shared_memory
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.segment import Process, this_process
 from smdistributed.core.shared_memory import SharedMemory, meet, share
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from smdistributed.core import native, reductions
 from smdistributed.core.flat import Flat, temporary
-from smdistributed.core.guards import CollectiveError, UnexplainedError
+from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.reductions import Reductions
 from smdistributed.core.shared_memory import SharedMemory
 from smdistributed.core.watch import Watch

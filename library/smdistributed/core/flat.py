@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.native import ITEM_BYTES
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smdistributed.core import guards, native, segment
-from smdistributed.core.guards import CollectiveError, Store, UnexplainedError, main_thread_stack, stall_seconds
+from smdistributed.core import diagnostics, native, segment
+from smdistributed.core.diagnostics import CollectiveError, Store, UnexplainedError, main_thread_stack, stall_seconds
 from smdistributed.core.reductions import DTYPES, OPS, pointers
 from smdistributed.core.segment import Process
 
@@ -200,11 +200,11 @@ class SharedMemory:
         here = self._doing(self.rank)
         if code == native.BROKEN:
             said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
-            return guards.peer_aborted(self._me, _described(here), said)
+            return diagnostics.peer_aborted(self._me, _described(here), said)
         if code == native.DIFFERENT:
             other = self._native.engine_differs(self._engine)
             theirs = _described(self._doing(other))
-            return guards.collective_mismatch(self._me, _described(here), self._number(other), theirs)
+            return diagnostics.collective_mismatch(self._me, _described(here), self._number(other), theirs)
         if code == _LOST:
             return f"{self._named(self._lost)} ended while rank {self._me} waited in {_described(here)}."
         where = "" if self._monitored else self._where(here)
@@ -237,7 +237,7 @@ class SharedMemory:
                 if answer is not None:
                     told[rank] = answer.decode(errors="replace")
         return "".join(
-            guards.describe_laggard(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
+            diagnostics.describe_laggard(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
         )
 
     def _others(self) -> list[int]:
@@ -360,4 +360,4 @@ def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
 
 def _described(doing: native.Doing) -> str:
     name, dtype, op = native.COLLECTIVES[doing.collective], native.DTYPES[doing.dtype], native.OPS[doing.op]
-    return guards.described(doing.number, name, dtype, op, doing.root, doing.bytes)
+    return diagnostics.described(doing.number, name, dtype, op, doing.root, doing.bytes)

@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from smdistributed.core import guards
+from smdistributed.core import diagnostics
 from smdistributed.core.board import Board, CountingStore
 from smdistributed.core.clocks import Clocks
-from smdistributed.core.guards import CollectiveError, UnexplainedError
+from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.shared_memory import Member
 
 _MOST_LOOK_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     digest: int = 0
 
     def __str__(self) -> str:
-        return guards.described(*self[:-1])
+        return diagnostics.described(*self[:-1])
 
 
 class _Status(NamedTuple):
@@ -87,7 +87,7 @@ class Watch:
         self.about: Callable[[int], str] = lambda _: ""
         """What is known of a tensor of so many bytes."""
         self._rank, self._members, self._connect, self._clocked = rank, members, connect, clocks
-        self._stall = guards.stall_seconds()
+        self._stall = diagnostics.stall_seconds()
         slowest = max(_MOST_LOOK_SECONDS, len(members) / _RANKS_A_SECOND)
         self._look = min(slowest, self._stall / 4, seconds / 10)
         self._began = 0.0  # of what this rank waits in; 0: in nothing
@@ -203,7 +203,7 @@ class Watch:
             if word["rank"] == self._rank:
                 continue
             if word["kind"] == "ask":
-                stack = guards.main_thread_stack()[-_STACK_CHARACTERS:]
+                stack = diagnostics.main_thread_stack()[-_STACK_CHARACTERS:]
                 board.append(f"answers-{self._heard}", _Status(self._rank, self.call, bool(self._began), stack))
             elif word["kind"] == "warning" and self._is_first_of_host(word["rank"]):
                 _log.warning(f"smddp: rank {self._members[word['rank']].number} says: {word['text']}")
@@ -271,7 +271,7 @@ class Watch:
     def _said(self) -> str:
         rank, text = self._broken or (self._rank, "")
         says = f"rank {self._members[rank].number}: {text}"
-        return guards.peer_aborted(self._members[self._rank].number, str(self.call), says)
+        return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), says)
 
     def _linger(self, board: Board) -> None:
         """Rank 0 stays until all have heard why: the store may end with its process."""
@@ -286,7 +286,7 @@ class Watch:
         for rank, status in told.items():
             if status.call.number == call.number and status.call.digest != call.digest:
                 mine, other = self._members[self._rank].number, self._members[rank].number
-                return guards.collective_mismatch(mine, str(call), other, str(status.call))
+                return diagnostics.collective_mismatch(mine, str(call), other, str(status.call))
         behind = [rank for rank, status in told.items() if status.call.number < call.number]
         late = sorted(behind + self._silent)
         if not late:
@@ -296,7 +296,7 @@ class Watch:
                 f"It has not ended either on {waiting or 'any other'}: is the network between the hosts cut or slow?"
             )
         where = "".join(
-            guards.describe_laggard(
+            diagnostics.describe_laggard(
                 self._members[rank].number,
                 str(told[rank].call) if rank in told else "what nobody knows",
                 told[rank].stack if rank in told else None,

@@ -15,7 +15,7 @@ import numpy as np
 
 from smdistributed.core.engines import Engine
 from smdistributed.core.flat import Flat
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.launch import read_launch
 from smdistributed.core.mpi import mpi_network
 from smdistributed.core.engine_selection import RankGroup, open_engine

@@ -10,7 +10,7 @@ from smdistributed.core import engine_selection, timeline
 from smdistributed.core.engines import Engine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat, temporary
-from smdistributed.core.guards import CollectiveError, seconds_of
+from smdistributed.core.diagnostics import CollectiveError, seconds_of
 from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
 from smdistributed.core.store import Store, open_store

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from smdistributed.core import timeline
 from smdistributed.core.engines import Engine, MonitoredEngine
 from smdistributed.core.exceptions import SMDDPError
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.torch import buckets, observation
 from smdistributed.core.torch.devices import open_cuda, take_device
 from smdistributed.core.torch.engine_selection import open_engine

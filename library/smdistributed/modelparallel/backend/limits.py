@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smdistributed.core.guards import seconds_of
+from smdistributed.core.diagnostics import seconds_of
 
 VARIABLE = "SMP_TIMEOUT_SECONDS"
 LONGER = f"Fix: see what it does; if it may take longer, set {VARIABLE} to more seconds on all ranks."

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smdistributed.core import timeline
-from smdistributed.core.guards import stall_seconds
+from smdistributed.core.diagnostics import stall_seconds
 from smdistributed.core.mail import Access, Mail, Waiter
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from smdistributed.core import timeline
-from smdistributed.core.guards import stall_seconds
+from smdistributed.core.diagnostics import stall_seconds
 from smdistributed.modelparallel.torch.work import Work
 
 _STACK_CALLS = 8

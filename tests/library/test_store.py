@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from smdistributed.core import store as stores
-from smdistributed.core.board import Board
+from smdistributed.core.board import StoreLog
 from smdistributed.core.launch import Address, Launch, LaunchError
 from smdistributed.core.secret import tagged, untagged
 from smdistributed.core.sockets import own_address
@@ -76,7 +76,7 @@ def test_parts_have_keys_of_their_own(either: Store) -> None:
 
 
 def test_a_board_works_on_it(either: Store) -> None:
-    board = Board(either, "board")
+    board = StoreLog(either, "board")
     assert [board.append("list", {"word": word}) for word in "ab"] == [1, 2]
     assert board.read("list", after=1) == [{"word": "b"}]
 

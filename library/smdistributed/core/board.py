@@ -14,7 +14,7 @@ class CountingStore(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
-class Board:
+class StoreLog:
     """Lists of words, by name. Other groups' have other prefixes. Raises what the store raises."""
 
     def __init__(self, store: CountingStore, prefix: str) -> None:

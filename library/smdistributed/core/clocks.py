@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from smdistributed.core import timeline
-from smdistributed.core.board import Board
+from smdistributed.core.board import StoreLog
 
 _ROUNDS = 10
 _ROUND_SECONDS = 0.5
@@ -22,8 +22,8 @@ class Clocks:
     look: how often, in seconds, ranks look at the board when nothing is to be done.
     """
 
-    def __init__(self, board: Board, rank: int, hosts: Sequence[str], look: float) -> None:
-        self._board, self._rank, self._look = board, rank, look
+    def __init__(self, board: StoreLog, rank: int, hosts: Sequence[str], look: float) -> None:
+        self._log_store, self._rank, self._look = board, rank, look
         self._is_first = hosts[rank] == hosts[0]  # on rank 0's host
         self._host = hosts.index(hosts[rank])
         self._recording: timeline.Recorder | None = None
@@ -41,23 +41,23 @@ class Clocks:
             self._find(f"clock-{self._recordings}-{self._host}")
 
     def _find(self, name: str) -> None:
-        if not self._board.read(f"{name}-asked") and self._board.append(f"{name}-asked", None) == 1:
+        if not self._log_store.read(f"{name}-asked") and self._log_store.append(f"{name}-asked", None) == 1:
             offset = self._measure(name)
             if offset is not None:
-                self._board.append(name, offset)
-        for offset in self._board.read(name)[:1]:
+                self._log_store.append(name, offset)
+        for offset in self._log_store.read(name)[:1]:
             timeline.set_clock_offset(offset)
             self._known = True
 
     def _measure(self, name: str) -> int | None:
         """How far rank 0's clock is ahead, in microseconds; None: rank 0 does not answer."""
-        self._board.append("words", {"kind": "clock", "rank": self._rank, "name": name})
+        self._log_store.append("words", {"kind": "clock", "rank": self._rank, "name": name})
         if not self._await(f"{name}-ready", 2 * self._look + _ROUND_SECONDS):
             return None
         rounds = []
         for number in range(_ROUNDS):
             asked = timeline.wall()
-            self._board.count(f"{name}-ping-{number}", 1)
+            self._log_store.count(f"{name}-ping-{number}", 1)
             told = self._await(f"{name}-pong-{number}", _ROUND_SECONDS)
             answered = timeline.wall()
             if told:
@@ -66,17 +66,17 @@ class Clocks:
 
     def answer(self, name: str) -> None:
         """Tell a rank of another host the time, as often as it asks."""
-        self._board.count(f"{name}-ready", 1)
+        self._log_store.count(f"{name}-ready", 1)
         for number in range(_ROUNDS):
             if not self._await(f"{name}-ping-{number}", _ROUND_SECONDS):
                 return
-            self._board.count(f"{name}-pong-{number}", timeline.wall())
+            self._log_store.count(f"{name}-pong-{number}", timeline.wall())
 
     def _await(self, name: str, seconds: float) -> int:
         """What another rank has counted; 0: nothing in time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            told = self._board.count(name)
+            told = self._log_store.count(name)
             if told:
                 return told
         return 0

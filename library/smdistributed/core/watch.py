@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smdistributed.core import diagnostics
-from smdistributed.core.board import Board, CountingStore
+from smdistributed.core.board import StoreLog, CountingStore
 from smdistributed.core.clocks import Clocks
 from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.shared_memory import Member
@@ -93,7 +93,7 @@ class Watch:
         self._began = 0.0  # of what this rank waits in; 0: in nothing
         self._warned, self._heard = 0, 0
         self._broken: tuple[int, str] | None = None  # who has given up, and why
-        self._board: Board | None = None
+        self._log_store: StoreLog | None = None
         self._clocks: Clocks | None = None
         self._failure: _Failure | None = None
         self._silent: list[int] = []
@@ -176,27 +176,27 @@ class Watch:
         )
 
     def _turn(self) -> None:
-        if self._board is None:
-            self._board = Board(self._connect(), f"smddp-watch/{self._members[0].token}")
+        if self._log_store is None:
+            self._log_store = StoreLog(self._connect(), f"smddp-watch/{self._members[0].token}")
             if self._clocked:
                 hosts = [member.process.host for member in self._members]
-                self._clocks = Clocks(self._board, self._rank, hosts, self._look)
+                self._clocks = Clocks(self._log_store, self._rank, hosts, self._look)
         if self._broken is None:
-            self._hear(self._board)
+            self._hear(self._log_store)
         call, began = self.call, self._began
         if began and call.number != self._warned and time.monotonic() - began > self._stall:
             self._warned = call.number
-            self._warn(self._board, call, began)
+            self._warn(self._log_store, call, began)
         failure = self._failure
         if failure is not None and not failure.is_found.is_set():
-            self._give_up(self._board, failure)
+            self._give_up(self._log_store, failure)
             failure.is_found.set()
             if self._members[self._rank].number == 0:
-                self._linger(self._board)
+                self._linger(self._log_store)
         if self._clocks is not None:
             self._clocks.compare()
 
-    def _hear(self, board: Board) -> None:
+    def _hear(self, board: StoreLog) -> None:
         """Read what others have said to all."""
         for word in board.read("words", self._heard):
             self._heard += 1
@@ -219,7 +219,7 @@ class Watch:
         mine = hosts[self._rank]
         return hosts.index(mine) == self._rank and mine != hosts[other_than]
 
-    def _ask(self, board: Board) -> dict[int, _Status]:
+    def _ask(self, board: StoreLog) -> dict[int, _Status]:
         """Where all others are, if they say so in time."""
         asked = board.append("words", {"kind": "ask", "rank": self._rank})
         told: dict[int, _Status] = {}
@@ -232,7 +232,7 @@ class Watch:
         self._silent = [rank for rank in range(len(self._members)) if rank != self._rank and rank not in told]
         return told
 
-    def _warn(self, board: Board, call: Call, began: float) -> None:
+    def _warn(self, board: StoreLog, call: Call, began: float) -> None:
         """The first to wait for so long tells, for all who wait in this collective."""
         if len(board.read(f"stall-{call.number}")) or board.append(f"stall-{call.number}", self._rank) > 1:
             return
@@ -246,7 +246,7 @@ class Watch:
         _log.warning(f"smddp: {text}")
         board.append("words", {"kind": "warning", "rank": self._rank, "text": text})
 
-    def _give_up(self, board: Board, failure: _Failure) -> None:
+    def _give_up(self, board: StoreLog, failure: _Failure) -> None:
         """The first to give up says why, and the others what that one says."""
         if self._broken is None and not board.read("giving-up") and board.append("giving-up", self._rank) == 1:
             failure.text = self._found(board, failure)
@@ -261,7 +261,7 @@ class Watch:
         if self._broken is not None:
             failure.text = self._said()
 
-    def _found(self, board: Board, failure: _Failure) -> str:
+    def _found(self, board: StoreLog, failure: _Failure) -> str:
         if not isinstance(failure.error, UnexplainedError):
             return f"{failure.error}\nThat was in {self.call}."
         if failure.waited >= 0.9 * self.seconds:
@@ -273,7 +273,7 @@ class Watch:
         says = f"rank {self._members[rank].number}: {text}"
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), says)
 
-    def _linger(self, board: Board) -> None:
+    def _linger(self, board: StoreLog) -> None:
         """Rank 0 stays until all have heard why: the store may end with its process."""
         deadline = time.monotonic() + self._answer_seconds
         there = len(self._members) - len(self._silent)

@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "meeting.h"
+#include "counter.h"
 #include "reduce.h"
 
 enum { BROKEN = -1, DIFFERENT = -2 };

@@ -75,7 +75,7 @@ def test_a_fellow_that_does_something_else(
     two_ranks: TwoRanks, free_port: int, what: str, words: str, timeout: int, way: str
 ) -> None:
     waits = {"SMDDP_STALL_SECONDS": "3", "SMDDP_TIMEOUT_SECONDS": str(timeout)}
-    with two_ranks(free_port, RANKS / "diagnostics.py", what, way, **waits) as ranks:
+    with two_ranks(free_port, RANKS / "guards.py", what, way, **waits) as ranks:
         said = ranks[0].communicate(timeout=120)[0]
     told = said[said.index(" after ") :]
     assert words in told, said

@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "meeting.h"
+#include "counter.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

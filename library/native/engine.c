@@ -17,7 +17,7 @@ typedef struct {
 
 typedef struct {
     count_t given, reduced, asked, answered;
-    doing_t doing[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
+    collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
     char answer[ENGINE_ANSWER_BYTES];
 } place_t;
 
@@ -73,13 +73,13 @@ void engine_close(engine_t *engine)
     free(engine);
 }
 
-void engine_doing(engine_t *e, int rank, doing_t *doing)
+void engine_last_collective(engine_t *e, int rank, collective_desc_t *recent)
 {
-    doing_t *all = e->places[rank].doing;
-    *doing = all[0];
+    collective_desc_t *all = e->places[rank].recent;
+    *recent = all[0];
     for (int i = 1; i < DEPTH; i++)
-        if (all[i].number > doing->number)
-            *doing = all[i];
+        if (all[i].number > recent->number)
+            *recent = all[i];
 }
 
 int engine_differs(engine_t *e)
@@ -149,9 +149,9 @@ static char *result(engine_t *e, uint32_t piece)
 }
 
 /* What a rank does, or did, in this collective. */
-static doing_t *doing_of(engine_t *e, int rank)
+static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 {
-    return &e->places[rank].doing[e->number % DEPTH];
+    return &e->places[rank].recent[e->number % DEPTH];
 }
 
 /* Waits for one of a rank's counts; at a collective's first piece, also for what that rank does to be the same. */
@@ -159,7 +159,7 @@ static int await(engine_t *e, int rank, uint32_t value)
 {
     place_t *place = &e->places[rank];
     int said = count_await(&place->given, value, rank, &e->patience);
-    if (!said && value == e->first + 1 && memcmp(doing_of(e, e->rank), doing_of(e, rank), sizeof(doing_t))) {
+    if (!said && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->differs = rank;
         said = DIFFERENT;
     }
@@ -208,7 +208,7 @@ static void begin(engine_t *e, enum collective collective, int dtype, int op, in
     e->first = e->given;
     uint64_t kind = (uint64_t)collective << 48 | (uint64_t)dtype << 40 | (uint64_t)op << 32 | (uint32_t)root;
     e->digest = mix(mix(e->digest, kind), bytes);
-    *doing_of(e, e->rank) = (doing_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
+    *own_slot_desc(e, e->rank) = (collective_desc_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
                                       .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
 }
 

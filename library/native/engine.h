@@ -31,7 +31,7 @@ typedef struct {
     int64_t bytes;
     uint64_t digest; /* of this and all collectives before: a root need not wait for those who differ */
     char unused[LINE - 40];
-} doing_t;
+} collective_desc_t;
 
 typedef struct engine engine_t;
 
@@ -44,7 +44,7 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
 void engine_close(engine_t *engine);
 
 /* Where another rank is; `rank` may be one's own. */
-void engine_doing(engine_t *engine, int rank, doing_t *doing);
+void engine_last_collective(engine_t *engine, int rank, collective_desc_t *recent);
 /* The rank that has differed after DIFFERENT. */
 int engine_differs(engine_t *engine);
 /* Tell all ranks that this one goes no further, and why; the first to do so is heard. */

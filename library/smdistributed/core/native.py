@@ -21,7 +21,7 @@ BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
 LOOK = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
 
 
-class Doing(ctypes.Structure):
+class CollectiveDesc(ctypes.Structure):
     """What a rank does: the collective's number, from 1, its arguments, and a digest of those before it as well."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ _FUNCTIONS = {
     "engine_bytes": (c_size_t, c_int, c_size_t),
     "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, LOOK),
     "engine_close": (None, _ENGINE),
-    "engine_doing": (None, _ENGINE, c_int, POINTER(Doing)),
+    "engine_last_collective": (None, _ENGINE, c_int, POINTER(CollectiveDesc)),
     "engine_differs": (c_int, _ENGINE),
     "engine_break": (None, _ENGINE, ctypes.c_char_p),
     "engine_broken": (ctypes.c_char_p, _ENGINE),

@@ -219,13 +219,13 @@ class SharedMemory:
                 f"smddp: {self._late(here)} for {waited:.0f} s; this rank gives up in {left:.0f} s.{self._where(here)}"
             )
 
-    def _late(self, here: native.Doing) -> str:
+    def _late(self, here: native.CollectiveDesc) -> str:
         return f"{self._named(self._behind(here))} did not come to {_described(here)}"
 
-    def _behind(self, here: native.Doing) -> list[int]:
+    def _behind(self, here: native.CollectiveDesc) -> list[int]:
         return [rank for rank in self._others() if self._doing(rank).number < here.number] or self._others()
 
-    def _where(self, here: native.Doing) -> str:
+    def _where(self, here: native.CollectiveDesc) -> str:
         """What those who are late have called last, and where they are now."""
         asked = {rank: self._native.engine_ask(self._engine, rank) for rank in self._behind(here)}
         deadline = time.monotonic() + SETTINGS["answer_seconds"]
@@ -243,9 +243,9 @@ class SharedMemory:
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _doing(self, rank: int) -> native.Doing:
-        found = native.Doing()
-        self._native.engine_doing(self._engine, rank, ctypes.byref(found))
+    def _doing(self, rank: int) -> native.CollectiveDesc:
+        found = native.CollectiveDesc()
+        self._native.engine_last_collective(self._engine, rank, ctypes.byref(found))
         return found
 
     def _named(self, ranks: Sequence[int]) -> str:
@@ -358,6 +358,6 @@ def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
     return memory, slot_bytes, path
 
 
-def _described(doing: native.Doing) -> str:
-    name, dtype, op = native.COLLECTIVES[doing.collective], native.DTYPES[doing.dtype], native.OPS[doing.op]
-    return diagnostics.described(doing.number, name, dtype, op, doing.root, doing.bytes)
+def _described(recent: native.CollectiveDesc) -> str:
+    name, dtype, op = native.COLLECTIVES[recent.collective], native.DTYPES[recent.dtype], native.OPS[recent.op]
+    return diagnostics.described(recent.number, name, dtype, op, recent.root, recent.bytes)

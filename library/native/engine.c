@@ -19,7 +19,7 @@ typedef struct {
     count_t given, reduced, asked, answered;
     collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
     char answer[ENGINE_ANSWER_BYTES];
-} place_t;
+} rank_area_t;
 
 struct engine {
     int rank, size;
@@ -30,7 +30,7 @@ struct engine {
     int differs;
     patience_t patience;
     state_t *state;
-    place_t *places;
+    rank_area_t *areas;
     char *slots, *results;
 };
 
@@ -46,7 +46,7 @@ static size_t pages(size_t bytes)
 
 size_t engine_bytes(int size, size_t slot_bytes)
 {
-    return pages(sizeof(state_t) + sizeof(place_t) * size) + DEPTH * slot_bytes * (size + 1);
+    return pages(sizeof(state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
 }
 
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
@@ -62,8 +62,8 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->short_bytes = smaller(short_bytes, slot_bytes);
     e->patience = (patience_t){spins, look_seconds, look};
     e->state = memory;
-    e->places = (place_t *)(e->state + 1);
-    e->slots = (char *)memory + pages(sizeof(state_t) + sizeof(place_t) * size);
+    e->areas = (rank_area_t *)(e->state + 1);
+    e->slots = (char *)memory + pages(sizeof(state_t) + sizeof(rank_area_t) * size);
     e->results = e->slots + DEPTH * slot_bytes * size;
     return e;
 }
@@ -75,7 +75,7 @@ void engine_close(engine_t *engine)
 
 void engine_last_collective(engine_t *e, int rank, collective_desc_t *recent)
 {
-    collective_desc_t *all = e->places[rank].recent;
+    collective_desc_t *all = e->areas[rank].recent;
     *recent = all[0];
     for (int i = 1; i < DEPTH; i++)
         if (all[i].number > recent->number)
@@ -105,7 +105,7 @@ const char *engine_broken(engine_t *e)
 
 uint32_t engine_ask(engine_t *e, int rank)
 {
-    return count_add(&e->places[rank].asked);
+    return count_add(&e->areas[rank].asked);
 }
 
 static void go_on(int rank, double seconds, int *said)
@@ -118,22 +118,22 @@ static void go_on(int rank, double seconds, int *said)
 uint32_t engine_await_question(engine_t *e, uint32_t answered)
 {
     patience_t patience = {0, 3600, go_on};
-    count_t *asked = &e->places[e->rank].asked;
+    count_t *asked = &e->areas[e->rank].asked;
     count_await(asked, answered + 1, e->rank, &patience);
     return atomic_load(&asked->value);
 }
 
 void engine_answer(engine_t *e, uint32_t question, const char *text)
 {
-    place_t *mine = &e->places[e->rank];
+    rank_area_t *mine = &e->areas[e->rank];
     strncpy(mine->answer, text, sizeof mine->answer - 1);
     count_raise(&mine->answered, question);
 }
 
 const char *engine_answer_of(engine_t *e, int rank, uint32_t question)
 {
-    place_t *place = &e->places[rank];
-    return (int32_t)(atomic_load(&place->answered.value) - question) >= 0 ? place->answer : NULL;
+    rank_area_t *area = &e->areas[rank];
+    return (int32_t)(atomic_load(&area->answered.value) - question) >= 0 ? area->answer : NULL;
 }
 
 /* slots and counts */
@@ -151,14 +151,14 @@ static char *result(engine_t *e, uint32_t piece)
 /* What a rank does, or did, in this collective. */
 static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 {
-    return &e->places[rank].recent[e->number % DEPTH];
+    return &e->areas[rank].recent[e->number % DEPTH];
 }
 
 /* Waits for one of a rank's counts; at a collective's first piece, also for what that rank does to be the same. */
 static int await(engine_t *e, int rank, uint32_t value)
 {
-    place_t *place = &e->places[rank];
-    int said = count_await(&place->given, value, rank, &e->patience);
+    rank_area_t *area = &e->areas[rank];
+    int said = count_await(&area->given, value, rank, &e->patience);
     if (!said && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->differs = rank;
         said = DIFFERENT;
@@ -180,7 +180,7 @@ static int await_reduced(engine_t *e, uint32_t value)
     int said = 0;
     for (int rank = 0; rank < e->size && !said; rank++)
         if (rank != e->rank)
-            said = count_await(&e->places[rank].reduced, value, rank, &e->patience);
+            said = count_await(&e->areas[rank].reduced, value, rank, &e->patience);
     return said;
 }
 
@@ -193,7 +193,7 @@ static int await_free(engine_t *e, uint32_t piece)
 /* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
 static void give(engine_t *e, uint32_t piece)
 {
-    count_raise(&e->places[e->rank].given, piece + 1);
+    count_raise(&e->areas[e->rank].given, piece + 1);
 }
 
 static uint64_t mix(uint64_t digest, uint64_t word)
@@ -318,7 +318,7 @@ static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t
     if (said)
         return said;
     reduce_shard(call, offset, result(e, reduced), shard(e, bytes, e->rank), piece);
-    count_raise(&e->places[e->rank].reduced, reduced + 1);
+    count_raise(&e->areas[e->rank].reduced, reduced + 1);
     return 0;
 }
 

@@ -13,7 +13,7 @@ typedef struct {
     _Atomic int32_t broken; /* 1: somebody writes the reason, 2: it is there */
     char unused[LINE - 4];
     char reason[ENGINE_REASON_BYTES];
-} state_t;
+} group_state_t;
 
 typedef struct {
     count_t given, reduced, asked, answered;
@@ -29,7 +29,7 @@ struct engine {
     uint64_t digest; /* of all collectives so far */
     int differs;
     patience_t patience;
-    state_t *state;
+    group_state_t *state;
     rank_area_t *areas;
     char *slots, *results;
 };
@@ -46,7 +46,7 @@ static size_t pages(size_t bytes)
 
 size_t engine_bytes(int size, size_t slot_bytes)
 {
-    return pages(sizeof(state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
+    return pages(sizeof(group_state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
 }
 
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
@@ -63,7 +63,7 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->patience = (patience_t){spins, look_seconds, look};
     e->state = memory;
     e->areas = (rank_area_t *)(e->state + 1);
-    e->slots = (char *)memory + pages(sizeof(state_t) + sizeof(rank_area_t) * size);
+    e->slots = (char *)memory + pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);
     e->results = e->slots + DEPTH * slot_bytes * size;
     return e;
 }

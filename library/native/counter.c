@@ -15,7 +15,7 @@ static inline void relax(void)
 #endif
 }
 
-static inline int reached(count_t *count, uint32_t value)
+static inline int reached(counter_t *count, uint32_t value)
 {
     return (int32_t)(atomic_load_explicit(&count->value, memory_order_acquire) - value) >= 0;
 }
@@ -27,27 +27,27 @@ static double now(void)
     return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-static void wake(count_t *count)
+static void wake(counter_t *count)
 {
     if (atomic_load(&count->sleepers)) /* in one order with the store: nobody falls asleep in between */
         syscall(SYS_futex, &count->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-uint32_t count_raise(count_t *count, uint32_t value)
+uint32_t counter_set(counter_t *count, uint32_t value)
 {
     atomic_store(&count->value, value);
     wake(count);
     return value;
 }
 
-uint32_t count_add(count_t *count)
+uint32_t counter_increment(counter_t *count)
 {
     uint32_t value = atomic_fetch_add(&count->value, 1) + 1;
     wake(count);
     return value;
 }
 
-static int sleep_until(count_t *count, uint32_t value, int rank, const patience_t *patience)
+static int sleep_until(counter_t *count, uint32_t value, int rank, const patience_t *patience)
 {
     double began = now(), looked = began;
     struct timespec pause = {(time_t)patience->look_seconds,
@@ -68,7 +68,7 @@ static int sleep_until(count_t *count, uint32_t value, int rank, const patience_
     }
 }
 
-int count_await(count_t *count, uint32_t value, int rank, const patience_t *patience)
+int counter_wait(counter_t *count, uint32_t value, int rank, const patience_t *patience)
 {
     for (int spin = 0; spin <= patience->spins; spin++) {
         if (reached(count, value))

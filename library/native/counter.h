@@ -13,7 +13,7 @@ typedef struct {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
     char unused[LINE - 8];
-} count_t;
+} counter_t;
 
 /* Asked now and then while a rank waits, with the rank that it waits for. What it says, where that is not 0, ends the
    wait; a function that is interrupted before it says anything ends it with INTERRUPTED. */
@@ -27,8 +27,8 @@ typedef struct {
 } patience_t;
 
 /* Raise a count of one's own to `value`, or that of anybody by one; returns what it is then. */
-uint32_t count_raise(count_t *count, uint32_t value);
-uint32_t count_add(count_t *count);
+uint32_t counter_set(counter_t *count, uint32_t value);
+uint32_t counter_increment(counter_t *count);
 
 /* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `look` has said. */
-int count_await(count_t *count, uint32_t value, int rank, const patience_t *patience);
+int counter_wait(counter_t *count, uint32_t value, int rank, const patience_t *patience);

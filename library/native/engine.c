@@ -16,7 +16,7 @@ typedef struct {
 } group_state_t;
 
 typedef struct {
-    count_t given, reduced, asked, answered;
+    counter_t given, reduced, asked, answered;
     collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
     char answer[ENGINE_ANSWER_BYTES];
 } rank_area_t;
@@ -105,7 +105,7 @@ const char *engine_broken(engine_t *e)
 
 uint32_t engine_ask(engine_t *e, int rank)
 {
-    return count_add(&e->areas[rank].asked);
+    return counter_increment(&e->areas[rank].asked);
 }
 
 static void go_on(int rank, double seconds, int *said)
@@ -118,8 +118,8 @@ static void go_on(int rank, double seconds, int *said)
 uint32_t engine_await_question(engine_t *e, uint32_t answered)
 {
     patience_t patience = {0, 3600, go_on};
-    count_t *asked = &e->areas[e->rank].asked;
-    count_await(asked, answered + 1, e->rank, &patience);
+    counter_t *asked = &e->areas[e->rank].asked;
+    counter_wait(asked, answered + 1, e->rank, &patience);
     return atomic_load(&asked->value);
 }
 
@@ -127,7 +127,7 @@ void engine_answer(engine_t *e, uint32_t question, const char *text)
 {
     rank_area_t *mine = &e->areas[e->rank];
     strncpy(mine->answer, text, sizeof mine->answer - 1);
-    count_raise(&mine->answered, question);
+    counter_set(&mine->answered, question);
 }
 
 const char *engine_answer_of(engine_t *e, int rank, uint32_t question)
@@ -158,7 +158,7 @@ static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 static int await(engine_t *e, int rank, uint32_t value)
 {
     rank_area_t *area = &e->areas[rank];
-    int said = count_await(&area->given, value, rank, &e->patience);
+    int said = counter_wait(&area->given, value, rank, &e->patience);
     if (!said && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->differs = rank;
         said = DIFFERENT;
@@ -180,7 +180,7 @@ static int await_reduced(engine_t *e, uint32_t value)
     int said = 0;
     for (int rank = 0; rank < e->size && !said; rank++)
         if (rank != e->rank)
-            said = count_await(&e->areas[rank].reduced, value, rank, &e->patience);
+            said = counter_wait(&e->areas[rank].reduced, value, rank, &e->patience);
     return said;
 }
 
@@ -193,7 +193,7 @@ static int await_free(engine_t *e, uint32_t piece)
 /* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
 static void give(engine_t *e, uint32_t piece)
 {
-    count_raise(&e->areas[e->rank].given, piece + 1);
+    counter_set(&e->areas[e->rank].given, piece + 1);
 }
 
 static uint64_t mix(uint64_t digest, uint64_t word)
@@ -318,7 +318,7 @@ static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t
     if (said)
         return said;
     reduce_shard(call, offset, result(e, reduced), shard(e, bytes, e->rank), piece);
-    count_raise(&e->areas[e->rank].reduced, reduced + 1);
+    counter_set(&e->areas[e->rank].reduced, reduced + 1);
     return 0;
 }
 

@@ -47,36 +47,36 @@ uint32_t counter_increment(counter_t *count)
     return value;
 }
 
-static int sleep_until(counter_t *count, uint32_t value, int rank, const patience_t *patience)
+static int sleep_until(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy)
 {
     double began = now(), looked = began;
-    struct timespec pause = {(time_t)patience->look_seconds,
-                             (long)(1e9 * (patience->look_seconds - (time_t)patience->look_seconds))};
+    struct timespec pause = {(time_t)policy->look_seconds,
+                             (long)(1e9 * (policy->look_seconds - (time_t)policy->look_seconds))};
     for (;;) {
         uint32_t seen = atomic_load(&count->value);
         if ((int32_t)(seen - value) >= 0)
             return 0;
         syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
         double woken = now(); /* by the count, the clock, or a signal, however often those come */
-        if (woken - looked >= patience->look_seconds && !reached(count, value)) {
+        if (woken - looked >= policy->look_seconds && !reached(count, value)) {
             int said = INTERRUPTED;
             looked = woken;
-            patience->look(rank, woken - began, &said);
+            policy->look(rank, woken - began, &said);
             if (said && !reached(count, value))
                 return said;
         }
     }
 }
 
-int counter_wait(counter_t *count, uint32_t value, int rank, const patience_t *patience)
+int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy)
 {
-    for (int spin = 0; spin <= patience->spins; spin++) {
+    for (int spin = 0; spin <= policy->spins; spin++) {
         if (reached(count, value))
             return 0;
         relax();
     }
     atomic_fetch_add(&count->sleepers, 1);
-    int said = sleep_until(count, value, rank, patience);
+    int said = sleep_until(count, value, rank, policy);
     atomic_fetch_sub(&count->sleepers, 1);
     return said;
 }

@@ -24,11 +24,11 @@ typedef struct {
     int spins;
     double look_seconds;
     look_t look;
-} patience_t;
+} wait_policy_t;
 
 /* Raise a count of one's own to `value`, or that of anybody by one; returns what it is then. */
 uint32_t counter_set(counter_t *count, uint32_t value);
 uint32_t counter_increment(counter_t *count);
 
 /* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `look` has said. */
-int counter_wait(counter_t *count, uint32_t value, int rank, const patience_t *patience);
+int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy);

@@ -28,7 +28,7 @@ struct engine {
     int64_t number;
     uint64_t digest; /* of all collectives so far */
     int differs;
-    patience_t patience;
+    wait_policy_t policy;
     group_state_t *state;
     rank_area_t *areas;
     char *slots, *results;
@@ -60,7 +60,7 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->slot_bytes = slot_bytes;
     e->piece_bytes = smaller(piece_bytes, slot_bytes);
     e->short_bytes = smaller(short_bytes, slot_bytes);
-    e->patience = (patience_t){spins, look_seconds, look};
+    e->policy = (wait_policy_t){spins, look_seconds, look};
     e->state = memory;
     e->areas = (rank_area_t *)(e->state + 1);
     e->slots = (char *)memory + pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);
@@ -117,9 +117,9 @@ static void go_on(int rank, double seconds, int *said)
 
 uint32_t engine_await_question(engine_t *e, uint32_t answered)
 {
-    patience_t patience = {0, 3600, go_on};
+    wait_policy_t policy = {0, 3600, go_on};
     counter_t *asked = &e->areas[e->rank].asked;
-    counter_wait(asked, answered + 1, e->rank, &patience);
+    counter_wait(asked, answered + 1, e->rank, &policy);
     return atomic_load(&asked->value);
 }
 
@@ -158,7 +158,7 @@ static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 static int await(engine_t *e, int rank, uint32_t value)
 {
     rank_area_t *area = &e->areas[rank];
-    int said = counter_wait(&area->given, value, rank, &e->patience);
+    int said = counter_wait(&area->given, value, rank, &e->policy);
     if (!said && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->differs = rank;
         said = DIFFERENT;
@@ -180,7 +180,7 @@ static int await_reduced(engine_t *e, uint32_t value)
     int said = 0;
     for (int rank = 0; rank < e->size && !said; rank++)
         if (rank != e->rank)
-            said = counter_wait(&e->areas[rank].reduced, value, rank, &e->patience);
+            said = counter_wait(&e->areas[rank].reduced, value, rank, &e->policy);
     return said;
 }
 

@@ -49,19 +49,19 @@ uint32_t counter_increment(counter_t *count)
 
 static int sleep_until(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy)
 {
-    double began = now(), looked = began;
-    struct timespec pause = {(time_t)policy->look_seconds,
-                             (long)(1e9 * (policy->look_seconds - (time_t)policy->look_seconds))};
+    double began = now(), polled = began;
+    struct timespec pause = {(time_t)policy->poll_seconds,
+                             (long)(1e9 * (policy->poll_seconds - (time_t)policy->poll_seconds))};
     for (;;) {
         uint32_t seen = atomic_load(&count->value);
         if ((int32_t)(seen - value) >= 0)
             return 0;
         syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
         double woken = now(); /* by the count, the clock, or a signal, however often those come */
-        if (woken - looked >= policy->look_seconds && !reached(count, value)) {
+        if (woken - polled >= policy->poll_seconds && !reached(count, value)) {
             int said = INTERRUPTED;
-            looked = woken;
-            policy->look(rank, woken - began, &said);
+            polled = woken;
+            policy->poll(rank, woken - began, &said);
             if (said && !reached(count, value))
                 return said;
         }

@@ -18,17 +18,17 @@ typedef struct {
 /* Asked now and then while a rank waits, with the rank that it waits for. What it says, where that is not 0, ends the
    wait; a function that is interrupted before it says anything ends it with INTERRUPTED. */
 enum { INTERRUPTED = 3 };
-typedef void (*look_t)(int rank, double seconds, int *said);
+typedef void (*poll_fn)(int rank, double seconds, int *said);
 
 typedef struct {
     int spins;
-    double look_seconds;
-    look_t look;
+    double poll_seconds;
+    poll_fn poll;
 } wait_policy_t;
 
 /* Raise a count of one's own to `value`, or that of anybody by one; returns what it is then. */
 uint32_t counter_set(counter_t *count, uint32_t value);
 uint32_t counter_increment(counter_t *count);
 
-/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `look` has said. */
+/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `poll` has said. */
 int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy);

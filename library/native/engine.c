@@ -50,7 +50,7 @@ size_t engine_bytes(int size, size_t slot_bytes)
 }
 
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
-                      int spins, double look_seconds, look_t look)
+                      int spins, double poll_seconds, poll_fn poll)
 {
     engine_t *e = calloc(1, sizeof *e);
     if (!e)
@@ -60,7 +60,7 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->slot_bytes = slot_bytes;
     e->piece_bytes = smaller(piece_bytes, slot_bytes);
     e->short_bytes = smaller(short_bytes, slot_bytes);
-    e->policy = (wait_policy_t){spins, look_seconds, look};
+    e->policy = (wait_policy_t){spins, poll_seconds, poll};
     e->state = memory;
     e->areas = (rank_area_t *)(e->state + 1);
     e->slots = (char *)memory + pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);

@@ -12,7 +12,7 @@
    A rank that waits for another compares what the two do, and have done before: ranks that have come apart are told so,
    at the latest when next all wait for all.
 
-   Functions return 0, or what `look` said when it ended a wait, or one of the codes below. After that the ranks do not
+   Functions return 0, or what `poll` said when it ended a wait, or one of the codes below. After that the ranks do not
    agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
 #pragma once
 
@@ -40,7 +40,7 @@ size_t engine_bytes(int size, size_t slot_bytes);
 
 /* Join in memory that was all zero when the first rank came; NULL: no memory. */
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
-                      int spins, double look_seconds, look_t look);
+                      int spins, double poll_seconds, poll_fn poll);
 void engine_close(engine_t *engine);
 
 /* Where another rank is; `rank` may be one's own. */

@@ -18,7 +18,7 @@ OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
 BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
 
-LOOK = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
+POLL_FN = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
 
 
 class CollectiveDesc(ctypes.Structure):
@@ -39,7 +39,7 @@ class CollectiveDesc(ctypes.Structure):
 _ENGINE, _POINTERS, _SIZES = c_void_p, POINTER(c_void_p), POINTER(c_size_t)
 _FUNCTIONS = {
     "engine_bytes": (c_size_t, c_int, c_size_t),
-    "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, LOOK),
+    "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, POLL_FN),
     "engine_close": (None, _ENGINE),
     "engine_last_collective": (None, _ENGINE, c_int, POINTER(CollectiveDesc)),
     "engine_differs": (c_int, _ENGINE),

@@ -51,7 +51,7 @@ class SharedMemory:
         self.rank, self.size, self.seconds = rank, len(members), seconds
         self._memory, self._members, self._monitored = memory, members, watched
         self._native = native.load()
-        self._look = native.LOOK(self._on_look)  # held here: the engine calls it
+        self._poll = native.POLL_FN(self._on_look)  # held here: the engine calls it
         self._raised: BaseException | None = None
         self._broken, self._closed = "", False
         self._lost: list[int] = []
@@ -62,7 +62,7 @@ class SharedMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         short = min(SETTINGS["short_bytes"], 4 * SETTINGS["short_bytes"] // self.size)
         self._engine = self._native.engine_open(
-            address, rank, self.size, slot_bytes, slot_bytes, short, spins, SETTINGS["look_seconds"], self._look
+            address, rank, self.size, slot_bytes, slot_bytes, short, spins, SETTINGS["poll_seconds"], self._poll
         )
         self._answering = threading.Thread(target=self._answer, name="smddp-answers", daemon=True)
         self._answering.start()

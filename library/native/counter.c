@@ -59,11 +59,11 @@ static int sleep_until(counter_t *count, uint32_t value, int rank, const wait_po
         syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
         double woken = now(); /* by the count, the clock, or a signal, however often those come */
         if (woken - polled >= policy->poll_seconds && !reached(count, value)) {
-            int said = INTERRUPTED;
+            int status = INTERRUPTED;
             polled = woken;
-            policy->poll(rank, woken - began, &said);
-            if (said && !reached(count, value))
-                return said;
+            policy->poll(rank, woken - began, &status);
+            if (status && !reached(count, value))
+                return status;
         }
     }
 }
@@ -76,7 +76,7 @@ int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t
         relax();
     }
     atomic_fetch_add(&count->sleepers, 1);
-    int said = sleep_until(count, value, rank, policy);
+    int status = sleep_until(count, value, rank, policy);
     atomic_fetch_sub(&count->sleepers, 1);
-    return said;
+    return status;
 }

@@ -18,7 +18,7 @@ typedef struct {
 /* Asked now and then while a rank waits, with the rank that it waits for. What it says, where that is not 0, ends the
    wait; a function that is interrupted before it says anything ends it with INTERRUPTED. */
 enum { INTERRUPTED = 3 };
-typedef void (*poll_fn)(int rank, double seconds, int *said);
+typedef void (*poll_fn)(int rank, double seconds, int *status);
 
 typedef struct {
     int spins;
@@ -30,5 +30,5 @@ typedef struct {
 uint32_t counter_set(counter_t *count, uint32_t value);
 uint32_t counter_increment(counter_t *count);
 
-/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `poll` has said. */
+/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `poll` has status. */
 int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy);

@@ -108,11 +108,11 @@ uint32_t engine_ask(engine_t *e, int rank)
     return counter_increment(&e->areas[rank].asked);
 }
 
-static void go_on(int rank, double seconds, int *said)
+static void go_on(int rank, double seconds, int *status)
 {
     (void)rank;
     (void)seconds;
-    *said = 0;
+    *status = 0;
 }
 
 uint32_t engine_await_question(engine_t *e, uint32_t answered)
@@ -158,30 +158,30 @@ static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 static int await(engine_t *e, int rank, uint32_t value)
 {
     rank_area_t *area = &e->areas[rank];
-    int said = counter_wait(&area->given, value, rank, &e->policy);
-    if (!said && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
+    int status = counter_wait(&area->given, value, rank, &e->policy);
+    if (!status && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->differs = rank;
-        said = DIFFERENT;
+        status = DIFFERENT;
     }
-    return said ? said : atomic_load_explicit(&e->state->broken, memory_order_relaxed) == 2 ? BROKEN : 0;
+    return status ? status : atomic_load_explicit(&e->state->broken, memory_order_relaxed) == 2 ? BROKEN : 0;
 }
 
 static int await_all(engine_t *e, uint32_t value)
 {
-    int said = 0;
-    for (int rank = 0; rank < e->size && !said; rank++)
+    int status = 0;
+    for (int rank = 0; rank < e->size && !status; rank++)
         if (rank != e->rank)
-            said = await(e, rank, value);
-    return said;
+            status = await(e, rank, value);
+    return status;
 }
 
 static int await_reduced(engine_t *e, uint32_t value)
 {
-    int said = 0;
-    for (int rank = 0; rank < e->size && !said; rank++)
+    int status = 0;
+    for (int rank = 0; rank < e->size && !status; rank++)
         if (rank != e->rank)
-            said = counter_wait(&e->areas[rank].reduced, value, rank, &e->policy);
-    return said;
+            status = counter_wait(&e->areas[rank].reduced, value, rank, &e->policy);
+    return status;
 }
 
 /* Wait until nobody reads slot `piece` any more. */
@@ -244,15 +244,15 @@ static int run(const call_t *call)
 {
     engine_t *e = call->engine;
     size_t count = pieces(call->count, call->most);
-    int said = 0;
-    for (size_t step = 0; step < count + call->stages - 1 && !said; step++)
-        for (int stage = 0; stage < call->stages && !said; stage++)
+    int status = 0;
+    for (size_t step = 0; step < count + call->stages - 1 && !status; step++)
+        for (int stage = 0; stage < call->stages && !status; stage++)
             if (step >= (size_t)stage && step - stage < count)
-                said = call->stage(call, stage, step - stage);
+                status = call->stage(call, stage, step - stage);
     e->given += (uint32_t)count;
     if (call->stages == 3)
         e->reduced += (uint32_t)count;
-    return said;
+    return status;
 }
 
 static size_t length(const call_t *call, size_t index)
@@ -299,9 +299,9 @@ static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, u
 {
     engine_t *e = call->engine;
     shard_t mine = bytes <= e->short_bytes ? (shard_t){0, 0} : shard(e, bytes, e->rank);
-    int said = await_free(e, piece);
-    if (said)
-        return said;
+    int status = await_free(e, piece);
+    if (status)
+        return status;
     const char *input = call->input + offset;
     memcpy(slot(e, e->rank, piece), input, mine.low);
     memcpy(slot(e, e->rank, piece) + mine.high, input + mine.high, bytes - mine.high);
@@ -312,11 +312,11 @@ static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, u
 static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t piece, uint32_t reduced)
 {
     engine_t *e = call->engine;
-    int said = await_all(e, piece + 1);
-    if (!said)
-        said = await_reduced(e, reduced - 1);
-    if (said)
-        return said;
+    int status = await_all(e, piece + 1);
+    if (!status)
+        status = await_reduced(e, reduced - 1);
+    if (status)
+        return status;
     reduce_shard(call, offset, result(e, reduced), shard(e, bytes, e->rank), piece);
     counter_set(&e->areas[e->rank].reduced, reduced + 1);
     return 0;
@@ -325,9 +325,9 @@ static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t
 static int copy_results(engine_t *e, char *data, size_t bytes, uint32_t reduced)
 {
     shard_t mine = shard(e, bytes, e->rank);
-    int said = await_reduced(e, reduced + 1);
-    if (said)
-        return said;
+    int status = await_reduced(e, reduced + 1);
+    if (status)
+        return status;
     memcpy(data, result(e, reduced), mine.low);
     memcpy(data + mine.high, result(e, reduced) + mine.high, bytes - mine.high);
     return 0;
@@ -349,14 +349,14 @@ static int all_reduce_stage(const call_t *call, int stage, size_t index)
 static int reduce_short(const call_t *call, size_t bytes)
 {
     engine_t *e = call->engine;
-    int said = fill_for_reduction(call, 0, bytes, e->given);
-    if (!said && wanted_here(e, call->root)) {
-        said = await_all(e, e->given + 1);
-        if (!said)
+    int status = fill_for_reduction(call, 0, bytes, e->given);
+    if (!status && wanted_here(e, call->root)) {
+        status = await_all(e, e->given + 1);
+        if (!status)
             reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->given);
     }
     e->given++;
-    return said;
+    return status;
 }
 
 int engine_all_reduce(engine_t *e, const void *input, void *data, size_t count, int dtype, int op, int root)
@@ -377,9 +377,9 @@ static int from_root_stage(const call_t *call, int stage, size_t index)
     uint32_t piece = e->given + (uint32_t)index;
     size_t bytes = length(call, index), offset = index * call->most;
     int is_scatter = call->inputs != NULL || call->outputs != NULL, is_root = call->root == e->rank;
-    int said = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
-    if (said)
-        return said;
+    int status = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
+    if (status)
+        return status;
     for (int rank = 0; is_root && is_scatter && rank < e->size; rank++)
         if (rank != e->rank)
             memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset, bytes);
@@ -423,21 +423,21 @@ static int gather_stage(const call_t *call, int stage, size_t index)
     engine_t *e = call->engine;
     uint32_t piece = e->given + (uint32_t)index;
     size_t bytes = length(call, index), offset = index * call->most;
-    int said = stage ? 0 : await_free(e, piece);
-    if (said || (stage && !wanted_here(e, call->root)))
-        return said;
+    int status = stage ? 0 : await_free(e, piece);
+    if (status || (stage && !wanted_here(e, call->root)))
+        return status;
     if (stage == 0) {
         memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
         give(e, piece);
         return 0;
     }
-    for (int step = 1; step < e->size && !said; step++) {
+    for (int step = 1; step < e->size && !status; step++) {
         int rank = (e->rank + step) % e->size;
-        said = await(e, rank, piece + 1);
-        if (!said)
+        status = await(e, rank, piece + 1);
+        if (!status)
             memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece), bytes);
     }
-    return said;
+    return status;
 }
 
 int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t bytes, int root)
@@ -456,9 +456,9 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
     uint32_t piece = e->given + (uint32_t)index;
     size_t each = dtype_bytes(call->dtype), bytes = length(call, index) * each;
     size_t offset = index * call->most * each, room = call->most * each;
-    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
-    if (said)
-        return said;
+    int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    if (status)
+        return status;
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++) {
         const char *mine = (const char *)call->inputs[rank] + offset;
@@ -493,8 +493,8 @@ static int all_to_all_stage(const call_t *call, int stage, size_t index)
     engine_t *e = call->engine;
     uint32_t piece = e->given + (uint32_t)index;
     size_t offset = index * call->most;
-    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
-    for (int rank = 0; rank < e->size && !said; rank++) {
+    int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    for (int rank = 0; rank < e->size && !status; rank++) {
         if (rank == e->rank)
             continue;
         if (stage == 0)
@@ -504,9 +504,9 @@ static int all_to_all_stage(const call_t *call, int stage, size_t index)
             memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->most,
                    within(call, index, call->output_bytes[rank]));
     }
-    if (!said && stage == 0)
+    if (!status && stage == 0)
         give(e, piece);
-    return said;
+    return status;
 }
 
 int engine_all_to_all(engine_t *e, const void *const *inputs, const size_t *input_bytes, void *const *outputs,

@@ -12,7 +12,7 @@
    A rank that waits for another compares what the two do, and have done before: ranks that have come apart are told so,
    at the latest when next all wait for all.
 
-   Functions return 0, or what `poll` said when it ended a wait, or one of the codes below. After that the ranks do not
+   Functions return 0, or what `poll` status when it ended a wait, or one of the codes below. After that the ranks do not
    agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
 #pragma once
 
@@ -50,7 +50,7 @@ int engine_differs(engine_t *engine);
 /* Tell all ranks that this one goes no further, and why; the first to do so is heard. */
 #define ENGINE_REASON_BYTES 4096
 void engine_break(engine_t *engine, const char *reason);
-/* What a rank has said when it broke the engine; NULL: none has. */
+/* What a rank has status when it broke the engine; NULL: none has. */
 const char *engine_broken(engine_t *engine);
 
 /* What a rank is about, in words. Each answers in a thread that waits for questions: how many there were comes back. */

@@ -10,7 +10,7 @@
 enum collective { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL };
 
 typedef struct {
-    _Atomic int32_t broken; /* 1: somebody writes the reason, 2: it is there */
+    _Atomic int32_t aborted; /* 1: somebody writes the reason, 2: it is there */
     char unused[LINE - 4];
     char reason[ENGINE_REASON_BYTES];
 } group_state_t;
@@ -27,7 +27,7 @@ struct engine {
     uint32_t given, reduced, first; /* this rank's counts, and the first when this collective began */
     int64_t number;
     uint64_t digest; /* of all collectives so far */
-    int differs;
+    int mismatched_rank;
     wait_policy_t policy;
     group_state_t *state;
     rank_area_t *areas;
@@ -82,23 +82,23 @@ void engine_last_collective(engine_t *e, int rank, collective_desc_t *recent)
             *recent = all[i];
 }
 
-int engine_differs(engine_t *e)
+int engine_mismatched_rank(engine_t *e)
 {
-    return e->differs;
+    return e->mismatched_rank;
 }
 
-void engine_break(engine_t *e, const char *reason)
+void engine_abort(engine_t *e, const char *reason)
 {
     int32_t whole = 0;
-    if (atomic_compare_exchange_strong(&e->state->broken, &whole, 1)) {
+    if (atomic_compare_exchange_strong(&e->state->aborted, &whole, 1)) {
         strncpy(e->state->reason, reason, sizeof e->state->reason - 1);
-        atomic_store(&e->state->broken, 2);
+        atomic_store(&e->state->aborted, 2);
     }
 }
 
-const char *engine_broken(engine_t *e)
+const char *engine_abort_reason(engine_t *e)
 {
-    return atomic_load(&e->state->broken) == 2 ? e->state->reason : NULL;
+    return atomic_load(&e->state->aborted) == 2 ? e->state->reason : NULL;
 }
 
 /* questions: what is a rank about that others wait for? */
@@ -160,10 +160,10 @@ static int await(engine_t *e, int rank, uint32_t value)
     rank_area_t *area = &e->areas[rank];
     int status = counter_wait(&area->given, value, rank, &e->policy);
     if (!status && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
-        e->differs = rank;
-        status = DIFFERENT;
+        e->mismatched_rank = rank;
+        status = MISMATCH;
     }
-    return status ? status : atomic_load_explicit(&e->state->broken, memory_order_relaxed) == 2 ? BROKEN : 0;
+    return status ? status : atomic_load_explicit(&e->state->aborted, memory_order_relaxed) == 2 ? ABORTED : 0;
 }
 
 static int await_all(engine_t *e, uint32_t value)

@@ -13,7 +13,7 @@
    at the latest when next all wait for all.
 
    Functions return 0, or what `poll` status when it ended a wait, or one of the codes below. After that the ranks do not
-   agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
+   agree any more where they are: the engine is done with, on this rank; the others are told (ABORTED). */
 #pragma once
 
 #include <stddef.h>
@@ -22,7 +22,7 @@
 #include "counter.h"
 #include "reduce.h"
 
-enum { BROKEN = -1, DIFFERENT = -2 };
+enum { ABORTED = -1, MISMATCH = -2 };
 
 /* What a rank does, as the others see it. Numbers as in smdistributed/core/native.py. */
 typedef struct {
@@ -45,13 +45,13 @@ void engine_close(engine_t *engine);
 
 /* Where another rank is; `rank` may be one's own. */
 void engine_last_collective(engine_t *engine, int rank, collective_desc_t *recent);
-/* The rank that has differed after DIFFERENT. */
-int engine_differs(engine_t *engine);
+/* The rank that has differed after MISMATCH. */
+int engine_mismatched_rank(engine_t *engine);
 /* Tell all ranks that this one goes no further, and why; the first to do so is heard. */
 #define ENGINE_REASON_BYTES 4096
-void engine_break(engine_t *engine, const char *reason);
+void engine_abort(engine_t *engine, const char *reason);
 /* What a rank has status when it broke the engine; NULL: none has. */
-const char *engine_broken(engine_t *engine);
+const char *engine_abort_reason(engine_t *engine);
 
 /* What a rank is about, in words. Each answers in a thread that waits for questions: how many there were comes back. */
 #define ENGINE_ANSWER_BYTES 4096

@@ -16,7 +16,7 @@ ITEM_BYTES = dict(zip(DTYPES, (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1)))
 FLOATS = DTYPES[:4]
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
-BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
+ABORTED, MISMATCH, INTERRUPTED = -1, -2, 3
 
 POLL_FN = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
 
@@ -42,9 +42,9 @@ _FUNCTIONS = {
     "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, POLL_FN),
     "engine_close": (None, _ENGINE),
     "engine_last_collective": (None, _ENGINE, c_int, POINTER(CollectiveDesc)),
-    "engine_differs": (c_int, _ENGINE),
-    "engine_break": (None, _ENGINE, ctypes.c_char_p),
-    "engine_broken": (ctypes.c_char_p, _ENGINE),
+    "engine_mismatched_rank": (c_int, _ENGINE),
+    "engine_abort": (None, _ENGINE, ctypes.c_char_p),
+    "engine_abort_reason": (ctypes.c_char_p, _ENGINE),
     "engine_ask": (c_uint32, _ENGINE, c_int),
     "engine_await_question": (c_uint32, _ENGINE, c_uint32),
     "engine_answer": (None, _ENGINE, c_uint32, ctypes.c_char_p),

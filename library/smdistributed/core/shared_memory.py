@@ -158,7 +158,7 @@ class SharedMemory:
             self._break(f"a collective was interrupted ({type(raised).__name__})")
             raise raised
         self._break(reason := self._reason(code))
-        raise (UnexplainedError if self._monitored and code in (native.BROKEN, _LATE) else CollectiveError)(reason)
+        raise (UnexplainedError if self._monitored and code in (native.ABORTED, _LATE) else CollectiveError)(reason)
 
     def _fail(self, reason: str) -> None:
         self._break(reason)
@@ -171,7 +171,7 @@ class SharedMemory:
 
     def _break(self, reason: str) -> None:
         self._broken = reason
-        self._native.engine_break(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))
+        self._native.engine_abort(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))
 
     def _on_look(self, rank: int, waited: float, said: Any) -> None:
         """Called by the engine while this rank waits for another; what it says, where that is not 0, ends that.
@@ -186,8 +186,8 @@ class SharedMemory:
 
     def _look_around(self, rank: int, waited: float) -> int:
         self._lost = [other for other in self._others() if not self._members[other].process.lives]
-        if self._native.engine_broken(self._engine) is not None:  # later: who gives up says so before it ends
-            return native.BROKEN
+        if self._native.engine_abort_reason(self._engine) is not None:  # later: who gives up says so before it ends
+            return native.ABORTED
         if rank in self._lost:
             return _LOST
         if waited > self.seconds:
@@ -198,11 +198,11 @@ class SharedMemory:
 
     def _reason(self, code: int) -> str:
         here = self._doing(self.rank)
-        if code == native.BROKEN:
-            said = (self._native.engine_broken(self._engine) or b"").decode(errors="replace")
+        if code == native.ABORTED:
+            said = (self._native.engine_abort_reason(self._engine) or b"").decode(errors="replace")
             return diagnostics.peer_aborted(self._me, _described(here), said)
-        if code == native.DIFFERENT:
-            other = self._native.engine_differs(self._engine)
+        if code == native.MISMATCH:
+            other = self._native.engine_mismatched_rank(self._engine)
             theirs = _described(self._doing(other))
             return diagnostics.collective_mismatch(self._me, _described(here), self._number(other), theirs)
         if code == _LOST:

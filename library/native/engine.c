@@ -16,9 +16,9 @@ typedef struct {
 } group_state_t;
 
 typedef struct {
-    counter_t given, reduced, asked, answered;
+    counter_t given, reduced, requested, reported;
     collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
-    char answer[ENGINE_ANSWER_BYTES];
+    char report[ENGINE_REPORT_BYTES];
 } rank_area_t;
 
 struct engine {
@@ -103,37 +103,37 @@ const char *engine_abort_reason(engine_t *e)
 
 /* questions: what is a rank about that others wait for? */
 
-uint32_t engine_ask(engine_t *e, int rank)
+uint32_t engine_request_report(engine_t *e, int rank)
 {
-    return counter_increment(&e->areas[rank].asked);
+    return counter_increment(&e->areas[rank].requested);
 }
 
-static void go_on(int rank, double seconds, int *status)
+static void keep_waiting(int rank, double seconds, int *status)
 {
     (void)rank;
     (void)seconds;
     *status = 0;
 }
 
-uint32_t engine_await_question(engine_t *e, uint32_t answered)
+uint32_t engine_wait_for_request(engine_t *e, uint32_t reported)
 {
-    wait_policy_t policy = {0, 3600, go_on};
-    counter_t *asked = &e->areas[e->rank].asked;
-    counter_wait(asked, answered + 1, e->rank, &policy);
-    return atomic_load(&asked->value);
+    wait_policy_t policy = {0, 3600, keep_waiting};
+    counter_t *requested = &e->areas[e->rank].requested;
+    counter_wait(requested, reported + 1, e->rank, &policy);
+    return atomic_load(&requested->value);
 }
 
-void engine_answer(engine_t *e, uint32_t question, const char *text)
+void engine_report(engine_t *e, uint32_t request, const char *text)
 {
     rank_area_t *mine = &e->areas[e->rank];
-    strncpy(mine->answer, text, sizeof mine->answer - 1);
-    counter_set(&mine->answered, question);
+    strncpy(mine->report, text, sizeof mine->report - 1);
+    counter_set(&mine->reported, request);
 }
 
-const char *engine_answer_of(engine_t *e, int rank, uint32_t question)
+const char *engine_report_of(engine_t *e, int rank, uint32_t request)
 {
     rank_area_t *area = &e->areas[rank];
-    return (int32_t)(atomic_load(&area->answered.value) - question) >= 0 ? area->answer : NULL;
+    return (int32_t)(atomic_load(&area->reported.value) - request) >= 0 ? area->report : NULL;
 }
 
 /* slots and counts */

@@ -54,12 +54,12 @@ void engine_abort(engine_t *engine, const char *reason);
 const char *engine_abort_reason(engine_t *engine);
 
 /* What a rank is about, in words. Each answers in a thread that waits for questions: how many there were comes back. */
-#define ENGINE_ANSWER_BYTES 4096
-uint32_t engine_ask(engine_t *engine, int rank);
-uint32_t engine_await_question(engine_t *engine, uint32_t answered);
-void engine_answer(engine_t *engine, uint32_t question, const char *text);
+#define ENGINE_REPORT_BYTES 4096
+uint32_t engine_request_report(engine_t *engine, int rank);
+uint32_t engine_wait_for_request(engine_t *engine, uint32_t reported);
+void engine_report(engine_t *engine, uint32_t request, const char *text);
 /* NULL: there is none yet. */
-const char *engine_answer_of(engine_t *engine, int rank, uint32_t question);
+const char *engine_report_of(engine_t *engine, int rank, uint32_t request);
 
 int engine_barrier(engine_t *engine);
 /* root: the rank that gets the result, in `data`; -1: all do. input: this rank's elements; it may be `data`. */

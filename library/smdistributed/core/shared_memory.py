@@ -29,7 +29,7 @@ from smdistributed.core.segment import Process
 
 SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("engine.json").read_text())
 """Measured: slots of these sizes (bytes; the largest that fits), what counts as short (bytes), how often a rank looks
-before it sleeps, how long (seconds) until it looks whether the others live, and how long another may take to answer."""
+before it sleeps, how long (seconds) until it looks whether the others live, and how long another may take to report."""
 
 _LOST, _LATE = 1, 2
 _NOWHERE = "nowhere"
@@ -71,7 +71,7 @@ class SharedMemory:
         """Give the memory back; the group is of no use any more."""
         if not self._closed:
             self._closed, self._broken = True, "the group was closed"
-            self._native.engine_ask(self._engine, self.rank)
+            self._native.engine_request_report(self._engine, self.rank)
             self._answering.join(SETTINGS["answer_seconds"])
             if not self._answering.is_alive():
                 self._native.engine_close(self._engine)
@@ -79,12 +79,12 @@ class SharedMemory:
 
     def _answer(self) -> None:
         """Tell other ranks, when they ask, where this one's script is. Runs in a thread of its own."""
-        answered = 0
+        reported = 0
         while True:
-            answered = self._native.engine_await_question(self._engine, answered)
+            reported = self._native.engine_wait_for_request(self._engine, reported)
             if self._closed:
                 return
-            self._native.engine_answer(self._engine, answered, main_thread_stack().encode(errors="replace"))
+            self._native.engine_report(self._engine, reported, main_thread_stack().encode(errors="replace"))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -227,17 +227,17 @@ class SharedMemory:
 
     def _where(self, here: native.CollectiveDesc) -> str:
         """What those who are late have called last, and where they are now."""
-        asked = {rank: self._native.engine_ask(self._engine, rank) for rank in self._behind(here)}
+        requested = {rank: self._native.engine_request_report(self._engine, rank) for rank in self._behind(here)}
         deadline = time.monotonic() + SETTINGS["answer_seconds"]
         told: dict[int, str] = {}
-        while asked.keys() - told.keys() and time.monotonic() < deadline:
+        while requested.keys() - told.keys() and time.monotonic() < deadline:
             time.sleep(0.01)
-            for rank, question in asked.items():
-                answer = self._native.engine_answer_of(self._engine, rank, question)
-                if answer is not None:
-                    told[rank] = answer.decode(errors="replace")
+            for rank, request in requested.items():
+                report = self._native.engine_report_of(self._engine, rank, request)
+                if report is not None:
+                    told[rank] = report.decode(errors="replace")
         return "".join(
-            diagnostics.describe_laggard(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in asked
+            diagnostics.describe_laggard(self._number(rank), _described(self._doing(rank)), told.get(rank)) for rank in requested
         )
 
     def _others(self) -> list[int]:

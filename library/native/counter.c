@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static inline void relax(void)
+static inline void cpu_relax(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -15,7 +15,7 @@ static inline void relax(void)
 #endif
 }
 
-static inline int reached(counter_t *count, uint32_t value)
+static inline int has_reached(counter_t *count, uint32_t value)
 {
     return (int32_t)(atomic_load_explicit(&count->value, memory_order_acquire) - value) >= 0;
 }
@@ -58,11 +58,11 @@ static int sleep_until(counter_t *count, uint32_t value, int rank, const wait_po
             return 0;
         syscall(SYS_futex, &count->value, FUTEX_WAIT, seen, &pause, NULL, 0);
         double woken = now(); /* by the count, the clock, or a signal, however often those come */
-        if (woken - polled >= policy->poll_seconds && !reached(count, value)) {
+        if (woken - polled >= policy->poll_seconds && !has_reached(count, value)) {
             int status = INTERRUPTED;
             polled = woken;
             policy->poll(rank, woken - began, &status);
-            if (status && !reached(count, value))
+            if (status && !has_reached(count, value))
                 return status;
         }
     }
@@ -71,9 +71,9 @@ static int sleep_until(counter_t *count, uint32_t value, int rank, const wait_po
 int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy)
 {
     for (int spin = 0; spin <= policy->spins; spin++) {
-        if (reached(count, value))
+        if (has_reached(count, value))
             return 0;
-        relax();
+        cpu_relax();
     }
     atomic_fetch_add(&count->sleepers, 1);
     int status = sleep_until(count, value, rank, policy);

@@ -16,7 +16,7 @@ typedef struct {
 } group_state_t;
 
 typedef struct {
-    counter_t given, reduced, requested, reported;
+    counter_t progress, reduced, requested, reported;
     collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
     char report[ENGINE_REPORT_BYTES];
 } rank_area_t;
@@ -24,7 +24,7 @@ typedef struct {
 struct engine {
     int rank, size;
     size_t slot_bytes, piece_bytes, short_bytes;
-    uint32_t given, reduced, first; /* this rank's counts, and the first when this collective began */
+    uint32_t progress, reduced, first; /* this rank's counts, and the first when this collective began */
     int64_t number;
     uint64_t digest; /* of all collectives so far */
     int mismatched_rank;
@@ -34,19 +34,19 @@ struct engine {
     char *slots, *results;
 };
 
-static size_t smaller(size_t a, size_t b)
+static size_t min_size(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
-static size_t pages(size_t bytes)
+static size_t round_to_pages(size_t bytes)
 {
     return (bytes + 4095) & ~(size_t)4095;
 }
 
 size_t engine_bytes(int size, size_t slot_bytes)
 {
-    return pages(sizeof(group_state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
+    return round_to_pages(sizeof(group_state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
 }
 
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
@@ -58,12 +58,12 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->rank = rank;
     e->size = size;
     e->slot_bytes = slot_bytes;
-    e->piece_bytes = smaller(piece_bytes, slot_bytes);
-    e->short_bytes = smaller(short_bytes, slot_bytes);
+    e->piece_bytes = min_size(piece_bytes, slot_bytes);
+    e->short_bytes = min_size(short_bytes, slot_bytes);
     e->policy = (wait_policy_t){spins, poll_seconds, poll};
     e->state = memory;
     e->areas = (rank_area_t *)(e->state + 1);
-    e->slots = (char *)memory + pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);
+    e->slots = (char *)memory + round_to_pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);
     e->results = e->slots + DEPTH * slot_bytes * size;
     return e;
 }
@@ -158,7 +158,7 @@ static collective_desc_t *own_slot_desc(engine_t *e, int rank)
 static int await(engine_t *e, int rank, uint32_t value)
 {
     rank_area_t *area = &e->areas[rank];
-    int status = counter_wait(&area->given, value, rank, &e->policy);
+    int status = counter_wait(&area->progress, value, rank, &e->policy);
     if (!status && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
         e->mismatched_rank = rank;
         status = MISMATCH;
@@ -191,9 +191,9 @@ static int await_free(engine_t *e, uint32_t piece)
 }
 
 /* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
-static void give(engine_t *e, uint32_t piece)
+static void publish_progress(engine_t *e, uint32_t piece)
 {
-    counter_set(&e->areas[e->rank].given, piece + 1);
+    counter_set(&e->areas[e->rank].progress, piece + 1);
 }
 
 static uint64_t mix(uint64_t digest, uint64_t word)
@@ -205,20 +205,20 @@ static uint64_t mix(uint64_t digest, uint64_t word)
 static void begin(engine_t *e, enum collective collective, int dtype, int op, int root, size_t bytes)
 {
     e->number++;
-    e->first = e->given;
+    e->first = e->progress;
     uint64_t kind = (uint64_t)collective << 48 | (uint64_t)dtype << 40 | (uint64_t)op << 32 | (uint32_t)root;
     e->digest = mix(mix(e->digest, kind), bytes);
     *own_slot_desc(e, e->rank) = (collective_desc_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
                                       .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
 }
 
-/* How many pieces of `most` there are in `count`: an empty tensor is one. */
-static size_t pieces(size_t count, size_t most)
+/* How many pieces of `per_piece` there are in `count`: an empty tensor is one. */
+static size_t pieces(size_t count, size_t per_piece)
 {
-    return count ? (count + most - 1) / most : 1;
+    return count ? (count + per_piece - 1) / per_piece : 1;
 }
 
-static int wanted_here(engine_t *e, int root)
+static int receives_result(engine_t *e, int root)
 {
     return root < 0 || root == e->rank;
 }
@@ -226,7 +226,7 @@ static int wanted_here(engine_t *e, int root)
 /* What a collective does with a piece: `step` 0 fills a slot, 1 reads those of the others, 2 reads their results. */
 typedef struct call {
     engine_t *engine;
-    size_t count, most; /* in all, and in a piece: elements, or bytes */
+    size_t count, per_piece; /* in all, and in a piece: elements, or bytes */
     int (*stage)(const struct call *call, int stage, size_t index);
     int stages;
     const void *const *inputs;
@@ -243,13 +243,13 @@ typedef struct call {
 static int run(const call_t *call)
 {
     engine_t *e = call->engine;
-    size_t count = pieces(call->count, call->most);
+    size_t count = pieces(call->count, call->per_piece);
     int status = 0;
     for (size_t step = 0; step < count + call->stages - 1 && !status; step++)
         for (int stage = 0; stage < call->stages && !status; stage++)
             if (step >= (size_t)stage && step - stage < count)
                 status = call->stage(call, stage, step - stage);
-    e->given += (uint32_t)count;
+    e->progress += (uint32_t)count;
     if (call->stages == 3)
         e->reduced += (uint32_t)count;
     return status;
@@ -257,8 +257,8 @@ static int run(const call_t *call)
 
 static size_t length(const call_t *call, size_t index)
 {
-    size_t done = index * call->most;
-    return call->count > done ? smaller(call->most, call->count - done) : 0;
+    size_t done = index * call->per_piece;
+    return call->count > done ? min_size(call->per_piece, call->count - done) : 0;
 }
 
 /* barrier */
@@ -266,8 +266,8 @@ static size_t length(const call_t *call, size_t index)
 int engine_barrier(engine_t *e)
 {
     begin(e, BARRIER, 0, 0, 0, 0);
-    give(e, e->given);
-    return await_all(e, ++e->given);
+    publish_progress(e, e->progress);
+    return await_all(e, ++e->progress);
 }
 
 /* all_reduce and reduce */
@@ -279,7 +279,7 @@ typedef struct {
 static shard_t shard(engine_t *e, size_t bytes, int rank)
 {
     size_t lines = (bytes + ALIGN - 1) / ALIGN, each = (lines + e->size - 1) / e->size * ALIGN;
-    return (shard_t){smaller(bytes, each * rank), smaller(bytes, each * (rank + 1))};
+    return (shard_t){min_size(bytes, each * rank), min_size(bytes, each * (rank + 1))};
 }
 
 /* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. offset: of the piece. */
@@ -289,7 +289,7 @@ static void reduce_shard(const call_t *call, size_t offset, char *results, shard
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++)
         sources[rank] = (rank == e->rank ? call->input + offset : slot(e, rank, piece)) + part.low;
-    int wanted = wanted_here(e, call->root);
+    int wanted = receives_result(e, call->root);
     void *first = wanted ? call->data + offset + part.low : results + part.low;
     void *second = wanted && results ? results + part.low : NULL;
     reduce(first, second, sources, e->size, (part.high - part.low) / dtype_bytes(call->dtype), call->dtype, call->op);
@@ -305,7 +305,7 @@ static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, u
     const char *input = call->input + offset;
     memcpy(slot(e, e->rank, piece), input, mine.low);
     memcpy(slot(e, e->rank, piece) + mine.high, input + mine.high, bytes - mine.high);
-    give(e, piece);
+    publish_progress(e, piece);
     return 0;
 }
 
@@ -337,32 +337,32 @@ static int all_reduce_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
     size_t bytes = length(call, index) * dtype_bytes(call->dtype);
-    size_t offset = index * call->most * dtype_bytes(call->dtype);
-    uint32_t piece = e->given + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
+    size_t offset = index * call->per_piece * dtype_bytes(call->dtype);
+    uint32_t piece = e->progress + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
     if (stage == 0)
         return fill_for_reduction(call, offset, bytes, piece);
     if (stage == 1)
         return reduce_mine(call, offset, bytes, piece, reduced);
-    return wanted_here(e, call->root) ? copy_results(e, call->data + offset, bytes, reduced) : 0;
+    return receives_result(e, call->root) ? copy_results(e, call->data + offset, bytes, reduced) : 0;
 }
 
 static int reduce_short(const call_t *call, size_t bytes)
 {
     engine_t *e = call->engine;
-    int status = fill_for_reduction(call, 0, bytes, e->given);
-    if (!status && wanted_here(e, call->root)) {
-        status = await_all(e, e->given + 1);
+    int status = fill_for_reduction(call, 0, bytes, e->progress);
+    if (!status && receives_result(e, call->root)) {
+        status = await_all(e, e->progress + 1);
         if (!status)
-            reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->given);
+            reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->progress);
     }
-    e->given++;
+    e->progress++;
     return status;
 }
 
 int engine_all_reduce(engine_t *e, const void *input, void *data, size_t count, int dtype, int op, int root)
 {
     size_t bytes = count * dtype_bytes(dtype);
-    call_t call = {.engine = e, .count = count, .most = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
+    call_t call = {.engine = e, .count = count, .per_piece = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
                    .stage = all_reduce_stage, .input = input, .data = data, .dtype = dtype, .op = op, .root = root};
     begin(e, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, bytes);
     return bytes <= e->short_bytes ? reduce_short(&call, bytes) : run(&call);
@@ -374,33 +374,33 @@ static int from_root_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
     (void)stage;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t bytes = length(call, index), offset = index * call->most;
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->per_piece;
     int is_scatter = call->inputs != NULL || call->outputs != NULL, is_root = call->root == e->rank;
     int status = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
     if (status)
         return status;
     for (int rank = 0; is_root && is_scatter && rank < e->size; rank++)
         if (rank != e->rank)
-            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset, bytes);
+            memcpy(slot(e, e->rank, piece) + rank * call->per_piece, (const char *)call->inputs[rank] + offset, bytes);
     if (is_root && !is_scatter)
         memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
     if (!is_root)
-        memcpy(call->data + offset, slot(e, call->root, piece) + (is_scatter ? e->rank * call->most : 0), bytes);
-    give(e, piece);
+        memcpy(call->data + offset, slot(e, call->root, piece) + (is_scatter ? e->rank * call->per_piece : 0), bytes);
+    publish_progress(e, piece);
     return 0;
 }
 
 int engine_broadcast(engine_t *e, void *data, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 1, .stage = from_root_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = e->piece_bytes, .stages = 1, .stage = from_root_stage,
                    .data = data, .root = root};
     begin(e, BROADCAST, 0, 0, root, bytes);
     return run(&call);
 }
 
-/* The largest share of a piece, for each of the ranks. */
-static size_t share(engine_t *e)
+/* The largest rank_share of a piece, for each of the ranks. */
+static size_t rank_share(engine_t *e)
 {
     size_t each = e->piece_bytes / e->size;
     return each > ALIGN ? each / ALIGN * ALIGN : each / 8 * 8;
@@ -408,7 +408,7 @@ static size_t share(engine_t *e)
 
 int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = share(e), .stages = 1, .stage = from_root_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = rank_share(e), .stages = 1, .stage = from_root_stage,
                    .inputs = inputs, .outputs = &output, .data = output, .root = root};
     begin(e, SCATTER, 0, 0, root, bytes);
     if (root == e->rank)
@@ -421,14 +421,14 @@ int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t 
 static int gather_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t bytes = length(call, index), offset = index * call->most;
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->per_piece;
     int status = stage ? 0 : await_free(e, piece);
-    if (status || (stage && !wanted_here(e, call->root)))
+    if (status || (stage && !receives_result(e, call->root)))
         return status;
     if (stage == 0) {
         memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
-        give(e, piece);
+        publish_progress(e, piece);
         return 0;
     }
     for (int step = 1; step < e->size && !status; step++) {
@@ -442,10 +442,10 @@ static int gather_stage(const call_t *call, int stage, size_t index)
 
 int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 2, .stage = gather_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = e->piece_bytes, .stages = 2, .stage = gather_stage,
                    .data = (char *)input, .outputs = outputs, .root = root};
     begin(e, GATHER, 0, 0, root, bytes);
-    if (wanted_here(e, root))
+    if (receives_result(e, root))
         memmove(outputs[e->rank], input, bytes);
     return run(&call);
 }
@@ -453,9 +453,9 @@ int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t b
 static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
+    uint32_t piece = e->progress + (uint32_t)index;
     size_t each = dtype_bytes(call->dtype), bytes = length(call, index) * each;
-    size_t offset = index * call->most * each, room = call->most * each;
+    size_t offset = index * call->per_piece * each, room = call->per_piece * each;
     int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
     if (status)
         return status;
@@ -467,7 +467,7 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
         sources[rank] = rank == e->rank ? mine : slot(e, rank, piece) + e->rank * room;
     }
     if (stage == 0)
-        give(e, piece);
+        publish_progress(e, piece);
     else
         reduce(call->data + offset, NULL, sources, e->size, length(call, index), call->dtype, call->op);
     return 0;
@@ -475,46 +475,46 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
 
 int engine_reduce_scatter(engine_t *e, const void *const *inputs, void *output, size_t count, int dtype, int op)
 {
-    call_t call = {.engine = e, .count = count, .most = share(e) / dtype_bytes(dtype), .stages = 2,
+    call_t call = {.engine = e, .count = count, .per_piece = rank_share(e) / dtype_bytes(dtype), .stages = 2,
                    .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op, .root = -1};
     begin(e, REDUCE_SCATTER, dtype, op, -1, count * dtype_bytes(dtype));
     return run(&call);
 }
 
 /* How much of `bytes` belongs to a piece. */
-static size_t within(const call_t *call, size_t index, size_t bytes)
+static size_t bytes_in_piece(const call_t *call, size_t index, size_t bytes)
 {
-    size_t done = index * call->most;
-    return bytes > done ? smaller(call->most, bytes - done) : 0;
+    size_t done = index * call->per_piece;
+    return bytes > done ? min_size(call->per_piece, bytes - done) : 0;
 }
 
 static int all_to_all_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t offset = index * call->most;
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t offset = index * call->per_piece;
     int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
     for (int rank = 0; rank < e->size && !status; rank++) {
         if (rank == e->rank)
             continue;
         if (stage == 0)
-            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset,
-                   within(call, index, call->input_bytes[rank]));
+            memcpy(slot(e, e->rank, piece) + rank * call->per_piece, (const char *)call->inputs[rank] + offset,
+                   bytes_in_piece(call, index, call->input_bytes[rank]));
         else
-            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->most,
-                   within(call, index, call->output_bytes[rank]));
+            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->per_piece,
+                   bytes_in_piece(call, index, call->output_bytes[rank]));
     }
     if (!status && stage == 0)
-        give(e, piece);
+        publish_progress(e, piece);
     return status;
 }
 
 int engine_all_to_all(engine_t *e, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
-                      const size_t *output_bytes, size_t most)
+                      const size_t *output_bytes, size_t per_piece)
 {
-    call_t call = {.engine = e, .count = most, .most = share(e), .stages = 2, .stage = all_to_all_stage,
+    call_t call = {.engine = e, .count = per_piece, .per_piece = rank_share(e), .stages = 2, .stage = all_to_all_stage,
                    .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes, .output_bytes = output_bytes};
-    begin(e, ALL_TO_ALL, 0, 0, -1, most);
-    memmove(outputs[e->rank], inputs[e->rank], smaller(input_bytes[e->rank], output_bytes[e->rank]));
+    begin(e, ALL_TO_ALL, 0, 0, -1, per_piece);
+    memmove(outputs[e->rank], inputs[e->rank], min_size(input_bytes[e->rank], output_bytes[e->rank]));
     return run(&call);
 }

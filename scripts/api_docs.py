@@ -1,7 +1,7 @@
-"""Write docs/api/dataparallel.md from the library's signatures and docstrings; `--check` only says whether it is fresh.
+"""Writes docs/api/dataparallel.md from the library's signatures and docstrings; `--check` only checks that it is fresh.
 
-What objects do not tell, the environment variables, is in docs/api/variables.toml. A variable that the code names and
-the table does not, or the other way round, is an error; so is a public name without a docstring.
+The environment variables are described in docs/api/variables.toml. It is an error if a variable is named only in the
+code or only in that table, and if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ LINE = 100
 _VARIABLE = re.compile(
     r"(SMDDP|SMDATAPARALLEL|OMPI|PMIX|MASTER)_[A-Z_]+|(LOCAL_)?(RANK|WORLD_SIZE)"  # as a whole string
 )
-_PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): ")
+_SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
+_ITEM = re.compile(r"^(\w+(?:, \w+)*): ")
 _HEAD = """# smdistributed.dataparallel: the interface
 
 Written by `make docs` from the docstrings. How to begin: [the examples](../../examples/README.md). "AWS developer
@@ -140,18 +141,22 @@ def _docstring(value: Any, name: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring as Markdown: lines that begin with parameters become a list."""
+    """Converts a docstring in Google style to Markdown: sections get a heading, and their items become a list."""
     lines: list[str] = []
-    in_list = False
+    section = ""
     for line in text.splitlines():
-        found = _PARAMETERS.match(line)
-        if found and (in_list or not lines[-1:] or not lines[-1]):
+        if line in _SECTIONS:
+            section = line
+            lines += [f"**{section[:-1]}**", ""]
+            continue
+        if line and not line.startswith(" "):
+            section = ""
+        found = _ITEM.match(line.removeprefix("    ")) if section and section != "Returns:" else None
+        if found:
             names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-            line, in_list = f"- {names}: {line[found.end() :]}", True
-        elif in_list and line.startswith(" "):
-            line = f"  {line.strip()}"
-        else:
-            in_list = False
+            line = f"- {names}: {line[found.end() + 4 :]}"
+        elif section:
+            line = line.strip() if section == "Returns:" else f"  {line.strip()}".rstrip()
         lines.append(line)
     return "\n".join(lines)
 

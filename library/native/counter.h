@@ -1,6 +1,6 @@
-/* Where the ranks of one host wait for each other: counts of arrivals in memory that they share.
+/* Counters in shared memory, by which the ranks of one host wait for each other.
 
-   A rank that waits looks for a moment, where every rank has a core of its own, and then sleeps in the kernel (futex). */
+   A waiting rank spins for a moment, if every rank has a core of its own, and then sleeps in the kernel (futex). */
 #pragma once
 
 #include <stdatomic.h>
@@ -8,17 +8,17 @@
 
 #define LINE 64
 
-/* A count that one rank raises and the others wait for; on a cache line of its own. */
+/* A counter that one rank raises and the others wait for; on a cache line of its own. */
 typedef struct {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
     char unused[LINE - 8];
 } counter_t;
 
-/* Asked now and then while a rank waits, with the rank that it waits for. What it says, where that is not 0, ends the
-   wait; a function that is interrupted before it says anything ends it with INTERRUPTED. */
+/* Called every `poll_seconds` of a wait, with the rank that is waited for. A `status` other than 0 ends the wait. If
+   the function is interrupted before it sets a status, the wait ends with INTERRUPTED. */
 enum { INTERRUPTED = 3 };
-typedef void (*poll_fn)(int rank, double seconds, int *status);
+typedef void (*poll_fn)(int rank, double waited_seconds, int *status);
 
 typedef struct {
     int spins;
@@ -26,9 +26,9 @@ typedef struct {
     poll_fn poll;
 } wait_policy_t;
 
-/* Raise a count of one's own to `value`, or that of anybody by one; returns what it is then. */
-uint32_t counter_set(counter_t *count, uint32_t value);
-uint32_t counter_increment(counter_t *count);
+/* Set this rank's own counter, or add 1 to any rank's. Both wake waiting ranks and return the new value. */
+uint32_t counter_set(counter_t *counter, uint32_t value);
+uint32_t counter_increment(counter_t *counter);
 
-/* Wait until `rank`'s count is at least `value` (counts begin anew after 2^32); returns 0, or what `poll` has status. */
-int counter_wait(counter_t *count, uint32_t value, int rank, const wait_policy_t *policy);
+/* Wait until `rank`'s counter is at least `value` (counters wrap at 2^32). Returns 0, or the status set by `poll`. */
+int counter_wait(counter_t *counter, uint32_t value, int rank, const wait_policy_t *policy);

@@ -5,28 +5,28 @@
 #include <string.h>
 
 #define DEPTH 4  /* slots of a rank */
-#define ALIGN 64 /* bytes: shards begin on lines of their own */
+#define ALIGN 64 /* bytes: shards start at cache lines */
 
 enum collective { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL };
 
 typedef struct {
-    _Atomic int32_t aborted; /* 1: somebody writes the reason, 2: it is there */
+    _Atomic int32_t aborted; /* 1: a rank writes the reason, 2: the reason is complete */
     char unused[LINE - 4];
     char reason[ENGINE_REASON_BYTES];
 } group_state_t;
 
 typedef struct {
     counter_t progress, reduced, requested, reported;
-    collective_desc_t recent[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
+    collective_desc_t recent[DEPTH]; /* a rank that no other waits for may be three collectives ahead */
     char report[ENGINE_REPORT_BYTES];
 } rank_area_t;
 
 struct engine {
     int rank, size;
     size_t slot_bytes, piece_bytes, short_bytes;
-    uint32_t progress, reduced, first; /* this rank's counts, and the first when this collective began */
+    uint32_t progress, reduced, first; /* this rank's counters, and `progress` when this collective began */
     int64_t number;
-    uint64_t digest; /* of all collectives so far */
+    uint64_t digest; /* of all collectives until now */
     int mismatched_rank;
     wait_policy_t policy;
     group_state_t *state;
@@ -73,13 +73,13 @@ void engine_close(engine_t *engine)
     free(engine);
 }
 
-void engine_last_collective(engine_t *e, int rank, collective_desc_t *recent)
+void engine_last_collective(engine_t *e, int rank, collective_desc_t *desc)
 {
-    collective_desc_t *all = e->areas[rank].recent;
-    *recent = all[0];
+    collective_desc_t *recent = e->areas[rank].recent;
+    *desc = recent[0];
     for (int i = 1; i < DEPTH; i++)
-        if (all[i].number > recent->number)
-            *recent = all[i];
+        if (recent[i].number > desc->number)
+            *desc = recent[i];
 }
 
 int engine_mismatched_rank(engine_t *e)
@@ -89,8 +89,8 @@ int engine_mismatched_rank(engine_t *e)
 
 void engine_abort(engine_t *e, const char *reason)
 {
-    int32_t whole = 0;
-    if (atomic_compare_exchange_strong(&e->state->aborted, &whole, 1)) {
+    int32_t running = 0;
+    if (atomic_compare_exchange_strong(&e->state->aborted, &running, 1)) {
         strncpy(e->state->reason, reason, sizeof e->state->reason - 1);
         atomic_store(&e->state->aborted, 2);
     }
@@ -101,7 +101,7 @@ const char *engine_abort_reason(engine_t *e)
     return atomic_load(&e->state->aborted) == 2 ? e->state->reason : NULL;
 }
 
-/* questions: what is a rank about that others wait for? */
+/* reports */
 
 uint32_t engine_request_report(engine_t *e, int rank)
 {
@@ -136,7 +136,7 @@ const char *engine_report_of(engine_t *e, int rank, uint32_t request)
     return (int32_t)(atomic_load(&area->reported.value) - request) >= 0 ? area->report : NULL;
 }
 
-/* slots and counts */
+/* slots and counters */
 
 static char *slot(engine_t *e, int rank, uint32_t piece)
 {
@@ -148,30 +148,30 @@ static char *result(engine_t *e, uint32_t piece)
     return e->results + (piece % DEPTH) * e->slot_bytes;
 }
 
-/* What a rank does, or did, in this collective. */
-static collective_desc_t *own_slot_desc(engine_t *e, int rank)
+/* A rank's description of this collective. */
+static collective_desc_t *desc_of(engine_t *e, int rank)
 {
     return &e->areas[rank].recent[e->number % DEPTH];
 }
 
-/* Waits for one of a rank's counts; at a collective's first piece, also for what that rank does to be the same. */
-static int await(engine_t *e, int rank, uint32_t value)
+/* Wait for another rank's progress. At the first piece, check that it runs the same collective. */
+static int await_progress(engine_t *e, int rank, uint32_t value)
 {
     rank_area_t *area = &e->areas[rank];
     int status = counter_wait(&area->progress, value, rank, &e->policy);
-    if (!status && value == e->first + 1 && memcmp(own_slot_desc(e, e->rank), own_slot_desc(e, rank), sizeof(collective_desc_t))) {
+    if (!status && value == e->first + 1 && memcmp(desc_of(e, e->rank), desc_of(e, rank), sizeof(collective_desc_t))) {
         e->mismatched_rank = rank;
         status = MISMATCH;
     }
     return status ? status : atomic_load_explicit(&e->state->aborted, memory_order_relaxed) == 2 ? ABORTED : 0;
 }
 
-static int await_all(engine_t *e, uint32_t value)
+static int await_others(engine_t *e, uint32_t value)
 {
     int status = 0;
     for (int rank = 0; rank < e->size && !status; rank++)
         if (rank != e->rank)
-            status = await(e, rank, value);
+            status = await_progress(e, rank, value);
     return status;
 }
 
@@ -184,13 +184,13 @@ static int await_reduced(engine_t *e, uint32_t value)
     return status;
 }
 
-/* Wait until nobody reads slot `piece` any more. */
+/* Wait until no rank reads slot `piece` any more. */
 static int await_free(engine_t *e, uint32_t piece)
 {
-    return await_all(e, piece - 1);
+    return await_others(e, piece - 1);
 }
 
-/* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
+/* Raise this rank's counter: it has filled its slot for `piece`, or read another rank's. */
 static void publish_progress(engine_t *e, uint32_t piece)
 {
     counter_set(&e->areas[e->rank].progress, piece + 1);
@@ -202,18 +202,19 @@ static uint64_t mix(uint64_t digest, uint64_t word)
     return digest ^ digest >> 32;
 }
 
+/* Describe the collective that this rank starts, for the other ranks. */
 static void begin(engine_t *e, enum collective collective, int dtype, int op, int root, size_t bytes)
 {
     e->number++;
     e->first = e->progress;
     uint64_t kind = (uint64_t)collective << 48 | (uint64_t)dtype << 40 | (uint64_t)op << 32 | (uint32_t)root;
     e->digest = mix(mix(e->digest, kind), bytes);
-    *own_slot_desc(e, e->rank) = (collective_desc_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
-                                      .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
+    *desc_of(e, e->rank) = (collective_desc_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
+                                               .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
 }
 
-/* How many pieces of `per_piece` there are in `count`: an empty tensor is one. */
-static size_t pieces(size_t count, size_t per_piece)
+/* The number of pieces in `count`; an empty tensor has one. */
+static size_t count_pieces(size_t count, size_t per_piece)
 {
     return count ? (count + per_piece - 1) / per_piece : 1;
 }
@@ -223,10 +224,10 @@ static int receives_result(engine_t *e, int root)
     return root < 0 || root == e->rank;
 }
 
-/* What a collective does with a piece: `step` 0 fills a slot, 1 reads those of the others, 2 reads their results. */
+/* A collective. Stage 0 of a piece fills a slot, stage 1 reads the others' slots, stage 2 reads their results. */
 typedef struct call {
     engine_t *engine;
-    size_t count, per_piece; /* in all, and in a piece: elements, or bytes */
+    size_t count, per_piece; /* of the tensor, and of a piece: elements, or bytes */
     int (*stage)(const struct call *call, int stage, size_t index);
     int stages;
     const void *const *inputs;
@@ -239,11 +240,11 @@ typedef struct call {
     int root;
 } call_t;
 
-/* All pieces through all stages; a stage of one piece takes turns with the stage before of the next piece. */
+/* Take all pieces through all stages. Stage s of one piece alternates with stage s - 1 of the next. */
 static int run(const call_t *call)
 {
     engine_t *e = call->engine;
-    size_t count = pieces(call->count, call->per_piece);
+    size_t count = count_pieces(call->count, call->per_piece);
     int status = 0;
     for (size_t step = 0; step < count + call->stages - 1 && !status; step++)
         for (int stage = 0; stage < call->stages && !status; stage++)
@@ -267,7 +268,7 @@ int engine_barrier(engine_t *e)
 {
     begin(e, BARRIER, 0, 0, 0, 0);
     publish_progress(e, e->progress);
-    return await_all(e, ++e->progress);
+    return await_others(e, ++e->progress);
 }
 
 /* all_reduce and reduce */
@@ -282,16 +283,17 @@ static shard_t shard(engine_t *e, size_t bytes, int rank)
     return (shard_t){min_size(bytes, each * rank), min_size(bytes, each * (rank + 1))};
 }
 
-/* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. offset: of the piece. */
+/* Reduce one shard of a piece into the tensor, if this rank receives the result, and into the result slot.
+   offset: the piece's, in bytes. */
 static void reduce_shard(const call_t *call, size_t offset, char *results, shard_t part, uint32_t piece)
 {
     engine_t *e = call->engine;
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++)
         sources[rank] = (rank == e->rank ? call->input + offset : slot(e, rank, piece)) + part.low;
-    int wanted = receives_result(e, call->root);
-    void *first = wanted ? call->data + offset + part.low : results + part.low;
-    void *second = wanted && results ? results + part.low : NULL;
+    int receives = receives_result(e, call->root);
+    void *first = receives ? call->data + offset + part.low : results + part.low;
+    void *second = receives && results ? results + part.low : NULL;
     reduce(first, second, sources, e->size, (part.high - part.low) / dtype_bytes(call->dtype), call->dtype, call->op);
 }
 
@@ -312,7 +314,7 @@ static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, u
 static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t piece, uint32_t reduced)
 {
     engine_t *e = call->engine;
-    int status = await_all(e, piece + 1);
+    int status = await_others(e, piece + 1);
     if (!status)
         status = await_reduced(e, reduced - 1);
     if (status)
@@ -351,7 +353,7 @@ static int reduce_short(const call_t *call, size_t bytes)
     engine_t *e = call->engine;
     int status = fill_for_reduction(call, 0, bytes, e->progress);
     if (!status && receives_result(e, call->root)) {
-        status = await_all(e, e->progress + 1);
+        status = await_others(e, e->progress + 1);
         if (!status)
             reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->progress);
     }
@@ -368,7 +370,7 @@ int engine_all_reduce(engine_t *e, const void *input, void *data, size_t count, 
     return bytes <= e->short_bytes ? reduce_short(&call, bytes) : run(&call);
 }
 
-/* broadcast and scatter: the root fills its slot, the others read what is theirs */
+/* broadcast and scatter: the root fills its slot, the others read their parts */
 
 static int from_root_stage(const call_t *call, int stage, size_t index)
 {
@@ -377,7 +379,7 @@ static int from_root_stage(const call_t *call, int stage, size_t index)
     uint32_t piece = e->progress + (uint32_t)index;
     size_t bytes = length(call, index), offset = index * call->per_piece;
     int is_scatter = call->inputs != NULL || call->outputs != NULL, is_root = call->root == e->rank;
-    int status = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
+    int status = is_root ? await_free(e, piece) : await_progress(e, call->root, piece + 1);
     if (status)
         return status;
     for (int rank = 0; is_root && is_scatter && rank < e->size; rank++)
@@ -399,7 +401,7 @@ int engine_broadcast(engine_t *e, void *data, size_t bytes, int root)
     return run(&call);
 }
 
-/* The largest rank_share of a piece, for each of the ranks. */
+/* The largest part of a piece that each rank can have, in bytes. */
 static size_t rank_share(engine_t *e)
 {
     size_t each = e->piece_bytes / e->size;
@@ -416,7 +418,7 @@ int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t 
     return run(&call);
 }
 
-/* gather, all_gather, all_to_all and reduce_scatter: all fill a slot, then read what is theirs from those of the others */
+/* gather, all_gather, all_to_all and reduce_scatter: each rank fills a slot, then reads its parts of the others' */
 
 static int gather_stage(const call_t *call, int stage, size_t index)
 {
@@ -433,7 +435,7 @@ static int gather_stage(const call_t *call, int stage, size_t index)
     }
     for (int step = 1; step < e->size && !status; step++) {
         int rank = (e->rank + step) % e->size;
-        status = await(e, rank, piece + 1);
+        status = await_progress(e, rank, piece + 1);
         if (!status)
             memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece), bytes);
     }
@@ -456,7 +458,7 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
     uint32_t piece = e->progress + (uint32_t)index;
     size_t each = dtype_bytes(call->dtype), bytes = length(call, index) * each;
     size_t offset = index * call->per_piece * each, room = call->per_piece * each;
-    int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    int status = stage ? await_others(e, piece + 1) : await_free(e, piece);
     if (status)
         return status;
     const void *sources[e->size];
@@ -476,12 +478,13 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
 int engine_reduce_scatter(engine_t *e, const void *const *inputs, void *output, size_t count, int dtype, int op)
 {
     call_t call = {.engine = e, .count = count, .per_piece = rank_share(e) / dtype_bytes(dtype), .stages = 2,
-                   .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op, .root = -1};
+                   .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op,
+                   .root = -1};
     begin(e, REDUCE_SCATTER, dtype, op, -1, count * dtype_bytes(dtype));
     return run(&call);
 }
 
-/* How much of `bytes` belongs to a piece. */
+/* The part of `bytes` that belongs to a piece. */
 static size_t bytes_in_piece(const call_t *call, size_t index, size_t bytes)
 {
     size_t done = index * call->per_piece;
@@ -493,7 +496,7 @@ static int all_to_all_stage(const call_t *call, int stage, size_t index)
     engine_t *e = call->engine;
     uint32_t piece = e->progress + (uint32_t)index;
     size_t offset = index * call->per_piece;
-    int status = stage ? await_all(e, piece + 1) : await_free(e, piece);
+    int status = stage ? await_others(e, piece + 1) : await_free(e, piece);
     for (int rank = 0; rank < e->size && !status; rank++) {
         if (rank == e->rank)
             continue;
@@ -510,11 +513,12 @@ static int all_to_all_stage(const call_t *call, int stage, size_t index)
 }
 
 int engine_all_to_all(engine_t *e, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
-                      const size_t *output_bytes, size_t per_piece)
+                      const size_t *output_bytes, size_t largest_bytes)
 {
-    call_t call = {.engine = e, .count = per_piece, .per_piece = rank_share(e), .stages = 2, .stage = all_to_all_stage,
-                   .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes, .output_bytes = output_bytes};
-    begin(e, ALL_TO_ALL, 0, 0, -1, per_piece);
+    call_t call = {.engine = e, .count = largest_bytes, .per_piece = rank_share(e), .stages = 2,
+                   .stage = all_to_all_stage, .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes,
+                   .output_bytes = output_bytes};
+    begin(e, ALL_TO_ALL, 0, 0, -1, largest_bytes);
     memmove(outputs[e->rank], inputs[e->rank], min_size(input_bytes[e->rank], output_bytes[e->rank]));
     return run(&call);
 }

@@ -1,4 +1,4 @@
-"""What the store and the transport of a job have in common: addresses, deadlines, and how a lost host is noticed."""
+"""Sockets of the store and the transport: addresses, deadlines, and the detection of lost hosts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ import struct
 import time
 
 LOSS_SECONDS = 12.0
-"""A connection to a host that does not answer any more ends after so long."""
+"""A connection ends after so long if its host stops answering."""
 _SIOCGIFADDR = 0x8915
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 4, 2, 4  # 4 + 4 × 2 s: the kernels ask and answer, whatever the processes do
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = (
+    4,
+    2,
+    4,
+)  # 4 + 4 × 2 s: the kernels send and answer probes, not the processes
 
 
 def own_address(towards: str) -> str:
-    """The address of this host by which hosts that reach `towards` reach it, as far as its routes tell.
+    """Returns the address of this host that its routes use towards another host.
 
-    Raises OSError if the name has no address, or no route leads there.
+    Args:
+        towards: The other host's name or address.
+
+    Raises:
+        OSError: If the name has no address, or there is no route.
     """
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM):
@@ -33,28 +41,28 @@ def own_address(towards: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this host, by its name. Raises OSError if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    """Returns the IPv4 address of a network interface of this host, by its name. Raises OSError if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(found[20:24])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches that address."""
+    """Whether only this host reaches an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens at one address of this host, port 0: a free one. Raises OSError if it cannot."""
+    """Opens a socket that listens at one address of this host; port 0: a free one. Raises OSError if it cannot."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def watch_connection(sock: socket.socket) -> None:
-    """Have an idle connection end within LOSS_SECONDS if the other host does not answer any more.
+    """Makes an idle connection end within LOSS_SECONDS if the other host stops answering.
 
-    The kernels answer for their processes: one that computes, or is stopped, is not taken for lost. A connection that
-    waits for bytes of its own to be acknowledged is not idle: see `limit_acknowledgement`.
+    The kernels answer for their processes, so a process that computes or is stopped does not count as lost. A
+    connection that waits for an acknowledgement is not idle: see `limit_acknowledgement`.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
@@ -63,16 +71,15 @@ def watch_connection(sock: socket.socket) -> None:
 
 
 def limit_acknowledgement(sock: socket.socket, seconds: float) -> None:
-    """Have the connection end when what was sent is not acknowledged for so long; 0: as long as the kernel tries.
+    """Makes a connection end if sent data is not acknowledged for so long; 0: as long as the kernel tries.
 
-    A peer that reads nothing while its buffers are full counts as one that does not answer. So this is for messages
-    that always fit.
+    A peer that reads nothing while its buffers are full counts as lost too. So use this for messages that always fit.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """The next `size` bytes of a connection; for `deadline` and errors see `read_some`."""
+    """Reads the next `size` bytes of a connection; for `deadline` and errors see `read_some`."""
     found = bytearray()
     while len(found) < size:
         found += read_some(sock, size - len(found), deadline)
@@ -80,11 +87,16 @@ def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) 
 
 
 def read_some(sock: socket.socket, most: int, deadline: float | None = None) -> bytes:
-    """What has come on a connection, once something has.
+    """Waits for data on a connection and returns at most `most` bytes.
 
-    deadline: by time.monotonic. It changes the socket's own timeout, which counts if it is None.
+    Args:
+        sock: The connection.
+        most: The largest number of bytes.
+        deadline: By time.monotonic; it changes the socket's own timeout. None: that timeout applies.
 
-    Raises TimeoutError (before Python 3.10 another OSError) after the deadline, EOFError at the end of the connection.
+    Raises:
+        TimeoutError: After the deadline (another OSError before Python 3.10).
+        EOFError: At the end of the connection.
     """
     if deadline is not None:
         sock.settimeout(max(deadline - time.monotonic(), 1e-3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smdistributed.core.diagnostics import seconds_of
+from smdistributed.core.diagnostics import read_seconds
 
 VARIABLE = "SMP_TIMEOUT_SECONDS"
 LONGER = f"Fix: see what it does; if it may take longer, set {VARIABLE} to more seconds on all ranks."
@@ -12,4 +12,4 @@ _SECONDS = 1800.0  # as in torch.distributed
 
 def timeout_seconds() -> float:
     """The limit of each wait: SMP_TIMEOUT_SECONDS, else 1800. Raises CollectiveError if it is no number above 0."""
-    return seconds_of(VARIABLE, _SECONDS)
+    return read_seconds(VARIABLE, _SECONDS)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smdistributed.core import timeline
-from smdistributed.core.diagnostics import stall_seconds
+from smdistributed.core.diagnostics import StallDetector
 from smdistributed.core.mail import Access, Mail, Waiter
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
@@ -56,7 +56,7 @@ class Messages:
         self._ahead: dict[int, int] = defaultdict(int)
         self._awaited: tuple[int, str, Waiter, float] | None = None
         self._overdue: object = None
-        self._stall, self._timeout = stall_seconds(), timeout_seconds()
+        self._stall, self._timeout = StallDetector().seconds, timeout_seconds()
         self.post = Post(rank, self._send_object, pickle.loads, self._timeout)
         self.mail = Mail(rank, access, self._deliver, self._lost, self._timeout)
         operations.load()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from smdistributed.core.launch import fill_in, read_launch
+from smdistributed.core.launch import read_launch, set_torch_environment
 from smdistributed.core.mail import Access, Mail
 from smdistributed.core.torch.backend import BACKEND, register
-from smdistributed.core.torch.devices import take_device
+from smdistributed.core.torch.devices import select_device
 from smdistributed.modelparallel.backend.config import read_config, read_verify_steps
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
@@ -62,7 +62,7 @@ class State(Job):
         if self.initialized:
             return
         refuse_dataparallel()
-        fill_in(os.environ)
+        set_torch_environment(os.environ)
         self.cfg = read_config(argument, os.environ)
         self.verify_steps = read_verify_steps(os.environ)
         launch = read_launch()
@@ -75,7 +75,7 @@ class State(Job):
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         if torch.cuda.is_available():
-            take_device()
+            select_device()
         devices.note()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -57,7 +57,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def divided(total: torch.Tensor, by: int) -> torch.Tensor:
-    return total / by if total.is_floating_point() else total.div(by, rounding_mode="trunc")
+    return total / by if total.is_floating_point() else total.clone().div_(by, rounding_mode="trunc")
 
 
 def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:

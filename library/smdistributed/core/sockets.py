@@ -65,8 +65,7 @@ def enable_keepalive(sock: socket.socket) -> None:
 def set_user_timeout(sock: socket.socket, seconds: float) -> None:
     """End a connection if sent bytes are not acknowledged for so long. 0: as long as the kernel retries.
 
-    A peer that reads nothing while its buffers are full counts as one that does not answer. So this is for messages
-    that always fit.
+    A peer that reads nothing while its buffers are full counts as lost too. So use this for messages that always fit.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 

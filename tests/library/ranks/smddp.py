@@ -355,14 +355,14 @@ def groups() -> None:
 
 
 def refused() -> None:
-    """What would reach beyond a tensor's memory."""
+    """Calls that would access memory beyond a tensor."""
     one, many = torch.zeros(2), [torch.zeros(2) for _ in EVERYBODY]
     calls: dict[str, Callable[[], object]] = {
-        "give it those of all": lambda: dist.all_gather_into_tensor(torch.zeros(2 * SIZE), torch.ones(6)),
+        "Fix: give it the elements of all ": lambda: dist.all_gather_into_tensor(torch.zeros(2 * SIZE), torch.ones(6)),
         "torch.float16": lambda: dist.all_gather(many, one.half()),
         "torch.int32": lambda: dist.reduce_scatter(one.int(), many),
-        "hold 2 elements beside 5": lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(2 * SIZE)),
-        "give one for each": lambda: dist.all_gather([*many, one], one),
+        "have 2 and 5 elements": lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(2 * SIZE)),
+        "pass one for each": lambda: dist.all_gather([*many, one], one),
     }
     for words, call in calls.items():
         try:

@@ -108,7 +108,7 @@ lock: setup ## resolve all images' requirements to locked files with hashes
 	@$(SHOAL) lock
 
 bench-launch: image ## how fast `train` launches, in containers of the image
-	@$(BIN)/python benchmarks/launch.py $(IMAGE)
+	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
 
 bench-logs: setup ## what the log costs: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
@@ -124,7 +124,7 @@ bench-modelparallel: setup ## partitions, pipelines, calls, memory and throughpu
 
 bench-tensorflow: FRAMEWORK = tensorflow
 bench-tensorflow: image ## the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
-	@$(BIN)/python benchmarks/tensorflow_image.py $(IMAGE)
+	@$(BIN)/python benchmarks/tensorflow_image.py --image $(IMAGE)
 
 bench-scale: setup ## a model of all_reduce checked on this machine, and docs/scaling.svg: 2,048 ranks as it sees them
 	@$(BIN)/python benchmarks/scale.py
@@ -133,7 +133,7 @@ bench-gpu: setup ## CUDA tensors on the backend smddp: NCCL, staging, AMP, overl
 	@$(BIN)/python benchmarks/gpu.py
 
 bench-images: image ## an image's size, and builds against docker build of a plain Dockerfile; QUICK=1: not the whole matrix, MATRIX=1: it alone
-	@$(BIN)/python benchmarks/images.py $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
+	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (images stay: docker image rm)
 	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

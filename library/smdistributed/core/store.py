@@ -28,18 +28,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from smdistributed.core.handshake import HandshakeError, accept, call
+from smdistributed.core.handshake import HandshakeError, answer_handshake, initiate_handshake
 from smdistributed.core.launch import Address, Launch, LaunchError, master_address
 from smdistributed.core.secret import derive_key, job_key
 from smdistributed.core.sockets import (
     LOSS_SECONDS,
-    address_of,
+    enable_keepalive,
+    interface_address,
     is_loopback,
-    limit_acknowledgement,
     listen,
     own_address,
     read_exactly,
-    watch_connection,
+    set_user_timeout,
 )
 
 CONNECT_SECONDS = 300.0  # rank 0 may do something first, such as download its data
@@ -244,7 +244,7 @@ class _Service:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
-                accept(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
+                answer_handshake(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
             finally:
                 with contextlib.suppress(ValueError):  # it was closed as one of too many
                     self._unverified.remove(connection)
@@ -402,7 +402,7 @@ def _job_address(master: str) -> str:
         if not is_loopback(address) or master == "localhost":
             return address
     with contextlib.suppress(OSError):
-        return address_of(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
+        return interface_address(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
     return ""
 
 
@@ -414,7 +414,7 @@ def _dial(address: Address, key: bytes) -> socket.socket:
         ):  # the port was chosen as its own peer: TCP connects to itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         _prepare(connection)
-        call(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
+        initiate_handshake(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
     except BaseException:
         connection.close()
         raise
@@ -424,8 +424,8 @@ def _dial(address: Address, key: bytes) -> socket.socket:
 def _prepare(connection: socket.socket) -> None:
     """Sends without delay, and detects a lost host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch_connection(connection)
-    limit_acknowledgement(connection, LOSS_SECONDS)
+    enable_keepalive(connection)
+    set_user_timeout(connection, LOSS_SECONDS)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -1,15 +1,15 @@
-"""Messages on a connection: a head, and any number of bodies, each as long as it says.
+"""Messages on a connection: a head, and any number of bodies.
 
-    8 bytes   how long the head is          covered by the tag, with the number of the message
-    4 bytes   how many bodies there are     on this connection, from 0
+    8 bytes   length of the head             covered by the tag, with the number of the message
+    4 bytes   number of bodies               on this connection, from 0
     16 bytes  the tag: BLAKE2b with the connection's key
-    8 bytes   for each body, how long it is  covered by the tag
+    8 bytes   length of each body            covered by the tag
     the head                                 covered by the tag
     the bodies                               not covered
 
-Heads may be pickles, so that only one with a right tag is handed out: one that is changed, repeated, left out or moved
-ends the connection. Bodies are numbers, which nobody executes; to check them would cost as much as to send them.
-Inside a host nobody is between the two sides: tags are zero there, as to make them costs more than all else here.
+Heads may be pickles, so only heads with a valid tag are delivered. A message that is changed, repeated, left out or
+moved ends the connection. Bodies are numbers, which are not executed; a tag over them would cost as much as sending
+them. Within a host, nobody can change messages: tags are zero there, because they cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _PRELUDE = struct.Struct("!QI16s")
 _COUNTED = struct.Struct("!QQI")
 _TAG_BYTES = 16
 _NO_TAG = bytes(_TAG_BYTES)
-_READ_BYTES = 128 << 10  # to read on costs more than to copy so much
-_UNPROVED_BYTES = 1 << 20
+_READ_BYTES = 128 << 10  # another read costs more than a copy of so much
+_UNVERIFIED_BYTES = 1 << 20
 
 Message = tuple[bytes, "list[bytearray]"]
 
 
 class FrameError(ConnectionError):
-    """What came is no message of the other side, or not the next one."""
+    """The bytes are no message of the other side, or not the next one."""
 
 
 class Writer:
-    """Makes the frames of one connection, in the order in which they are sent. key: empty: without tags."""
+    """Makes the frames of one connection, in the order in which they are sent. An empty key means no tags."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def frame(self, head: bytes, bodies: Sequence[memoryview]) -> bytes:
-        """What goes before the bodies."""
+        """Return the bytes that go before the bodies."""
         sizes = struct.pack(f"!{len(bodies)}Q", *[body.nbytes for body in bodies])
         rest = sizes + head
         tag = _tag(self._key, self._count, len(head), len(bodies), rest)
@@ -49,10 +49,10 @@ class Writer:
 
 
 class Reader:
-    """Makes messages of the bytes of one connection, however they are cut.
+    """Makes messages from the bytes of one connection, which arrive in pieces of any size.
 
-    Read into `buffer()`, tell `advance` how much came, and `take` what is complete, also after an error, before which
-    it came. Long bodies are read to where they stay. key: the writer's.
+    Read into `buffer()`, pass the number of bytes to `advance`, and `take` the complete messages. `take` also returns
+    the messages before an error. Long bodies are read without a copy. key: the writer's key.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -68,11 +68,11 @@ class Reader:
         return len(self._part) - self._filled
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer to read the next bytes into."""
         return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
 
     def advance(self, count: int) -> None:
-        """So many bytes have come to `buffer()`. Raises FrameError if they are no message, or not the next one."""
+        """So many bytes were read into `buffer()`. Raises FrameError if they are no message, or not the next one."""
         ahead = self._ahead
         if self.missing >= _READ_BYTES:
             ahead, self._filled = ahead[:0], self._filled + count
@@ -80,10 +80,10 @@ class Reader:
         self._part[self._filled : self._filled + taken] = ahead[:taken]
         self._filled += taken
         if not self.missing:
-            self._go_on(self._part, ahead[taken:count])
+            self._finish_parts(self._part, ahead[taken:count])
 
-    def _go_on(self, part: bytearray, ahead: memoryview) -> None:
-        """A part is complete. Go on with what was read ahead."""
+    def _finish_parts(self, part: bytearray, ahead: memoryview) -> None:
+        """A part is complete. Continue with the bytes that were read ahead."""
         at = 0
         while True:
             size = self._parts.send(part)
@@ -98,18 +98,18 @@ class Reader:
         self._part[: self._filled] = ahead[at:]
 
     def take(self) -> list[Message]:
-        """The messages that have been completed since this was called last."""
+        """Return the messages that were completed since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
-        """Asks for parts of so many bytes, one after the other."""
+        """Yields the size of each part that it needs next; completes messages."""
         while True:
             head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
             size = 8 * bodies + head_bytes
-            rest = yield min(size, _UNPROVED_BYTES)
-            while len(rest) < size:  # room is made for what has come: nobody has proved yet that the size is right
-                rest += yield min(size - len(rest), _UNPROVED_BYTES)
+            rest = yield min(size, _UNVERIFIED_BYTES)
+            while len(rest) < size:  # in steps: the size is not verified yet
+                rest += yield min(size - len(rest), _UNVERIFIED_BYTES)
             if not hmac.compare_digest(tag, _tag(self._key, self._count, head_bytes, bodies, rest)):
                 raise FrameError("a message was changed on its way, or is not the next one")
             self._count += 1

@@ -1,13 +1,13 @@
-"""Messages between any two ranks of a job, over TCP: a head and any number of bodies, delivered as they come.
+"""Messages between any two ranks of a job, over TCP: a head and any number of bodies, delivered as they arrive.
 
-`torch.distributed` and MPI ask the receiver for the size and the order of what comes; here whatever arrives is handed
-over. Waking a thread costs more than a message does, so that no thread is kept for receiving: a thread that waits for
-an answer receives meanwhile, for all others too. A reserve thread does so when all others are busy. Receiving never
-waits for one connection: a stranger, or a rank that stops in the middle of a message, keeps the others from nothing.
+`torch.distributed` and MPI ask the receiver for the size and the order of messages. Here every message is delivered.
+Waking a thread costs more than a message does. So no thread is kept for receiving: a thread that waits for an answer
+receives messages for all threads meanwhile. A reserve thread receives if all others are busy. Receiving never waits for
+one connection. A peer that is not authenticated, or stops in the middle of a message, delays nobody.
 
-Who connects and who listens prove to each other that they have the job's key (see `handshake`), and between hosts each
-head shows that it is theirs (see `frames`): heads may be pickles. Messages go one way on a connection. A rank that is
-called calls back, so that each notices when the other ends, or its host is lost.
+Both sides of a connection prove that they have the job's key (see `handshake`). Between hosts each head has a tag (see
+`frames`), because heads may be pickles. Messages go one way on a connection. A rank that gets a connection connects
+back, so that each notices when the other ends, or its host is lost.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from smdistributed.core.frames import FrameError, Reader, Writer
-from smdistributed.core.handshake import HandshakeError, Listener, call
-from smdistributed.core.sockets import LOSS_SECONDS, is_loopback, limit_acknowledgement, listen, watch_connection
+from smdistributed.core.handshake import HandshakeError, Responder, initiate_handshake
+from smdistributed.core.sockets import LOSS_SECONDS, enable_keepalive, is_loopback, listen, set_user_timeout
+from smdistributed.modelparallel.backend.frames import FrameError, Reader, Writer
 
 SEND_SECONDS = 1800.0
-_CONNECT_SECONDS = 60.0  # a process may hold the interpreter for long, and then answers late
-_AGAIN_SECONDS = 0.05
+_CONNECT_SECONDS = 60.0  # a process that holds the interpreter lock answers late
+_RETRY_SECONDS = 0.05
 _BUFFER_BYTES = 4 << 20
 _READ_BYTES = 8 << 10
-_LONG_BYTES, _MOST_AT_ONCE = 128 << 10, 1 << 20
+_LONG_BODY_BYTES, _MOST_LOW_WATER_BYTES = 128 << 10, 1 << 20
 _MOST_PARTS = 512  # of one sendmsg; Linux takes 1,024
-_MOST_STRANGERS = 64  # connections that have not proved themselves yet
-_TICK_SECONDS = 0.005
+_MOST_UNAUTHENTICATED = 64  # connections
+_IDLE_SECONDS = 0.005
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +45,19 @@ Lost = Callable[[int], None]
 
 
 class Access(NamedTuple):
-    """How a rank is reached, and by whom."""
+    """The address at which a rank listens, and the key that peers must have."""
 
     key: bytes
-    """Of the job: whoever has it is one of its ranks, and is believed."""
+    """The job's key. A process that has it is trusted as one of its ranks."""
     address: str
-    """Of this host, the only one at which the rank listens; of the loopback for all ranks, or for none."""
+    """The only address at which the rank listens. Either all ranks listen on the loopback, or none does."""
 
 
 class Waiter:
-    """What a thread waits for: see `Mail.wait` and `Mail.wake`. Used once.
+    """One wait of a thread: see `Transport.wait` and `Transport.wake`. Used once.
 
-    receives: whether the thread receives meanwhile. Not so where its wake comes from another thread that waits itself,
-    and would have to be woken by this one.
+    receives: whether the thread receives messages meanwhile. It must not if another thread, which also waits, wakes it:
+    this thread would then have to wake that one first.
     """
 
     __slots__ = ("is_ready", "lock", "receives")
@@ -68,11 +68,15 @@ class Waiter:
         self.lock.acquire()
 
 
-class Mail:
-    """This rank's side. `deliver(source, head, bodies)` and `lost(source)` are called on any thread, one at a time.
+class Transport:
+    """This rank's connections to all others. Starts a thread.
 
-    Makes a thread. rank: this process's number among those that exchange. seconds: how long a message waits for a rank
-    that takes none.
+    Args:
+        rank: This rank.
+        access: The address to listen at, and the job's key.
+        deliver: Called as `deliver(source, head, bodies)` for each message, on any thread, one at a time.
+        lost: Called as `lost(source)` when the connection from a rank has ended.
+        seconds: How long a message waits for a rank that takes none.
     """
 
     def __init__(self, rank: int, access: Access, deliver: Deliver, lost: Lost, seconds: float = SEND_SECONDS) -> None:
@@ -81,36 +85,42 @@ class Mail:
         self._peers: dict[int, tuple[str, int]] = {}
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
-        self._strangers: dict[int, _Incoming] = {}
-        self._dialing: dict[int, threading.Lock] = {}
+        self._unauthenticated: dict[int, _Incoming] = {}
+        self._connect_locks: dict[int, threading.Lock] = {}
         self._closed = False
         self._listener = listen(access.address)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._bell, self._ringer = os.pipe()
-        for end in (self._bell, self._ringer):
+        self._wakeup_fd, self._wakeup_writer = os.pipe()
+        for end in (self._wakeup_fd, self._wakeup_writer):
             os.set_blocking(end, False)
         self._epoll = select.epoll()
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(self._wakeup_fd, select.EPOLLIN)
         self._receiving = threading.Lock()
         self._receiver: Waiter | None = None
         self._followers: list[Waiter] = []
         self._woken = 0
-        threading.Thread(target=self._reserve, name="smp-mail", daemon=True).start()
+        threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
-    def meet(self, peers: dict[int, tuple[str, int]]) -> None:
-        """Say where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
-        self._dialing.update({rank: threading.Lock() for rank in peers})
+    def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
+        """Set where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
+        self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)
         for incoming in list(self._in.values()):
-            self._call_back(incoming.source)
+            self._connect_back(incoming.source)
 
     def send(self, to: int, head: bytes, bodies: Sequence[Any] = ()) -> None:
-        """Send to that rank. Each body is a buffer of bytes. Returns when the system has taken it all.
+        """Send a message to a rank. Returns when the kernel has taken it all. After an error, no more can be sent.
 
-        Raises ConnectionError when the rank cannot be reached or does not have the job's key, TimeoutError when it
-        takes nothing for too long. After an error nothing more can be sent to it.
+        Args:
+            to: The rank.
+            head: Any bytes.
+            bodies: Buffers of bytes.
+
+        Raises:
+            ConnectionError: If the rank cannot be reached, or does not have the job's key.
+            TimeoutError: If it takes nothing for too long.
         """
         out = self._connection(to)
         views = [memoryview(body) for body in bodies]
@@ -125,7 +135,7 @@ class Mail:
                 raise
 
     def wait(self, waiter: Waiter) -> None:
-        """Wait until somebody calls `wake` with this, and receive meanwhile if no other thread does."""
+        """Wait until `wake` is called with this waiter. Receives messages meanwhile if no other thread does."""
         if not waiter.receives:
             waiter.lock.acquire()
         while not waiter.is_ready:
@@ -133,7 +143,7 @@ class Mail:
                 self._receive_until(waiter)
                 continue
             self._followers.append(waiter)
-            if self._receiving.acquire(blocking=False):  # whoever received has left in between
+            if self._receiving.acquire(blocking=False):  # the receiving thread has stopped in between
                 with suppress(ValueError):
                     self._followers.remove(waiter)
                 self._receive_until(waiter)
@@ -141,18 +151,18 @@ class Mail:
             waiter.lock.acquire()
 
     def wake(self, waiter: Waiter) -> None:
-        """Let the thread that waits with this go on."""
+        """Wake the thread that waits with this."""
         waiter.is_ready = True
         self._woken += 1
-        with suppress(RuntimeError):  # it has been asked to receive
+        with suppress(RuntimeError):  # it has been woken to receive
             waiter.lock.release()
         if self._receiver is waiter:
-            self._ring()
+            self._interrupt_poll()
 
     def close(self) -> None:
-        """End all connections. The other ranks see a peer that is lost."""
+        """Close all connections. To the other ranks this rank is lost."""
         self._closed = True
-        self._ring()
+        self._interrupt_poll()
         for outgoing in list(self._out.values()):
             outgoing.close()
         for incoming in list(self._in.values()):
@@ -162,7 +172,7 @@ class Mail:
     # --- receiving, on one thread at a time
 
     def _receive_until(self, waiter: Waiter) -> None:
-        """With the right to receive: do so until this is ready; then another may."""
+        """Receive until this waiter is ready, and let another thread go on then. The caller holds `_receiving`."""
         try:
             self._receiver = waiter
             while not waiter.is_ready:
@@ -177,8 +187,8 @@ class Mail:
                     follower.lock.release()
                 return
 
-    def _reserve(self) -> None:
-        """Receive while nobody does; leave it to those who wait as soon as one of them has been woken."""
+    def _receive_when_idle(self) -> None:
+        """Thread: receive while no other thread does. It stops when a waiter is woken, which may then receive."""
         while not self._closed:
             if self._receiving.acquire(blocking=False):
                 woken = self._woken
@@ -187,47 +197,47 @@ class Mail:
                         self._poll()
                 finally:
                     self._receiving.release()
-            time.sleep(_TICK_SECONDS)
+            time.sleep(_IDLE_SECONDS)
 
     def _poll(self) -> None:
-        """Wait for something to come, and deliver what is complete."""
+        """Wait for the next bytes of any connection, and deliver messages that are complete."""
         for descriptor, _ in self._epoll.poll():
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor == self._bell:
+            elif descriptor == self._wakeup_fd:
                 with suppress(BlockingIOError):
                     os.read(descriptor, _READ_BYTES)
             elif descriptor in self._in:  # and has not ended a moment ago
-                self._take(self._in[descriptor])
+                self._read_from(self._in[descriptor])
 
     def _accept(self) -> None:
-        """Let a connection in, as a stranger; of too many, the oldest goes."""
+        """Accept a connection, to be authenticated. Of too many such connections, the oldest is closed."""
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             _prepare(sock)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._drop_stranger()
-                time.sleep(_TICK_SECONDS)  # it would come again at once
-            return  # it has gone again, or `close` was called
-        incoming = _Incoming(sock, Listener(self._key, self._rank))
-        self._in[sock.fileno()] = self._strangers[sock.fileno()] = incoming
+                self._drop_oldest_unauthenticated()
+                time.sleep(_IDLE_SECONDS)  # the same event would come again at once
+            return  # the peer has closed it again, or `close` was called
+        incoming = _Incoming(sock, Responder(self._key, self._rank))
+        self._in[sock.fileno()] = self._unauthenticated[sock.fileno()] = incoming
         self._epoll.register(sock.fileno(), select.EPOLLIN)
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._drop_stranger()
+        if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
+            self._drop_oldest_unauthenticated()
 
-    def _drop_stranger(self) -> None:
-        oldest = next(iter(self._strangers.values()), None)
+    def _drop_oldest_unauthenticated(self) -> None:
+        oldest = next(iter(self._unauthenticated.values()), None)
         if oldest is not None:
-            self._forget(oldest)
+            self._close_incoming(oldest)
 
-    def _take(self, incoming: _Incoming) -> None:
-        """Deliver what has come on a connection, without waiting for more."""
+    def _read_from(self, incoming: _Incoming) -> None:
+        """Deliver the messages that have arrived on a connection, without waiting for more."""
         reader, ended = incoming.reader, None
         try:
             if reader is None:
-                self._greet(incoming)
+                self._continue_handshake(incoming)
                 return
             incoming.receive(reader)
         except BlockingIOError:
@@ -237,76 +247,79 @@ class Mail:
         for head, bodies in reader.take() if reader else ():
             self._deliver(incoming.source, head, bodies)
         if ended is not None:
-            self._end(incoming, ended)
+            self._connection_ended(incoming, ended)
 
-    def _end(self, incoming: _Incoming, error: Exception) -> None:
-        """A connection has ended: a rank is lost, unless it was a stranger's."""
+    def _connection_ended(self, incoming: _Incoming, error: Exception) -> None:
+        """A connection has ended. If it was authenticated, its rank is lost."""
         if isinstance(error, FrameError):
             _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)
-        self._forget(incoming)
+        self._close_incoming(incoming)
         if incoming.reader is not None and not self._closed:
             out = self._out.get(incoming.source)
-            if out is not None:  # nobody waits any more until it takes a message
+            if out is not None:  # so that no thread waits any more to send to it
                 out.end()
             self._lost(incoming.source)
 
-    def _greet(self, incoming: _Incoming) -> None:
-        """Go on with the handshake of a stranger."""
-        data = incoming.sock.recv(incoming.handshake.wanted)
+    def _continue_handshake(self, incoming: _Incoming) -> None:
+        """Take the next bytes of a handshake."""
+        data = incoming.sock.recv(incoming.handshake.missing_bytes)
         if not data:
             raise EOFError
         reply = incoming.handshake.feed(data)
         if reply and incoming.sock.send(reply) < len(reply):
-            raise HandshakeError("a stranger does not read")
+            raise HandshakeError("the peer does not read")
         if incoming.handshake.session:
-            self._strangers.pop(incoming.sock.fileno(), None)
-            incoming.source, incoming.reader = incoming.handshake.caller, Reader(self._tags(incoming.handshake.session))
-            self._call_back(incoming.source)
+            self._unauthenticated.pop(incoming.sock.fileno(), None)
+            incoming.source, incoming.reader = (
+                incoming.handshake.initiator,
+                Reader(self._tag_key(incoming.handshake.session)),
+            )
+            self._connect_back(incoming.source)
 
-    def _call_back(self, source: int) -> None:
-        """Connect to a rank that has connected to this one, on a thread: a lost host is noticed on an idle connection.
+    def _connect_back(self, source: int) -> None:
+        """Connect, on a new thread, to a rank that has connected to this one.
 
-        One that waits for acknowledgements is not idle, and this rank may have nothing to send.
+        A lost host is noticed on an idle connection. One that waits for acknowledgements is not idle.
         """
         if source in self._peers and source not in self._out:
-            threading.Thread(target=self._try_connection, args=(source,), name="smp-call-back", daemon=True).start()
+            threading.Thread(target=self._try_to_connect, args=(source,), name="smp-connect-back", daemon=True).start()
 
-    def _try_connection(self, to: int) -> None:
-        with suppress(OSError):  # gone again: its own connection tells
+    def _try_to_connect(self, to: int) -> None:
+        with suppress(OSError):  # its own connection ends too, and is reported
             self._connection(to)
 
-    def _forget(self, incoming: _Incoming) -> None:
+    def _close_incoming(self, incoming: _Incoming) -> None:
         descriptor = incoming.sock.fileno()
         self._in.pop(descriptor, None)
-        self._strangers.pop(descriptor, None)
+        self._unauthenticated.pop(descriptor, None)
         with suppress(OSError, ValueError):  # `close` has closed it meanwhile: its descriptor is -1
             self._epoll.unregister(descriptor)
         incoming.sock.close()
 
-    def _ring(self) -> None:
-        """Have the thread that receives look again."""
-        with suppress(BlockingIOError):  # full of rings
-            os.write(self._ringer, b"!")
+    def _interrupt_poll(self) -> None:
+        """Let `_poll` return on the thread that receives."""
+        with suppress(BlockingIOError):  # the pipe is full: it returns anyway
+            os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """The connection to a rank, which is made if there is none."""
+        """Return the connection to a rank. Connects if there is none."""
         found = self._out.get(to)
         if found is None:
-            with self._dialing[to]:
+            with self._connect_locks[to]:
                 found = self._out.get(to)
                 if found is None:
-                    found = self._out[to] = self._dial(to)
-                    if self._closed:  # meanwhile: the other rank would not see the end
+                    found = self._out[to] = self._connect(to)
+                    if self._closed:  # meanwhile: the other rank must see that it ends
                         found.close()
         return found
 
-    def _dial(self, to: int) -> _Outgoing:
+    def _connect(self, to: int) -> _Outgoing:
         """Connect to a rank. Raises ConnectionError or TimeoutError."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
-            sock = socket.create_connection(self._peers[to], LOSS_SECONDS)  # the kernel there answers, not the process
+            sock = socket.create_connection(self._peers[to], LOSS_SECONDS)  # answered by the kernel there
             try:
-                return self._introduce(sock, to, deadline)
+                return self._authenticate(sock, to, deadline)
             except HandshakeError as error:
                 sock.close()
                 host, port = self._peers[to]
@@ -314,27 +327,27 @@ class Mail:
                     f"Rank {to}, at {host}:{port}, does not have this job's key: {error}. "
                     "Fix: give all ranks the same SMDDP_JOB_SECRET."
                 ) from None
-            except (EOFError, ConnectionResetError, BrokenPipeError):  # too many strangers called there
+            except (EOFError, ConnectionResetError, BrokenPipeError):  # too many connections there
                 sock.close()
                 if time.monotonic() > deadline or self._closed:
                     raise ConnectionResetError(f"rank {to} ends every connection") from None
             except BaseException:
                 sock.close()
                 raise
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
-    def _introduce(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
+    def _authenticate(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
         _prepare(sock)
-        limit_acknowledgement(sock, LOSS_SECONDS)
-        session = call(sock, self._key, self._rank, to, deadline)
-        limit_acknowledgement(sock, 0)
+        set_user_timeout(sock, LOSS_SECONDS)
+        session = initiate_handshake(sock, self._key, self._rank, to, deadline)
+        set_user_timeout(sock, 0)
         sock.settimeout(None)
         seconds = struct.pack("ll", int(self._seconds), int(self._seconds % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        return _Outgoing(sock, Writer(self._tags(session)))
+        return _Outgoing(sock, Writer(self._tag_key(session)))
 
-    def _tags(self, session: bytes) -> bytes:
-        """The key for tags: none if only this host reaches the ranks, all of which listen alike then."""
+    def _tag_key(self, session: bytes) -> bytes:
+        """The key of tags: empty if all ranks listen on the loopback, which no other host reaches."""
         return session if self._is_tagged else b""
 
 
@@ -345,45 +358,47 @@ class _Outgoing:
         self.sock, self.writer, self.lock = sock, writer, threading.Lock()
 
     def end(self) -> None:
-        """End it, also for a thread that sends."""
+        """Shut it down, also for a thread that sends."""
         with suppress(OSError):  # has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it, and let go of the socket."""
+        """Shut it down, and close the socket."""
         self.end()
         self.sock.close()
 
 
 class _Incoming:
-    """A connection that another rank, or a stranger, has made."""
+    """A connection that another process has made; `reader` is None until it is authenticated."""
 
-    def __init__(self, sock: socket.socket, handshake: Listener) -> None:
+    def __init__(self, sock: socket.socket, handshake: Responder) -> None:
         self.sock, self.handshake = sock, handshake
         self.source = -1
         self.reader: Reader | None = None
-        self._low = 1
+        self._low_water_bytes = 1
 
     def receive(self, reader: Reader) -> None:
-        """Give the reader what has come.
+        """Give the reader the bytes that have arrived.
 
-        Raises BlockingIOError if nothing has come, EOFError at the end of the connection, FrameError for what is no
-        message of the other side.
+        Raises:
+            BlockingIOError: If none have.
+            EOFError: At the end of the connection.
+            FrameError: If they are no message of the other side.
         """
         count = self.sock.recv_into(reader.buffer())
         if not count:
             raise EOFError
         reader.advance(count)
-        if reader.missing >= _READ_BYTES:  # of a body: most often the rest is there
+        if reader.missing >= _READ_BYTES:  # of a body: most often all of it has arrived
             with suppress(BlockingIOError):
                 reader.advance(self.sock.recv_into(reader.buffer()))
-        low = min(reader.missing, _MOST_AT_ONCE) if reader.missing >= _LONG_BYTES else 1
-        if low != self._low:  # of a long body, no piece is worth waking for
+        low = min(reader.missing, _MOST_LOW_WATER_BYTES) if reader.missing >= _LONG_BODY_BYTES else 1
+        if low != self._low_water_bytes:  # do not wake for small pieces of a long body
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
-            self._low = low
+            self._low_water_bytes = low
 
     def close(self) -> None:
-        """End it, and let go of the socket."""
+        """Shut it down, and close the socket."""
         with suppress(OSError):  # has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -392,7 +407,7 @@ class _Incoming:
 def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    watch_connection(sock)
+    enable_keepalive(sock)
 
 
 def _send_all(sock: socket.socket, parts: list[Any]) -> None:

@@ -57,7 +57,7 @@ def test_what_is_called_of_nccl_exists(version: str) -> None:
     """By `ProcessGroup`, through `NativeBackend`, which has the methods for several tensors itself."""
     names, own = record(version)["ProcessGroupNCCL"], {"allgather_into_tensor_coalesced"}
     own.add("reduce_scatter_tensor_coalesced")
-    called = calls_on({"other", "self.backend", "self._other(tensors) or self._torchs['gloo']"})
+    called = calls_on({"carrier", "self.backend", "self._carrier(tensors) or self._torchs['gloo']"})
     assert {"allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send"} <= {
         name for name, _ in called
     }

@@ -476,13 +476,13 @@ def again() -> None:
     assert everybody.engine.partition(":")[0] == ENGINE.partition(":")[0]
     assert torch.device("cpu") in everybody._device_types
     ours: list[str] = []
-    run, proxy = type(everybody)._run, weakref.proxy(everybody)  # nothing here may keep the group
+    run = everybody._queue.run
 
-    def noting(name: str, *arguments: Any) -> Any:
+    def noting(owner: Any, name: str, *arguments: Any) -> Any:
         ours.append(name)
-        return run(proxy, name, *arguments)
+        return run(owner, name, *arguments)
 
-    everybody._run = noting
+    everybody._queue.run = noting
     tensors = [torch.ones(3), torch.ones(2)]
     for tensor in tensors:
         dist.all_reduce(tensor)

@@ -83,8 +83,8 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     assert shoal("render", "--check", cwd=tmp_path).returncode == 0
-    with (tmp_path / "dockerfiles" / "base.j2").open("a") as file:
-        file.write("# changed\n")
+    template = tmp_path / "dockerfiles" / "base.j2"
+    template.write_text(template.read_text().replace('CMD ["train"]', 'CMD ["sh"]'))
     result = shoal("render", "--check", cwd=tmp_path)
     assert result.returncode == 3
     assert "Fix: shoal render" in result.stderr

@@ -65,7 +65,7 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 	$(PYTEST) $$files
 else
 # The first steps of the images wait for downloads. The checks compute meanwhile.
-test: setup engine ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only tests that the change can affect
+test: setup engine
 	@$(MAKE) --no-print-directory -j 2 check images
 	@$(PYTEST) tests
 endif
@@ -109,7 +109,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 	@$(SHOAL) lock
 
 bench-launch: image ## measure how fast `train` launches, in containers of the image
-	@$(BIN)/python benchmarks/launch.py $(IMAGE)
+	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
 
 bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
@@ -125,7 +125,7 @@ bench-modelparallel: setup ## measure partitions, pipelines, calls, memory and t
 
 bench-tensorflow: FRAMEWORK = tensorflow
 bench-tensorflow: image ## measure the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
-	@$(BIN)/python benchmarks/tensorflow_image.py $(IMAGE)
+	@$(BIN)/python benchmarks/tensorflow_image.py --image $(IMAGE)
 
 bench-scale: setup ## check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
 	@$(BIN)/python benchmarks/scale.py
@@ -134,7 +134,7 @@ bench-gpu: setup ## measure CUDA tensors on the backend smddp: NCCL, staging, AM
 	@$(BIN)/python benchmarks/gpu.py
 
 bench-images: image ## measure image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
-	@$(BIN)/python benchmarks/images.py $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
+	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (for images: docker image rm)
 	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.core.board import CountingStore
-from smdistributed.core.handshake import HandshakeError, accept, call
+from smdistributed.core.handshake import HandshakeError, answer_handshake, initiate_handshake
 from smdistributed.core.launch import Address, Launch, LaunchError, meeting_place
 from smdistributed.core.secret import derived, job_key
 from smdistributed.core.sockets import (
     LOSS_SECONDS,
-    address_of,
+    enable_keepalive,
+    interface_address,
     is_loopback,
-    limit_acknowledgement,
     listen,
     own_address,
     read_exactly,
-    watch_connection,
+    set_user_timeout,
 )
 
 CONNECT_SECONDS = 300.0  # rank 0 may have something to do first, such as to fetch its data
@@ -203,7 +203,7 @@ class _Service:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
-                accept(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
+                answer_handshake(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
             finally:
                 with contextlib.suppress(ValueError):  # it is one of too many
                     self._strangers.remove(connection)
@@ -351,7 +351,7 @@ def _job_address(master: str) -> str:
         if not is_loopback(address) or master == "localhost":
             return address
     with contextlib.suppress(OSError):
-        return address_of(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
+        return interface_address(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
     return ""
 
 
@@ -361,7 +361,7 @@ def _dial(address: Address, key: bytes) -> socket.socket:
         if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         _prepare(connection)
-        call(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
+        initiate_handshake(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
     except BaseException:
         connection.close()
         raise
@@ -371,8 +371,8 @@ def _dial(address: Address, key: bytes) -> socket.socket:
 def _prepare(connection: socket.socket) -> None:
     """Send at once, and notice when the other host is lost."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch_connection(connection)
-    limit_acknowledgement(connection, LOSS_SECONDS)
+    enable_keepalive(connection)
+    set_user_timeout(connection, LOSS_SECONDS)
 
 
 def _listen(address: str, port: int) -> socket.socket:

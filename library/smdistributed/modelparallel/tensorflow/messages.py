@@ -1,7 +1,7 @@
 """Tensors and objects between the ranks of a job: what a step's graph sends and receives, and what scripts do.
 
 The head of a tensor's message is JSON. An object is in the head of its own, as a pickle: heads are known to come from a
-rank of this job (see `core.frames`), bodies are not.
+rank of this job (see `backend.frames`), bodies are not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from smdistributed.core import timeline
 from smdistributed.core.guards import stall_seconds
-from smdistributed.core.mail import Access, Mail, Waiter
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import Work
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER, timeout_seconds
-from smdistributed.modelparallel.backend.post import Post
+from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX, timeout_seconds
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
+from smdistributed.modelparallel.backend.transport import Access, Transport, Waiter
 
 NEW_RUN = "new run"
 """The label of a message that a rank sends to itself when a step begins."""
@@ -41,7 +41,7 @@ class _Tensor(NamedTuple):
 
 
 class Messages:
-    """Of this rank. `post` is for objects; tensors go by labels, by the operations of `core.tensorflow.operations`.
+    """Of this rank. `objects` exchanges Python objects; tensors go by labels: see `core.tensorflow.operations`.
 
     names: what is awaited with a label, as people call it.
     """
@@ -57,8 +57,8 @@ class Messages:
         self._awaited: tuple[int, str, Waiter, float] | None = None
         self._overdue: object = None
         self._stall, self._timeout = stall_seconds(), timeout_seconds()
-        self.post = Post(rank, self._send_object, pickle.loads, self._timeout)
-        self.mail = Mail(rank, access, self._deliver, self._lost, self._timeout)
+        self.objects = ObjectExchange(rank, self._send_object, pickle.loads, self._timeout)
+        self.transport = Transport(rank, access, self._deliver, self._lost, self._timeout)
         operations.load()
         for what in (self._serve, self._watch):
             threading.Thread(target=what, name=f"smp{what.__name__}", daemon=True).start()
@@ -83,7 +83,7 @@ class Messages:
         memory = [memoryview((ctypes.c_char * size).from_address(address)).cast("B")] if size else [b""]
         head = json.dumps([label, work.dtype_name, work.shape[: work.dims], self._run])
         try:
-            self.mail.send(work.rank, head.encode(), memory)
+            self.transport.send(work.rank, head.encode(), memory)
         except OSError as error:
             raise SMPRuntimeError(
                 f"Rank {work.rank} is gone, and rank {self._rank} sends its {self._named(label)} there: its own error "
@@ -114,7 +114,7 @@ class Messages:
                 waiter = Waiter()
                 self._awaited = awaited = source, label, waiter, time.monotonic()
         if waiter is not None:
-            self.mail.wait(waiter)
+            self.transport.wait(waiter)
         with self._lock:
             self._awaited = None
             if not self._is_there(box):
@@ -128,7 +128,7 @@ class Messages:
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._named(label)} to rank {self._rank} within {self._timeout:g} s. "
-                f"{LONGER}"
+                f"{TIMEOUT_FIX}"
             )
         what = "is gone" if source in self._gone else "has left this step"
         return SMPRuntimeError(
@@ -142,12 +142,12 @@ class Messages:
         return self.names.get(label, f"message {label}")
 
     def _send_object(self, to: int, box: str, obj: object) -> None:
-        self.mail.send(to, b"%b%b\n" % (_OBJECT, box.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+        self.transport.send(to, b"%b%b\n" % (_OBJECT, box.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
         if head.startswith(_OBJECT):
             box, _, pickled = head[len(_OBJECT) :].partition(b"\n")
-            self.post.deliver(source, box.decode(), pickled)
+            self.objects.deliver(source, box.decode(), pickled)
             return
         name, dtype, shape, run = json.loads(head)
         with self._lock:
@@ -171,11 +171,11 @@ class Messages:
             self._gone.add(source)
             if self._awaited:
                 self._wake(source, self._awaited[1])
-        self.post.lost(source)
+        self.objects.lost(source)
 
     def _wake(self, source: int, label: str) -> None:
         if self._awaited and self._awaited[:2] == (source, label):
-            self.mail.wake(self._awaited[2])
+            self.transport.wake(self._awaited[2])
 
     def _watch(self) -> None:
         """Say what has been awaited for longer than SMDDP_STALL_SECONDS, once; past the limit, end the wait."""
@@ -186,7 +186,7 @@ class Messages:
             waited = time.monotonic() - awaited[3] if awaited else 0.0
             if awaited and waited > self._timeout:
                 self._overdue = awaited
-                self.mail.wake(awaited[2])
+                self.transport.wake(awaited[2])
             elif awaited and awaited is not told and waited > self._stall:
                 told = awaited
                 what = f"rank {self._rank} has waited {self._stall:g} s for rank {awaited[0]}: its"

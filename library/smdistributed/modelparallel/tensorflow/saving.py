@@ -28,18 +28,18 @@ def save(model: Any, path: str) -> None:
                     variable.forget()
         else:
             mine = [place for place, variable in enumerate(model.all_weights) if is_here(variable)]
-            state.post.send(mine, pipeline[0], "save")
+            state.objects.send(mine, pipeline[0], "save")
             for place in mine:  # one at a time: memory for one more is all that this takes
-                state.post.send(model.all_weights[place].numpy(), pipeline[0], "save")
-    state.post.gather(None, state.group("WORLD"))
+                state.objects.send(model.all_weights[place].numpy(), pipeline[0], "save")
+    state.objects.gather(None, state.group("WORLD"))
 
 
 def _borrow(model: Any, others: tuple[int, ...]) -> list[StageVariable]:
     weights, borrowed = model.all_weights, []
     for rank in others:
-        for place in state.post.receive(rank, "save"):
+        for place in state.objects.receive(rank, "save"):
             variable = plain(weights[place])
-            variable.assign(state.post.receive(rank, "save"))
+            variable.assign(state.objects.receive(rank, "save"))
             if isinstance(variable, StageVariable):
                 variable.is_here = True
                 borrowed.append(variable)

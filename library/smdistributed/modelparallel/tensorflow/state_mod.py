@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from smdistributed.core.launch import read_launch
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.options import warn_without_effect
 from smdistributed.core.store import open_store
 from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
-from smdistributed.modelparallel.backend.config import Config, read_config
+from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
-from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import Grid
-from smdistributed.modelparallel.backend.recording import start_timeline
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.tensorflow.messages import Messages
 from smdistributed.modelparallel.tensorflow.variables import own_variable
 
@@ -34,7 +31,7 @@ _ABSENT = (
 )
 
 
-class State(Job):
+class State(Context):
     """Set by `init`; before, only `initialized` may be asked."""
 
     messages: Messages
@@ -56,19 +53,17 @@ class State(Job):
         """Read the configuration and meet the other ranks. Calling it again does nothing."""
         if self.initialized:
             return
-        refuse_dataparallel()
-        self.cfg = read_config(argument, os.environ)
+        launch = self.configure(argument)
         _refuse_absent(self.cfg)
-        launch = read_launch()
-        self.rank, self.local_rank = launch.rank, launch.local_rank
-        self.local_size = launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, launch.world_size)
         take_gpu(launch.local_rank)
         store = open_store(launch)
         master = launch.master.host if launch.master else "127.0.0.1"
-        meet(store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_mail)
+        connect_ranks(
+            store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_transport
+        )
         # Whoever is connected hears who ends.
-        self.seed = self.post.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
+        self.seed = self.objects.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
         peers = self.grid.group("DP_GROUP", self.rank)
         if len(peers) > 1:
             self.replicas = open_group(launch, store, peers)
@@ -90,10 +85,10 @@ class State(Job):
         """An operation that runs after the former one that this has given, also where functions call each other."""
         return self._turn.assign_add(1, read_value=False)
 
-    def _open_mail(self, access: Access) -> Mail:
+    def _open_transport(self, access: Access) -> Transport:
         self.messages = Messages(self.rank, access)
-        self.post = self.messages.post
-        return self.messages.mail
+        self.objects = self.messages.objects
+        return self.messages.transport
 
 
 def _refuse_absent(config: Config) -> None:

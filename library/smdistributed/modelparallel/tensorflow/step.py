@@ -90,7 +90,7 @@ def _place() -> Place:
     return Place(
         stage=state.stage,
         ranks=state.group("PP_GROUP"),
-        gather=lambda mine: state.post.gather(mine, state.group("PP_GROUP")),
+        gather=lambda mine: state.objects.gather(mine, state.group("PP_GROUP")),
         follow=follow,
         names=state.messages.names,
         anchor=state.anchor,

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from smdistributed.core import timeline
-from smdistributed.core.torch.devices import Staged
+from smdistributed.core.torch.devices import HostStaging
 
 WARM_UP = 2
 RECORDED_STEPS = 5
@@ -192,9 +192,9 @@ def carrier(case: Case) -> Any:
     """Return what carries tensors on the device where ranks share it."""
     group: Any = dist.group.WORLD
     if case.device.type != "cuda":
-        return Staged(group)
+        return HostStaging(group)
     found = group._cuda() if hasattr(group, "_cuda") else None
-    if not isinstance(found, Staged):
+    if not isinstance(found, HostStaging):
         raise SystemExit("The ranks do not share a device: they would be measured with NCCL.")
     return found
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smdistributed.core import timeline
-from smdistributed.core.guards import stall_seconds
+from smdistributed.core.diagnostics import StallDetector
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import Work
@@ -56,7 +56,7 @@ class Messages:
         self._ahead: dict[int, int] = defaultdict(int)
         self._awaited: tuple[int, str, Waiter, float] | None = None
         self._overdue: object = None
-        self._stall, self._timeout = stall_seconds(), timeout_seconds()
+        self._stall, self._timeout = StallDetector().seconds, timeout_seconds()
         self.objects = ObjectExchange(rank, self._send_object, pickle.loads, self._timeout)
         self.transport = Transport(rank, access, self._deliver, self._lost, self._timeout)
         operations.load()

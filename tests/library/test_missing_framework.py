@@ -26,14 +26,14 @@ def error(program: str) -> str:
 def test_a_framework_that_is_not_there_is_named(framework: str, name: str, module: str) -> None:
     said = error(HIDDEN.format(framework=framework, module=f"smdistributed.{module.format(framework)}"))
     assert said.startswith(f"ModuleNotFoundError: No module named '{framework}': ")
-    assert f"is for {name}" in said
-    assert f"What to do: pip install {framework}" in said
+    assert f"smdistributed for {name}" in said
+    assert f"Fix: pip install {framework}" in said
     assert sys.prefix in said
 
 
 def test_a_module_that_a_framework_lacks_is_its_own_error() -> None:
     program = (
-        "from smdistributed.core.lacking import lacking\n"
-        "raise lacking(ModuleNotFoundError('No module named sympy', name='sympy'), 'PyTorch', 'torch')"
+        "from smdistributed.core.exceptions import missing_framework_error\n"
+        "raise missing_framework_error(ModuleNotFoundError('No module named sympy', name='sympy'), 'PyTorch', 'torch')"
     )
     assert error(program) == "ModuleNotFoundError: No module named sympy"

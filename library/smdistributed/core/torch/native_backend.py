@@ -1,4 +1,4 @@
-"""torch's own backends, gloo and NCCL, by the methods that torch calls of a process group."""
+"""torch's own backends, gloo and NCCL, with the methods that torch calls on a process group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed import Work
 _Tensors = Sequence[torch.Tensor]
 
 
-class TorchsOwn:
-    """A backend that is written in C++. Its collectives take one tensor each, and it lacks those of several tensors."""
+class NativeBackend:
+    """A backend that is written in C++. It takes one tensor at a time; this adds collectives of several tensors."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -23,33 +23,33 @@ class TorchsOwn:
         return getattr(self.backend, name)
 
     def allreduce(self, tensors: _Tensors, opts: Any) -> Any:
-        """Reduce each tensor. NCCL takes one at a time, and gloo would add up those of one rank."""
+        """Reduces each tensor. NCCL takes one at a time, and gloo would add up the tensors of one rank."""
         options = dist.AllreduceOptions()
-        options.reduceOp = opts.reduceOp  # those of a coalesced call are of another type
-        return _together([self.backend.allreduce([tensor], options) for tensor in tensors])
+        options.reduceOp = opts.reduceOp  # a coalesced call has options of another type
+        return _join([self.backend.allreduce([tensor], options) for tensor in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors) -> Any:
         """See torch.distributed.all_gather_into_tensor; several at once."""
-        return _together([self.backend._allgather_base(*pair) for pair in zip(outputs, inputs)])
+        return _join([self.backend._allgather_base(*pair) for pair in zip(outputs, inputs)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> Any:
         """See torch.distributed.reduce_scatter_tensor; several at once."""
-        return _together([self.backend._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs)])
+        return _join([self.backend._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs)])
 
 
-def _together(works: Sequence[Any]) -> Any:
-    return works[0] if len(works) == 1 else _Together(works)
+def _join(works: Sequence[Any]) -> Any:
+    return works[0] if len(works) == 1 else _JoinedWork(works)
 
 
-class _Together(Work):
-    """The handle of several collectives."""
+class _JoinedWork(Work):
+    """One handle for several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until all have ended; raise what one of them raised."""
+        """Blocks until all have ended, and raises the first error."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         return True

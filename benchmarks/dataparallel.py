@@ -1,16 +1,17 @@
 """Collectives and a training step on `smddp` against gloo and MPI, in one run: `make bench-dataparallel`.
 
-Medians of the rounds, in which the engines take turns; a round's time is that of its slowest rank, after a barrier.
-Below 1 MB a round is 50 calls, one right after the other, and counts for one. Ranks have one thread each, on one host.
-MPI is Open MPI's Allreduce through mpi4py, on the same memory.
+Figures are medians of the rounds, and the three take turns. A round takes as long as its slowest rank, after a
+barrier. Below 1 MB a round is 50 calls in a row, and counts as one. Ranks have one thread each, on one host. MPI is
+Open MPI's Allreduce through mpi4py, on the same memory.
 
-- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo; `…-mpi` against MPI, `…-copies` against two copies of the
-  same size; `engine-SIZE-Nranks-mpi`: the engine called as mpi4py calls MPI, without torch.distributed around it;
-- `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in all, 2 ranks;
-- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks; `ddp-mlp-least`: gloo's
-  step against one without any reduction, which is the most that a faster engine can gain;
-- `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction (`no_sync`);
-- `init`: from the start of the process to the end of the first all_reduce, 2 ranks, the import of torch included.
+- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo.
+- `all-reduce-…-mpi`: the same against MPI. `all-reduce-…-copies`: against two copies of the same size.
+- `engine-SIZE-Nranks-mpi`: the communication engine called as mpi4py calls MPI, without torch.distributed.
+- `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in total, 2 ranks.
+- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks.
+- `ddp-mlp-least`: gloo's step against one without any reduction, which is the limit for a faster reduction.
+- `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 per rank, against the same ranks without reduction (`no_sync`).
+- `init`: from the start of the process to the end of the first all_reduce, 2 ranks, including the import of torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(ranks: int, rounds: int, sizes: Iterable[int] = SIZES) -> dict[str, dict[str, float]]:
-    """Run the ranks; returns seconds by case and engine. Of one size alone, only all_reduce is measured."""
+    """Runs the ranks, and returns seconds by case and rival. With one size, it measures only all_reduce."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
         subprocess.run(mpirun(ranks, RANKS, out, rounds, *sizes), env=environment(), check=True)

@@ -1,23 +1,25 @@
-"""Tensors on CUDA devices through `smddp`: `make bench-gpu`. Exits 2, saying what is missing, where there is no GPU.
+"""Tensors on CUDA devices through `smddp`: `make bench-gpu`. Without a GPU, exits with 2 and names the problem.
 
-It has not been run on a GPU yet. Medians, after a warm-up; a round's time is that of its slowest rank, with the device
-synchronised. One GPU is enough; with several, what is named `…-1rank` is also measured with a rank on each.
+It has not been run on a GPU yet. Figures are medians, after a warm-up. A round takes as long as its slowest rank,
+with the device synchronised. One GPU is enough. With several, figures named `…-1rank` are also measured with a rank
+on each.
 
-- `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. This
-  comes first, because figures of wrong results mean nothing. The output of a script that fails is printed;
+- `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. This comes
+  first, because figures of wrong results mean nothing. The output of a failed script is printed.
 - `gpu-nccl-all-reduce-…`, `gpu-nccl-short-all-reduce-…` (1 KiB): the backend smddp with SMDDP_ENGINE=nccl, against
-  torch's own NCCL group;
-- `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process;
-- `gpu-timeline-…`: a step while a timeline is recorded, with NCCL's collectives, against one that is not;
-- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU, whose tensors are copied to the host, reduced there and
-  copied back, against nothing but the two copies, through pinned memory, by both ranks at once; the rates are printed;
-- `gpu-amp-step`, `gpu-amp-bytes`: a step under autocast on those two ranks, its gradients compressed to fp16, against
-  fp32 ones; and the bytes that its collectives were given, by our timeline;
-- `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;
-- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree;
-- `gpu-pipeline-transfers`: two stages on two GPUs, by NCCL against through the host; their losses must be the same.
+  torch's own NCCL group.
+- `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process.
+- `gpu-timeline-…`: a step while a timeline records NCCL's collectives, against a step without a timeline.
+- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU. Their tensors are copied to the host, reduced there
+  and copied back. The rival is only the two copies, through pinned memory, by both ranks at once. The rates are
+  printed.
+- `gpu-amp-step`, `gpu-amp-bytes`: a step under autocast on those two ranks, with gradients compressed to fp16,
+  against fp32. The bytes of its collectives come from our timeline.
+- `gpu-ddp-exposed`: the share of the communication of such a step that is not overlapped, by our timeline.
+- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree.
+- `gpu-pipeline-transfers`: two stages on two GPUs, with NCCL against through the host; their losses must be the same.
 
-`--device cpu` runs the same code without a GPU, which is what the tests do: its figures, named `cpu-…`, mean nothing.
+`--device cpu` runs the same code without a GPU, as the tests do. Its figures, named `cpu-…`, mean nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from shoal.report.timeline_analysis import Analysis, analyse
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"
 NO_GPU = 2
-"""The exit code where there is nothing to measure on."""
+"""The exit code without a GPU."""
 _Times = dict[str, dict[str, float]]
 
 
@@ -105,7 +107,7 @@ def visible_devices(device: str) -> list[str]:
 
 
 def measure(case: str, devices: Sequence[str], directory: Path, options: Any) -> _Times:
-    """Run a rank on each of the devices, of which one may be there twice; returns seconds by case and what was run."""
+    """Runs a rank on each of the devices, which may contain one twice. Returns seconds by case, and the command."""
     words = [RANKS, case, directory, options.rounds, options.bytes, options.device]
     codes = [code for code, _ in run(words, devices, options.device, quiet=False)]
     if any(codes):
@@ -115,7 +117,7 @@ def measure(case: str, devices: Sequence[str], directory: Path, options: Any) ->
 
 
 def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: bool) -> list[tuple[int, str]]:
-    """Run a script on a rank for each device, each of which sees its own alone; exit codes, and what was said."""
+    """Runs a script on a rank per device, which sees only its own. Returns exit codes and output."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     common.update(WORLD_SIZE=str(len(devices)), LOCAL_WORLD_SIZE=str(len(devices)), OMP_NUM_THREADS="1")
@@ -152,7 +154,7 @@ def of_suites(prefix: str, devices: list[str], options: Any) -> Iterator[Figure]
 
 
 def of_nccl(prefix: str, ranks: int, measured: _Times) -> Iterator[Figure]:
-    """Yield what the backend adds to the group that has the tensors, and what a timeline costs."""
+    """Yields the overhead of the backend over the group that carries the tensors, and the cost of a timeline."""
     ceiling, name = (1.1 if prefix == "gpu" else None), f"{ranks}rank{'s' if ranks > 1 else ''}"
     for what in ("all-reduce", "short-all-reduce", "ddp", "compiled-ddp", "fsdp2"):
         if what not in measured:

@@ -1,6 +1,6 @@
 """How even automatic partitions are, against the published algorithm: `partitions` of modelparallel.py.
 
-Both deal the same modules at the same costs, and these are the library's own: shares of memory and of operations, by a
+Both place the same modules at the same costs. These are the library's own: shares of memory and of operations, from a
 trace on the meta device and the default configuration. Nothing is timed.
 """
 

@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with the three packages and what tests need
+setup: ## make .venv with the four packages and what tests need
 	@scripts/setup.sh
 
 doctor: setup ## check what builds and jobs need of this machine, and say what to do

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.library.conftest import clean_environment
 
-import smdistributed
-from smdistributed.rehearsal.settings import RehearsalError, Settings, read_settings
+import shoal_rehearsal
+from shoal_rehearsal.settings import RehearsalError, Settings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
 
 RANKS = Path(__file__).parent / "ranks"
-LIBRARY = Path(smdistributed.__file__).parents[1]
+PACKAGES = Path(shoal_rehearsal.__file__).parents[1]
 SCRIPT = RANKS / "rehearsed.py"
 NOTICE = "SHOAL REHEARSAL: this is not a training run"
 REHEARSE = {"SHOAL_REHEARSE": "1"}
@@ -33,9 +33,9 @@ def start_up(tmp_path: Path) -> dict[str, str]:
     """Variables with which each Python process reads the .pth file at its start, as where the wheel is installed."""
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(LIBRARY / "shoal-rehearsal.pth", site)
+    shutil.copy(PACKAGES / "shoal-rehearsal.pth", site)
     (site / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})")
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(LIBRARY)])}
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(PACKAGES)])}
 
 
 def python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -101,7 +101,7 @@ def test_what_a_script_sees(start_up: dict[str, str]) -> None:
 
 
 def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> None:
-    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'smdistributed' in n])"
+    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'rehearsal' in n])"
     off = python("-c", asked, SHOAL_REHEARSE="false", **start_up)
     assert off.stdout.startswith("torch.cuda"), off.stdout + off.stderr
     assert NOTICE not in off.stderr
@@ -109,10 +109,9 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 @pytest.mark.once
-def test_importing_the_library_is_enough() -> None:
-    ran = python(
-        "-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE
-    )
+def test_it_can_be_activated_after_torch_was_imported() -> None:
+    program = "import torch, shoal_rehearsal; shoal_rehearsal.activate(); print(torch.zeros(1).cuda().device)"
+    ran = python("-c", program, PYTHONPATH=str(PACKAGES), **REHEARSE)
     assert ran.stdout == "cuda:0\n", ran.stderr
 
 

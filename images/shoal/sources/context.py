@@ -44,7 +44,7 @@ def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Install our two packages for images with that Python, by the layer that they make. Raises BuildError."""
+    """Install our packages for images with that Python, by the layer that they make. Raises BuildError."""
     return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 

@@ -29,7 +29,7 @@ from shoal.sources import bytecode
 
 VENV = "opt/venv"
 """Where images have their virtual environment, from their root."""
-PACKAGES = ("library", "toolkit")
+PACKAGES = ("rehearsal", "library", "toolkit")
 """Those that images have: directories of the checkout."""
 COMPILED = {"library": ("smdistributed/core/_engine.so", "smdistributed/core/tensorflow/_operations.so")}
 """What an image's build compiles and puts beside a package's modules."""

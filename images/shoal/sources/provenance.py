@@ -11,7 +11,7 @@ import tomllib
 
 from shoal.matrix.project import Project
 
-GOES_IN = ("buildspec.yml", "dockerfiles", "images", "library", "toolkit")
+GOES_IN = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
 """What images are made of, and by."""
 
 

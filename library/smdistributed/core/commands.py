@@ -7,7 +7,7 @@
 
 SageMaker's own toolkit uses them where they are on PATH: `smddprun` on several hosts, `smddpsinglenode` on one.
 `--explain` prints which engine a rank's job chooses, and why (run it under the job's launcher, one rank is enough).
-`--rehearse` sets SHOAL_REHEARSE=1: the command runs without GPUs (see `smdistributed.rehearsal`).
+`--rehearse` sets SHOAL_REHEARSE=1: the command runs without GPUs (the package `shoal_rehearsal`).
 
 In a rank they are transparent: this library prepares nothing outside the rank, so the command takes their place, with
 the same process ID and streams; those of data parallelism add SMDATAPARALLEL_LOCAL_RANK to the environment. They belong

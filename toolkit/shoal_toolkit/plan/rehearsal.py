@@ -1,6 +1,6 @@
 """A rehearsal: the job runs without GPUs, planned as if this host had those of its instance type. Pure.
 
-The library stands in for the GPUs, in each rank; the two meet in SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
+`shoal_rehearsal` emulates the GPUs in each rank; it reads SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
 """
 
 from __future__ import annotations

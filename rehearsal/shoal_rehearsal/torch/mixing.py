@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from smdistributed.rehearsal.torch.places import place_of
+from shoal_rehearsal.torch.places import place_of
 
 _LAYERS = (
     *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),

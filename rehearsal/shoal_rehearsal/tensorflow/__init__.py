@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from smdistributed.rehearsal import notice
+from shoal_rehearsal import notice
 
 if TYPE_CHECKING:
-    from smdistributed.rehearsal.settings import Settings
+    from shoal_rehearsal.settings import Settings
 
 _GPU = "GPU"
 _MEMORY = {"current": 0, "peak": 0}

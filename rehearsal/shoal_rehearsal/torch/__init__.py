@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smdistributed.rehearsal import notice
-from smdistributed.rehearsal.torch import (
+from shoal_rehearsal import notice
+from shoal_rehearsal.torch import (
     amp,
     checkpoints,
     cuda,
@@ -24,7 +24,7 @@ from smdistributed.rehearsal.torch import (
 )
 
 if TYPE_CHECKING:
-    from smdistributed.rehearsal.settings import Settings
+    from shoal_rehearsal.settings import Settings
 
 
 def rehearse(settings: Settings) -> None:

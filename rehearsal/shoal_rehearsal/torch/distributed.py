@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.places import common_place, put
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.places import common_place, put
 
 _UNSEEN = "_shoal_without_mode"
 _MOVING = (

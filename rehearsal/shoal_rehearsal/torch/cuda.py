@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.answers import on_cuda
-from smdistributed.rehearsal.torch.devices import DeviceLike
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.answers import on_cuda
+from shoal_rehearsal.torch.devices import DeviceLike
 
 NAME = "Shoal rehearsal (no GPU)"
 CAPABILITY = (8, 0)

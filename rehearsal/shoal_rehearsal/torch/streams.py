@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.devices import DeviceLike
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.devices import DeviceLike
 
 
 class Stream:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.devices import CPU, UNKNOWN
-from smdistributed.rehearsal.torch.places import Place, inherit, place_of, put
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.devices import CPU, UNKNOWN
+from shoal_rehearsal.torch.places import Place, inherit, place_of, put
 
 Tensor = torch.Tensor
 _Tensor: Any = torch.Tensor  # its descriptors are typed as their values

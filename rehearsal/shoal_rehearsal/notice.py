@@ -6,10 +6,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from smdistributed.rehearsal.settings import TOLD
+from shoal_rehearsal.settings import TOLD
 
 if TYPE_CHECKING:
-    from smdistributed.rehearsal.settings import Settings
+    from shoal_rehearsal.settings import Settings
 
 _untold: list[str] = []
 _launched = False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from smdistributed.rehearsal.torch import devices
+from shoal_rehearsal.torch import devices
 
 _BEFORE_TORCHS_OWN = 5  # torch's restorers have 10 and more
 

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from smdistributed.rehearsal.torch.devices import CPU
+from shoal_rehearsal.torch.devices import CPU
 
 Place = Optional[torch.device]
 _places: Any = WeakTensorKeyDictionary()

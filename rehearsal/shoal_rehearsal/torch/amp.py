@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from smdistributed.rehearsal.torch.answers import ANSWERS
+from shoal_rehearsal.torch.answers import ANSWERS
 
 
 def stand_in(_: int) -> None:

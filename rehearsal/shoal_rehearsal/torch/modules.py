@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.answers import move
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.answers import move
 
 
 def stand_in(_: int) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
-from smdistributed.rehearsal.torch import devices
-from smdistributed.rehearsal.torch.answers import ANSWERS, asked_and_given
-from smdistributed.rehearsal.torch.devices import CPU, UNKNOWN
-from smdistributed.rehearsal.torch.mixing import refuse_mixture
-from smdistributed.rehearsal.torch.places import Place, common_place, inherit, put, tensors_in
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.answers import ANSWERS, asked_and_given
+from shoal_rehearsal.torch.devices import CPU, UNKNOWN
+from shoal_rehearsal.torch.mixing import refuse_mixture
+from shoal_rehearsal.torch.places import Place, common_place, inherit, put, tensors_in
 
 
 class Rehearsal(TorchFunctionMode):

@@ -9,8 +9,8 @@ import torch
 import torch.multiprocessing.reductions
 from torch.utils import _device
 
-from smdistributed.rehearsal.torch.devices import CPU
-from smdistributed.rehearsal.torch.places import common_place, inherit, place_of, put, tensors_in
+from shoal_rehearsal.torch.devices import CPU
+from shoal_rehearsal.torch.places import common_place, inherit, place_of, put, tensors_in
 
 
 def stand_in(_: int) -> None:

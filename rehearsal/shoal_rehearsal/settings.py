@@ -6,15 +6,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smdistributed.core.launch import LaunchError, read_launch
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from smdistributed.core.launch import Launch
+    from collections.abc import Iterable, Mapping
 
 SWITCH, GPUS, TOLD = "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_REHEARSE_TOLD"
 MOST_GPUS = 128  # torch numbers devices in one byte
+# torchrun's and mpirun's, which may both be set: a launcher that mpirun started, or an mpirun that a rank started.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK")
+_LOCAL_RANKS = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -53,20 +53,14 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     Raises RehearsalError when SHOAL_REHEARSE_GPUS is not a number from 1 to 128.
     """
     env = os.environ if environ is None else environ
-    launch = _launch(env)
-    ranks = 1 if launch is None else max(launch.local_world_size or 1, launch.local_rank + 1)
-    gpus = _gpus(env[GPUS]) if env.get(GPUS) else ranks
-    tells = (launch is None or launch.rank == 0) and not env.get(TOLD)
-    return Settings(gpus, tells, launched=launch is not None and launch.launched)
+    ranks, local_ranks, sizes = (_numbers(env, names) for names in (_RANKS, _LOCAL_RANKS, _LOCAL_SIZES))
+    gpus = _gpus(env[GPUS]) if env.get(GPUS) else max([1, *sizes, *(rank + 1 for rank in local_ranks)])
+    return Settings(gpus, tells=not any(ranks) and not env.get(TOLD), launched=bool(ranks))
 
 
-def _launch(env: Mapping[str, str]) -> Launch | None:
-    """None where the environment makes no sense: that is for the one who joins the ranks to say, not for torch's
-    import."""
-    try:
-        return read_launch(env)
-    except LaunchError:
-        return None
+def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
+    """What is no number is for the process group to refuse, not for torch's import."""
+    return [int(env[name]) for name in names if env.get(name, "").isdecimal()]
 
 
 def _gpus(text: str) -> int:

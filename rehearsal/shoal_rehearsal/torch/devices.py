@@ -7,7 +7,7 @@ from typing import Protocol, Union, runtime_checkable
 
 import torch
 
-from smdistributed.rehearsal import notice
+from shoal_rehearsal import notice
 
 CPU = torch.device("cpu")
 # What a tensor of unknown place answers, so that what is made "on its device" is of unknown place as well. It equals

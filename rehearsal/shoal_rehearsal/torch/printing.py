@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from smdistributed.rehearsal.torch.answers import ANSWERS
-from smdistributed.rehearsal.torch.places import Place, place_of
+from shoal_rehearsal.torch.answers import ANSWERS
+from shoal_rehearsal.torch.places import Place, place_of
 
 
 class _Printed(threading.local):

@@ -1,4 +1,4 @@
-"""Which outputs of layers which stages need, so that each gets those, and no others."""
+"""Plans transfers: which outputs of layers must go to which other stages."""
 
 from __future__ import annotations
 
@@ -7,49 +7,59 @@ from dataclasses import dataclass
 from typing import Any
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.tensorflow.layers import tensors_of
-from smdistributed.modelparallel.tensorflow.partition import Stages
-from smdistributed.modelparallel.tensorflow.program import Transfer
-from smdistributed.modelparallel.tensorflow.trace import LayerCall, Trace, variables_of
+from smdistributed.modelparallel.tensorflow.layer_calls import tensors_of
+from smdistributed.modelparallel.tensorflow.model_trace import LayerCall, ModelTrace, variables_of
+from smdistributed.modelparallel.tensorflow.partition import StageAssignment
+from smdistributed.modelparallel.tensorflow.step_messages import Transfer
 
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "Stateful")  # begin the names of operations that may be left out
+# Operations without a lasting effect, by the beginnings of their names.
+_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "Stateful")
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A call of a layer as a whole. transfers: of each of its tensors."""
+class PlacedCall:
+    """A call of a layer that runs on one stage."""
 
     call: LayerCall
     stage: int
     transfers: tuple[tuple[Transfer, ...], ...]
+    """For each of its tensors, the transfers to other stages."""
 
 
 @dataclass(frozen=True)
-class Flow:
-    """units: in the order in which the model calls them. cut: the layers around them, by their ids.
-    outputs: of the model; they are computed on output_stage, and go to all others."""
+class TransferPlan:
+    """All transfers in one call of a model."""
 
-    units: tuple[Unit, ...]
-    cut: frozenset[int]
+    calls: tuple[PlacedCall, ...]
+    """In the order in which the model makes them."""
+    split_layers: frozenset[int]
+    """The layers around them, which are on several stages, by `id`."""
     outputs: Any
+    """The model's outputs. They are computed on `output_stage`, and go to all other stages."""
     output_stage: int
     output_transfers: tuple[tuple[Transfer, ...], ...]
 
 
-def flow(found: Trace, stages: Stages, count: int) -> Flow:
-    """What goes from stage to stage in a call of the model that was traced.
+def plan_transfers(trace: ModelTrace, stages: StageAssignment, count: int) -> TransferPlan:
+    """Plans the transfers between stages in a call of the traced model.
 
-    Raises SMPUnsupportedError where a variable of a layer is used outside of it, and where what is cut adds losses.
+    Args:
+        trace: One call of the model.
+        stages: The stage of every layer.
+        count: The number of stages.
+
+    Raises:
+        SMPUnsupportedError: If a variable of a layer is used outside of it, or if a layer that is split adds losses.
     """
-    cut = list(_cut(found.calls, stages))
+    split_layers = list(_split_layers(trace.calls, stages))
     if count > 1:
-        _refuse_losses([found.model, *cut])
-    calls = list(_units(found.calls, stages))
-    needs = _Needs(calls, found, count)
+        _reject_losses([trace.model, *split_layers])
+    calls = list(_calls_with_stages(trace.calls, stages))
+    needs = _NeededOutputs(calls, trace, count)
     for call, stage in calls:
         needs.add(call.inputs, stage)
-    needs.add(_effects(found, [call for call, _ in calls]), *range(count))
-    outputs = tensors_of(found.outputs)
+    needs.add(_inputs_of_side_effects(trace, [call for call, _ in calls]), *range(count))
+    outputs = tensors_of(trace.outputs)
     output_stage = needs.stage_of(outputs)
     needs.add(outputs, output_stage)
     numbers = iter(range(1 << 30))
@@ -57,8 +67,8 @@ def flow(found: Trace, stages: Stages, count: int) -> Flow:
     def transfers(source: int, targets: Iterable[int], what: str) -> tuple[Transfer, ...]:
         return tuple(Transfer(next(numbers), source, target, what) for target in sorted(targets))
 
-    units = [
-        Unit(
+    placed = [
+        PlacedCall(
             call,
             stage,
             tuple(
@@ -70,27 +80,26 @@ def flow(found: Trace, stages: Stages, count: int) -> Flow:
     ]
     others = set(range(count)) - {output_stage}
     ends = tuple(transfers(output_stage, others, f"output {place} of the model") for place in range(len(outputs)))
-    return Flow(tuple(units), frozenset(map(id, cut)), found.outputs, output_stage, ends)
+    return TransferPlan(tuple(placed), frozenset(map(id, split_layers)), trace.outputs, output_stage, ends)
 
 
-def _units(calls: Iterable[LayerCall], stages: Stages) -> Iterator[tuple[LayerCall, int]]:
+def _calls_with_stages(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterator[tuple[LayerCall, int]]:
     for call in calls:
-        stage = stages.of(call)
+        stage = stages.stage_of(call)
         if stage is None:
-            yield from _units(call.children, stages)
+            yield from _calls_with_stages(call.children, stages)
         else:
             yield call, stage
 
 
-def _cut(calls: Iterable[LayerCall], stages: Stages) -> Iterator[Any]:
-    """The layers of calls that are on no stage as a whole."""
+def _split_layers(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterator[Any]:
     for call in calls:
-        if stages.of(call) is None:
+        if stages.stage_of(call) is None:
             yield call.layer
-            yield from _cut(call.children, stages)
+            yield from _split_layers(call.children, stages)
 
 
-def _refuse_losses(layers: Iterable[Any]) -> None:
+def _reject_losses(layers: Iterable[Any]) -> None:
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
@@ -99,43 +108,42 @@ def _refuse_losses(layers: Iterable[Any]) -> None:
             )
 
 
-def _effects(found: Trace, calls: Sequence[LayerCall]) -> list[Any]:
-    """What operations outside of layers take that are there for their effects: they are done on every rank."""
+def _inputs_of_side_effects(trace: ModelTrace, calls: Sequence[LayerCall]) -> list[Any]:
+    """Returns the inputs of operations outside of layers that have side effects: every rank runs them."""
     inside = {number for call in calls for number in call.operations}
     return [
         tensor
-        for number, operation in enumerate(found.graph.get_operations())
+        for number, operation in enumerate(trace.graph.get_operations())
         if number not in inside and operation.op_def is not None and operation.op_def.is_stateful
         if not operation.type.startswith(_RANDOM) and all(given.dtype.name != "resource" for given in operation.inputs)
         for tensor in operation.inputs
     ]
 
 
-class _Needs:
-    """stages: those that need a tensor, by the place of its call and its own among the call's."""
+class _NeededOutputs:
+    """Collects which stages need which tensors: `stages`, by the place of a call and that of a tensor in it."""
 
-    def __init__(self, calls: Sequence[tuple[LayerCall, int]], found: Trace, count: int) -> None:
+    def __init__(self, calls: Sequence[tuple[LayerCall, int]], trace: ModelTrace, count: int) -> None:
         self._calls, self._count = calls, count
         self._producers = {
             tensor.ref(): (place, output)
             for place, (call, _) in enumerate(calls)
             for output, tensor in enumerate(call.tensors)
         }
-        self._captured = {inner.ref(): outer for outer, inner in found.graph.captures}
+        self._captured = {inner.ref(): outer for outer, inner in trace.graph.captures}
         self.stages: dict[tuple[int, int], set[int]] = {key: set() for key in self._producers.values()}
 
     def add(self, tensors: Iterable[Any], *stages: int) -> None:
-        """These stages need these tensors."""
-        for key in self._reached(tensors):
+        for key in self._outputs_behind(tensors):
             self.stages[key].update(stages)
 
     def stage_of(self, tensors: Iterable[Any]) -> int:
-        """Where they are computed: on the stage of the last layer whose outputs go into them."""
-        last = max((place for place, _ in self._reached(tensors)), default=None)
+        """Returns the stage that computes tensors: that of the last layer whose outputs go into them."""
+        last = max((place for place, _ in self._outputs_behind(tensors)), default=None)
         return 0 if last is None else self._calls[last][1]
 
-    def _reached(self, tensors: Iterable[Any]) -> set[tuple[int, int]]:
-        """The outputs of calls from which these are computed without another call."""
+    def _outputs_behind(self, tensors: Iterable[Any]) -> set[tuple[int, int]]:
+        """Returns the outputs of calls from which tensors are computed without another call."""
         found, seen, rest = set(), set(), list(tensors)
         while rest:
             tensor = rest.pop()
@@ -146,11 +154,11 @@ class _Needs:
                 found.add(self._producers[tensor.ref()])
                 continue
             if self._count > 1 and tensor.dtype.name == "resource" and tensor.ref() in self._captured:
-                self._refuse(self._captured[tensor.ref()])
+                self._reject(self._captured[tensor.ref()])
             rest.extend(tensor.op.inputs)
         return found
 
-    def _refuse(self, handle: Any) -> None:
+    def _reject(self, handle: Any) -> None:
         name = next((variable.name for variable in variables_of([handle])), "a variable").partition(":")[0]
         raise SMPUnsupportedError(
             f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage: "

@@ -1,8 +1,7 @@
-"""Rehearsal: with SHOAL_REHEARSE=1 an unmodified script for GPUs runs on a machine without GPUs, before it costs money.
+"""Runs CUDA scripts on a CPU: with SHOAL_REHEARSE=1, PyTorch and TensorFlow see emulated GPUs.
 
-This package reads the environment and waits for the framework, which it does not import: what stands in for GPUs is in
-the folder of the framework's name. `shoal-rehearsal.pth` calls `activate` when a Python process starts, if the variable
-is set.
+`shoal-rehearsal.pth` calls `activate` when a Python process starts, if the variable is set. Importing this package
+imports no framework; what emulates GPUs is in the packages `torch` and `tensorflow`.
 """
 
 from __future__ import annotations
@@ -11,38 +10,38 @@ import sys
 
 from shoal_rehearsal.after_import import call_after_import
 from shoal_rehearsal.replacements import ReplacementFinder
-from shoal_rehearsal.settings import RehearsalError, is_asked_for, read_settings
+from shoal_rehearsal.settings import RehearsalError, is_enabled, read_settings
 
 __all__ = ["RehearsalError", "activate"]
 
 
 def activate() -> None:
-    """Emulate GPUs in PyTorch and TensorFlow from their import on, or at once if they have been imported.
+    """Emulates GPUs in PyTorch and TensorFlow from their import on, or at once if they have been imported.
 
-    Calling it again does nothing.
+    It does nothing if SHOAL_REHEARSE is false, or if it was called before. It extends sys.meta_path.
 
-    What is wrong with the variables is raised by the import of the framework (RehearsalError), not here: Python goes on
-    after an error at its start, and the script would run as if nothing had been asked for.
+    Invalid variables raise RehearsalError when the framework is imported, not here: Python ignores errors at startup,
+    and the script would run without emulated GPUs.
     """
     if any(isinstance(finder, ReplacementFinder) for finder in sys.meta_path):
         return
     sys.meta_path.append(ReplacementFinder())
-    for framework, rehearse in (("torch", _with_torch), ("tensorflow", _with_tensorflow)):
+    for framework, emulate_gpus in (("torch", _with_torch), ("tensorflow", _with_tensorflow)):
         if framework in sys.modules:
-            rehearse()
+            emulate_gpus()
         else:
-            call_after_import(framework, rehearse)
+            call_after_import(framework, emulate_gpus)
 
 
 def _with_torch() -> None:
-    if is_asked_for():
-        from shoal_rehearsal.torch import rehearse
+    if is_enabled():
+        from shoal_rehearsal.torch import emulate_gpus
 
-        rehearse(read_settings())
+        emulate_gpus(read_settings())
 
 
 def _with_tensorflow() -> None:
-    if is_asked_for():
-        from shoal_rehearsal.tensorflow import rehearse
+    if is_enabled():
+        from shoal_rehearsal.tensorflow import emulate_gpus
 
-        rehearse(read_settings())
+        emulate_gpus(read_settings())

@@ -9,14 +9,19 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Call `function` once the module's own code has run, and before the import returns; it may raise."""
+    """Calls a function after a module's code has run, and before its import returns.
+
+    Args:
+        name: The module, which has not been imported yet.
+        function: Its errors are raised by the import.
+    """
     sys.meta_path.insert(0, _Finder(name, function))
 
 
 class _Finder:
-    """Finds the module as the other finders do, and has its loader call the function last.
+    """Finds the module with the other finders, and extends its loader.
 
-    It stays until then: many a library looks for the module and does not import it.
+    It stays in sys.meta_path until the module is imported: many libraries look for a module without importing it.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Says once per job that it rehearses: when the first pretended GPU is asked for."""
+"""Prints once per job that it is a rehearsal, when the script first asks for a GPU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from shoal_rehearsal.settings import TOLD
+from shoal_rehearsal.settings import NOTICE_PRINTED
 
 if TYPE_CHECKING:
     from shoal_rehearsal.settings import Settings
 
-_untold: list[str] = []
+_unprinted: list[str] = []
 _launched = False
 
 
 def prepare(settings: Settings, real: int) -> None:
-    """Compose what is said. real: the GPUs that this host has."""
+    """Prepares the notice, which `print_notice` prints.
+
+    Args:
+        settings: Of this process.
+        real: The number of GPUs that this host has.
+    """
     global _launched
     _launched = settings.launched
-    if not settings.tells:
+    if not settings.prints_notice:
         return
-    passed_over = f" The {real} real GPUs of this host are not used." if real else ""
-    _untold.append(
-        "SHOAL REHEARSAL: this is not a training run. GPUs are pretended and all results come from the CPU; nothing is "
-        f"told about speed or GPU memory. GPUs pretended per host: {settings.gpus} (SHOAL_REHEARSE_GPUS).{passed_over}"
+    unused = f" The {real} real GPUs of this host are not used." if real else ""
+    _unprinted.append(
+        "SHOAL REHEARSAL: this is not a training run. GPUs are emulated on the CPU; speed and GPU memory are not. "
+        f"Emulated GPUs per host: {settings.gpus} (SHOAL_REHEARSE_GPUS).{unused}"
     )
 
 
-def tell() -> None:
-    """Say it, unless it has been said; processes started from here on do not repeat it."""
+def print_notice() -> None:
+    """Prints the notice on stderr, once. Processes that this one starts do not repeat it (an environment variable)."""
     if not _launched and "torch.distributed.launcher.api" in sys.modules:
-        return  # torchrun itself, which looks for GPUs and is no rank
-    while _untold:
-        os.environ[TOLD] = "1"
-        print(_untold.pop(), file=sys.stderr, flush=True)
+        return  # torchrun itself, which looks for GPUs and is not a rank
+    while _unprinted:
+        os.environ[NOTICE_PRINTED] = "1"
+        print(_unprinted.pop(), file=sys.stderr, flush=True)

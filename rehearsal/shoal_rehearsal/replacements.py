@@ -17,7 +17,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from shoal_rehearsal.settings import is_asked_for, read_settings
+from shoal_rehearsal.settings import is_enabled, read_settings
 
 GROUP = "shoal_rehearsal.replacements"
 
@@ -29,7 +29,7 @@ class ReplacementFinder(Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         top = name.partition(".")[0]
-        if top not in _declared() or not is_asked_for() or (name != top and _find_replacement(name) is None):
+        if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
             return None
         return spec_from_loader(name, self, is_package=True)
 
@@ -40,9 +40,9 @@ class ReplacementFinder(Loader):
         if replacement is None:  # the top-level package
             return
         module.__getattr__ = _look_up(name)  # type: ignore[method-assign]
-        if read_settings().tells:
+        if read_settings().prints_notice:
             library = replacement.partition(".")[0]
-            print(f"SHOAL REHEARSAL: {name} is not installed; functions of {library} stand in for it.", file=sys.stderr)
+            print(f"SHOAL REHEARSAL: {name} is not installed; {library} replaces it.", file=sys.stderr)
 
 
 def _look_up(module: str) -> Callable[[str], Any]:
@@ -55,7 +55,7 @@ def _look_up(module: str) -> Callable[[str], Any]:
         found = import_module(replacement)
         if name not in found.__all__:
             raise AttributeError(
-                f"The stand-in for {module} in a rehearsal has no {name!r}, it has {', '.join(found.__all__)}. "
+                f"The replacement for {module} in a rehearsal has no {name!r}, only {', '.join(found.__all__)}. "
                 f"Fix: install {module.partition('.')[0]}, or leave the name out."
             )
         return getattr(found, name)

@@ -72,7 +72,7 @@ def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     rehearsed = python(*launcher(SCRIPT, "--out", tmp_path / "cuda"), **start_up, **REHEARSE)
     assert rehearsed.returncode == 0, rehearsed.stderr
     assert rehearsed.stderr.count(NOTICE) == 1
-    assert f"GPUs pretended per host: {world_size} " in rehearsed.stderr
+    assert f"Emulated GPUs per host: {world_size} " in rehearsed.stderr
     if world_size == 1:
         alone(SCRIPT, "--cpu", "--out", tmp_path / "cpu")
     else:
@@ -132,8 +132,8 @@ def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
 @pytest.mark.once
 def test_as_many_gpus_as_ranks_on_the_host() -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_settings({}) == Settings(gpus=1, tells=True, launched=False)
-    assert read_settings(ranks) == Settings(gpus=4, tells=False, launched=True)
+    assert read_settings({}) == Settings(gpus=1, prints_notice=True, launched=False)
+    assert read_settings(ranks) == Settings(gpus=4, prints_notice=False, launched=True)
     assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
     assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"
 

@@ -1,7 +1,6 @@
-"""What stands in for GPUs in TensorFlow: the answers about them. Operations that are placed on one run on the CPU.
+"""Emulates GPUs in TensorFlow: replaces the functions that list and configure them.
 
-TensorFlow itself places what it can elsewhere ("soft placement"), so that nothing is translated: a tensor's `device`
-says the truth.
+Operations on `/GPU:0` run on the CPU by TensorFlow's own soft placement, and a tensor's `device` is the CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _GPU = "GPU"
 _MEMORY = {"current": 0, "peak": 0}
 
 
-class Gpus:
-    """The GPUs that this host pretends to have, and what has been set for them."""
+class EmulatedGpus:
+    """The emulated GPUs of this host, and their configuration."""
 
     def __init__(self, count: int) -> None:
         self.physical = [tf.config.PhysicalDevice(f"/physical_device:{_GPU}:{i}", _GPU) for i in range(count)]
@@ -39,31 +38,31 @@ class Gpus:
         return device in self.physical
 
 
-def rehearse(settings: Settings) -> None:
-    """Answer for GPUs from here on, in this process."""
+def emulate_gpus(settings: Settings) -> None:
+    """Patches TensorFlow, in this process. It cannot be undone."""
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
     if real:
         tf.config.set_visible_devices([], _GPU)
     tf.config.set_soft_device_placement(True)
-    gpus = Gpus(settings.gpus)
+    gpus = EmulatedGpus(settings.gpus)
     for module in (tf.config, tf.config.experimental):
-        for name, stand_in in {**_lists(gpus), **_about_one(gpus)}.items():
+        for name, stand_in in {**_list_functions(gpus), **_device_functions(gpus)}.items():
             _replace(module, name, stand_in)
-    _watch_strategies(gpus)
+    _patch_strategies(gpus)
     _replace(tf.test, "is_gpu_available", lambda real: lambda *_, **__: True)
     _replace(tf.test, "gpu_device_name", lambda real: lambda: f"/device:{_GPU}:0")
     _replace(tf.test, "is_built_with_cuda", lambda real: lambda: True)
 
 
-def _watch_strategies(gpus: Gpus) -> None:
-    """Have strategies that use all GPUs of a process warn that there is one replica only: they look past tf.config."""
+def _patch_strategies(gpus: EmulatedGpus) -> None:
+    """Lets strategies that use all GPUs of a process warn that they have one replica: they see real devices only."""
     for name in ("MirroredStrategy", "experimental.CentralStorageStrategy"):
         kind = operator.attrgetter(name)(tf.distribute)
         kind.__init__ = _warning(kind.__init__, name, gpus)
 
 
-def _warning(construct: Callable[..., None], name: str, gpus: Gpus) -> Callable[..., None]:
+def _warning(construct: Callable[..., None], name: str, gpus: EmulatedGpus) -> Callable[..., None]:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
@@ -81,18 +80,18 @@ def _warning(construct: Callable[..., None], name: str, gpus: Gpus) -> Callable[
 
 
 def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
-    """stand_in: makes the new function of the real one, where there is one."""
+    """Replaces a function, if there is one, by the result of `stand_in(real function)`."""
     if hasattr(module, name):
         setattr(module, name, stand_in(getattr(module, name)))
 
 
-def _lists(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
-    """Functions of a device type; without one, of all."""
+def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
+    """Returns replacements for functions that take a device type; None means all types."""
 
     def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
         def stand_in(real: Any) -> Any:
             def answer(device_type: str | None = None) -> list[Any]:
-                notice.tell()
+                notice.print_notice()
                 others = [] if device_type == _GPU else list(real(device_type))
                 return others + (found() if device_type in (_GPU, None) else [])
 
@@ -103,15 +102,15 @@ def _lists(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
     def set_visible(real: Any) -> Any:
         def stand_in(devices: Any, device_type: str | None = None) -> None:
             is_one = isinstance(devices, tf.config.PhysicalDevice)  # which is a tuple, too
-            asked = [devices] if is_one else list(devices)
-            mine = [device for device in asked if gpus.has(device)]
+            devices_given = [devices] if is_one else list(devices)
+            emulated = [device for device in devices_given if gpus.has(device)]
             if device_type == _GPU:
-                _require_all(gpus, asked)
-                gpus.visible = mine
+                _require_known(gpus, devices_given)
+                gpus.visible = emulated
                 return
             if device_type is None:
-                gpus.visible = mine
-            real([device for device in asked if not gpus.has(device)], device_type)
+                gpus.visible = emulated
+            real([device for device in devices_given if not gpus.has(device)], device_type)
 
         return stand_in
 
@@ -123,13 +122,13 @@ def _lists(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def _about_one(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
-    """Functions of a device: those of a pretended one answer here."""
+def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
+    """Returns replacements for functions that take a device."""
 
     def of_gpu(answer: Callable[..., Any]) -> Callable[[Any], Any]:
         def stand_in(real: Any) -> Any:
-            def either(device: Any, *words: Any, **options: Any) -> Any:
-                return answer(device, *words, **options) if _is_gpu(gpus, device) else real(device, *words, **options)
+            def either(device: Any, *args: Any, **kwargs: Any) -> Any:
+                return answer(device, *args, **kwargs) if _is_gpu(gpus, device) else real(device, *args, **kwargs)
 
             return either
 
@@ -141,7 +140,7 @@ def _about_one(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
     return {
         "set_memory_growth": of_gpu(grow),
         "get_memory_growth": of_gpu(lambda device: gpus.growing.get(device.name, False)),
-        "get_device_details": of_gpu(lambda device: {"device_name": "pretended", "compute_capability": (8, 0)}),
+        "get_device_details": of_gpu(lambda device: {"device_name": "emulated", "compute_capability": (8, 0)}),
         "get_memory_info": of_gpu(lambda device: dict(_MEMORY)),
         "reset_memory_stats": of_gpu(lambda device: None),
         "get_memory_usage": of_gpu(lambda device: 0),
@@ -151,12 +150,12 @@ def _about_one(gpus: Gpus) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def _is_gpu(gpus: Gpus, device: Any) -> bool:
+def _is_gpu(gpus: EmulatedGpus, device: Any) -> bool:
     return gpus.has(device) or (isinstance(device, str) and re.search(r"\bGPU\b", device, re.IGNORECASE) is not None)
 
 
-def _require_all(gpus: Gpus, devices: list[Any]) -> None:
-    """Raise TensorFlow's own error for what is none of these GPUs."""
+def _require_known(gpus: EmulatedGpus, devices: list[Any]) -> None:
+    """Raises TensorFlow's own error for a device that is not an emulated GPU."""
     for device in devices:
         if not gpus.has(device):
             raise ValueError(f"Unrecognized device: {getattr(device, 'name', device)!r}: there are {gpus.physical}.")

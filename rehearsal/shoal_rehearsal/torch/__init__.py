@@ -1,7 +1,7 @@
-"""What stands in for CUDA in PyTorch, all of it on the CPU.
+"""Emulates CUDA in PyTorch.
 
-Physically every tensor is a CPU tensor. `mode` translates the devices that torch's functions are given, and `places`
-remembers on which pretended device each tensor is; the other modules stand in for one part of torch.cuda each.
+Every tensor is a CPU tensor. `function_mode` replaces the devices in calls of torch's functions, and `placement`
+remembers the emulated device of each tensor. The other modules each replace one part of torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from shoal_rehearsal.torch import (
     checkpoints,
     cuda,
     distributed,
-    edges,
-    mode,
-    modules,
+    function_mode,
+    module_behavior,
     printing,
     streams,
+    tensor_sources,
 )
 
 if TYPE_CHECKING:
     from shoal_rehearsal.settings import Settings
 
 
-def rehearse(settings: Settings) -> None:
-    """Stand in for CUDA from here on, in this process and the threads it starts."""
-    notice.prepare(settings, real=torch.cuda.device_count())  # it is about to be replaced
-    for part in (cuda, streams, amp, checkpoints, modules, distributed, printing, edges, mode):
-        part.stand_in(settings.gpus)
+def emulate_gpus(settings: Settings) -> None:
+    """Patches torch, in this process and in threads that start later. It cannot be undone."""
+    notice.prepare(settings, real=torch.cuda.device_count())  # before it is replaced
+    parts = cuda, streams, amp, checkpoints, module_behavior, distributed, printing, tensor_sources, function_mode
+    for part in parts:
+        part.patch(settings.gpus)

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: torch.autocast("cuda") is that of the CPU, in the dtype asked for where it can."""
+"""Automatic mixed precision: torch.autocast("cuda") is the CPU's autocast, in the same dtype if the CPU has it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from shoal_rehearsal.torch.answers import ANSWERS
+from shoal_rehearsal.torch.overrides import OVERRIDES
 
 
-def stand_in(_: int) -> None:
-    """Translate autocast, and give GradScaler its kernels where torch has none for the CPU (before 2.3)."""
+def patch(_: int) -> None:
+    """Patches autocast, and gives GradScaler kernels if torch has none for the CPU (before 2.3)."""
     autocast: Any = autocast_mode.autocast
     initialise = autocast.__init__
     has_half = _has_half()
@@ -31,13 +31,13 @@ def stand_in(_: int) -> None:
         torch.is_autocast_cpu_enabled() if device_type in ("cpu", "cuda") else enabled(device_type)
     )
     if not _has_unscale():
-        # torch calls an answer with the mode first
-        ANSWERS[torch._amp_foreach_non_finite_check_and_unscale_] = lambda _, *args: _check_and_unscale(*args)
-        ANSWERS[torch._amp_update_scale_] = lambda _, *args: _update_scale(*args)
+        # the first argument is the mode
+        OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = lambda _, *args: _check_and_unscale(*args)
+        OVERRIDES[torch._amp_update_scale_] = lambda _, *args: _update_scale(*args)
 
 
 def _has_half() -> bool:
-    """Whether the CPU computes layers in float16 (from torch 2.2 on, about)."""
+    """Whether the CPU computes layers in float16 (since about torch 2.2)."""
     try:
         torch.nn.functional.conv1d(torch.ones(1, 1, 1).half(), torch.ones(1, 1, 1).half())
         torch.nn.functional.linear(torch.ones(1, 1).half(), torch.ones(1, 1).half())
@@ -55,7 +55,7 @@ def _has_unscale() -> bool:
 
 
 def _check_and_unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiply gradients by `inv_scale`, in place; `found_inf` becomes 1 when one of them is not finite."""
+    """Multiplies gradients by `inv_scale`, in place; sets `found_inf` to 1 if one of them is not finite."""
     for grad in grads:
         if not bool(grad.isfinite().all()):
             found_inf.fill_(1.0)
@@ -65,7 +65,7 @@ def _check_and_unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_s
 def _update_scale(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """Shrink the scale after a step that was skipped, grow it after `interval` steps that were not."""
+    """Reduces the scale after a skipped step, and raises it after `interval` steps without one."""
     steps = 0 if bool(found_inf) else int(tracker) + 1
     if bool(found_inf):
         scale.mul_(backoff)

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved on CUDA, or is mapped to it, is loaded on the CPU. And of activations."""
+"""Loads checkpoints of CUDA tensors, and lets activation checkpointing ignore emulated devices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal_rehearsal.torch import devices
 _BEFORE_TORCHS_OWN = 5  # torch's restorers have 10 and more
 
 
-def stand_in(_: int) -> None:
-    """Register with torch.serialization what restores a storage whose location is CUDA.
+def patch(_: int) -> None:
+    """Patches torch.serialization and torch.utils.checkpoint.
 
-    And have torch.utils.checkpoint compare what it saves and recomputes without regard to pretended devices: it sees
-    the first while torch handles a function, which is without the mode, and the other in backward, with it.
+    The latter compares saved with recomputed tensors. It sees the former without the mode, while torch handles a
+    function, and the latter with it, so their devices would differ.
     """
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _restore)
     checks: dict[str, Callable[[torch.Tensor], Any]] = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
@@ -36,8 +36,8 @@ def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Return the storage for a location of ours; None leaves it to torch. An ordinal must exist, as with CUDA."""
+    """Returns the storage if its location is CUDA; None leaves it to torch. The ordinal must exist, as with CUDA."""
     if not devices.is_cuda(location):
         return None
-    devices.cuda(location)
+    devices.resolve(location)
     return storage

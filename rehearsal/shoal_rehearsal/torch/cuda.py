@@ -1,4 +1,4 @@
-"""The functions of torch.cuda and torch.accelerator, on the pretended devices."""
+"""Replaces the functions of torch.cuda and torch.accelerator."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.answers import on_cuda
 from shoal_rehearsal.torch.devices import DeviceLike
+from shoal_rehearsal.torch.overrides import is_on_cuda
 
 NAME = "Shoal rehearsal (no GPU)"
 CAPABILITY = (8, 0)
-MEMORY_BYTES = 40 << 30  # pretended: nothing is counted
+MEMORY_BYTES = 40 << 30  # as reported; no memory is counted
 _rng_states: dict[int, torch.Tensor] = {}
 
 
 class Properties:
-    """In the place of what torch.cuda.get_device_properties returns; the figures are an A100's."""
+    """Replaces the result of torch.cuda.get_device_properties, with the figures of an A100."""
 
     name = NAME
     major, minor = CAPABILITY
@@ -33,7 +33,7 @@ class Properties:
 
 
 class Device:
-    """In the place of torch.cuda.device: a device is current inside."""
+    """Replaces torch.cuda.device: a device is current inside."""
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else _ordinal(device)
@@ -47,15 +47,15 @@ class Device:
 
 
 class DeviceOf(Device):
-    """In the place of torch.cuda.device_of: the device of a tensor is current inside, if it is on one."""
+    """Replaces torch.cuda.device_of: the device of a tensor is current inside, if it is on CUDA."""
 
     def __init__(self, tensor: Any) -> None:
-        super().__init__(tensor.get_device() if on_cuda(tensor) else None)
+        super().__init__(tensor.get_device() if is_on_cuda(tensor) else None)
 
 
-def stand_in(count: int) -> None:
-    """Replace the functions; those that only ask or tell about memory answer with zero, the others do nothing."""
-    devices.pretend(count)
+def patch(count: int) -> None:
+    """Replaces the functions of torch.cuda. Functions about memory return 0."""
+    devices.set_count(count)
     cuda: Any = torch.cuda
     _replace(cuda, _DEVICES)
     _replace(cuda, dict.fromkeys(_NOTHING, lambda *args, **kwargs: None))
@@ -73,86 +73,86 @@ def stand_in(count: int) -> None:
         module_of: Any = torch.get_device_module
         of_cuda = {"get_device_module": lambda device=None: module_of("cuda" if device is None else device)}
         _replace(torch, of_cuda)
-    _generators()
+    _patch_generator()
     for name in _TYPES:
         setattr(cuda, f"{name}Tensor", _TensorType(f"{name}Tensor", (), {}))
 
 
 def _replace(module: Any, names: dict[str, Any]) -> None:
-    """By name, where this version of torch has the name."""
+    """Replaces names of a module, if this version of torch has them."""
     for name, value in names.items():
         if hasattr(module, name):
             setattr(module, name, value)
 
 
 def _ordinal(device: Any) -> int:
-    return int(devices.cuda(device).index)
+    return int(devices.resolve(device).index)
 
 
 def set_device(device: DeviceLike) -> None:
-    """Make a device current. Raises for one that does not exist as CUDA does."""
+    """Makes a device current. Raises as CUDA does if there is no such device."""
     devices.make_current(device if isinstance(device, int) else _ordinal(device))
 
 
 def current_device() -> int:
-    """Return the current device."""
+    """Returns the ordinal of the current device."""
     devices.count()
     return devices.current()
 
 
 def get_device_properties(device: DeviceLike = None) -> Properties:
-    """Return what is pretended of a device that exists."""
+    """Returns emulated properties. Raises as CUDA does if there is no such device, as the functions below do."""
     _ordinal(device)
     return Properties()
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """Return the name of a device that exists."""
+    """Returns the emulated name of a device."""
     _ordinal(device)
     return NAME
 
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """Return the capability of a device that exists."""
+    """Returns the emulated compute capability of a device."""
     _ordinal(device)
     return CAPABILITY
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Everything is done on a device that exists."""
+    """Returns at once: all work is done."""
     _ordinal(device)
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Return the free bytes and all."""
+    """Returns free and total bytes."""
     _ordinal(device)
     return MEMORY_BYTES, MEMORY_BYTES
 
 
 def get_rng_state(device: DeviceLike = "cuda") -> torch.Tensor:
-    """Return a device's state, which nothing draws from: random numbers come from the CPU's generator."""
+    """Returns a device's stored state, uint8. Nothing uses it: random numbers come from the CPU's generator."""
     state = _rng_states.get(_ordinal(device))
     return torch.zeros(16, dtype=torch.uint8) if state is None else state.clone()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "cuda") -> None:
-    """Keep a state, to be returned."""
+    """Stores a device's state."""
     _rng_states[_ordinal(device)] = new_state.clone()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the states of all devices."""
+    """Returns the stored states of all devices."""
     return [get_rng_state(ordinal) for ordinal in range(devices.count())]
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Keep the states of all devices."""
+    """Stores the states of all devices."""
     for ordinal, state in enumerate(new_states):
         set_rng_state(state, ordinal)
 
 
 class _TensorType(type):
-    """In the place of types such as torch.cuda.FloatTensor, which make a tensor or are compared with one."""
+    """Replaces types such as torch.cuda.FloatTensor, which create a tensor or are used in isinstance."""
 
     @property
     def cuda_type_name(cls) -> str:
@@ -170,8 +170,8 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-def _generators() -> None:
-    """torch.Generator(device="cuda") is one of the CPU."""
+def _patch_generator() -> None:
+    """Lets torch.Generator(device="cuda") create a generator of the CPU."""
 
     base: Any = torch._C.Generator
 
@@ -240,7 +240,7 @@ _NVTX: dict[str, Callable[..., Any]] = {
 }
 _CUDNN: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
-    "is_acceptable": lambda tensor: False,  # asked before its own functions are called, which the CPU does not have
+    "is_acceptable": lambda tensor: False,  # so that torch does not call cuDNN's functions, which the CPU lacks
     "version": lambda: 8902,
 }
 _ACCELERATOR: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""What a tensor on a pretended device prints: its device, as with CUDA."""
+"""Prints the emulated device of a tensor, as torch does with CUDA."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from typing import Any
 
 import torch
 
-from shoal_rehearsal.torch.answers import ANSWERS
-from shoal_rehearsal.torch.places import Place, place_of
+from shoal_rehearsal.torch.overrides import OVERRIDES
+from shoal_rehearsal.torch.placement import Placement, placement_of
 
 
 class _Printed(threading.local):
-    place: Place = None
+    placement: Placement = None
 
 
 _printed = _Printed()
 
 
-def stand_in(_: int) -> None:
-    """Answer repr, str and format, and extend what torch puts behind a tensor's elements."""
+def patch(_: int) -> None:
+    """Overrides repr, str and format, and patches the suffixes that torch prints."""
     tensor: Any = torch.Tensor
     for name in ("__repr__", "__format__"):
-        ANSWERS[getattr(tensor, name)] = _with_place(getattr(tensor, name))
+        OVERRIDES[getattr(tensor, name)] = _with_placement(getattr(tensor, name))
     strings: Any = torch._tensor_str
     add_suffixes = strings._add_suffixes
 
     @functools.wraps(add_suffixes)
     def add_device_too(text: str, suffixes: list[str], *args: Any, **kwargs: Any) -> str:
-        place, _printed.place = _printed.place, None  # not for a gradient within
-        return str(add_suffixes(text, _device(place) + suffixes, *args, **kwargs))
+        placement, _printed.placement = _printed.placement, None  # not for a tensor inside, such as a gradient
+        return str(add_suffixes(text, _device_suffix(placement) + suffixes, *args, **kwargs))
 
     strings._add_suffixes = add_device_too
 
 
-def _with_place(function: Callable[..., str]) -> Callable[..., str]:
+def _with_placement(function: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(function)
     def text(_: object, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-        with _printing(place_of(tensor)):
+        with _printing(placement_of(tensor)):
             return function(tensor, *args, **kwargs)
 
     return text
 
 
 @contextlib.contextmanager
-def _printing(place: Place) -> Iterator[None]:
-    _printed.place = place
+def _printing(placement: Placement) -> Iterator[None]:
+    _printed.placement = placement
     try:
         yield
     finally:
-        _printed.place = None
+        _printed.placement = None
 
 
-def _device(place: Place) -> list[str]:
-    return [f"device='{place}'"] if place is not None and place.type == "cuda" else []
+def _device_suffix(placement: Placement) -> list[str]:
+    return [f"device='{placement}'"] if placement is not None and placement.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""torch.cuda's streams and events: work is done when it is given, so streams keep no order of their own."""
+"""Replaces torch.cuda's streams and events. All work is done at once, so streams have nothing to order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal_rehearsal.torch.devices import DeviceLike
 
 
 class Stream:
-    """In the place of torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     def __init__(self, device: DeviceLike = None, priority: int = 0, **_: Any) -> None:
-        self.device = devices.cuda(device)
+        self.device = devices.resolve(device)
         self.priority = priority
         self.cuda_stream = 0
 
@@ -24,13 +24,13 @@ class Stream:
         return int(self.device.index)
 
     def synchronize(self) -> None:
-        """Everything is done."""
+        """Returns at once: all work is done."""
 
     def wait_event(self, event: Event) -> None:
-        """Everything is done."""
+        """Returns at once: all work is done."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Everything is done."""
+        """Returns at once: all work is done."""
 
     def query(self) -> bool:
         return True
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Event:
-    """In the place of torch.cuda.Event; times are of the CPU, and real."""
+    """Replaces torch.cuda.Event. Times are real times of the CPU."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -61,8 +61,7 @@ class Event:
         self._recorded = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds between the two. Raises as CUDA does: without timing (ValueError by torch 2.13,
-        RuntimeError before), or before both are recorded (RuntimeError)."""
+        """Returns the milliseconds between two recorded events with timing; otherwise raises RuntimeError."""
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._recorded is None or end_event._recorded is None:
@@ -73,14 +72,14 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Everything is done."""
+        """Returns at once: all work is done."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Everything is done."""
+        """Returns at once: all work is done."""
 
 
 class StreamContext:
-    """In the place of torch.cuda.stream(…)."""
+    """Replaces torch.cuda.stream(…)."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -93,12 +92,12 @@ class StreamContext:
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
-    """Return a stream of the device; they are all alike."""
+    """Returns a stream of the device; all are alike."""
     return Stream(device)
 
 
-def stand_in(_: int) -> None:
-    """Replace torch.cuda's."""
+def patch(_: int) -> None:
+    """Replaces streams and events in torch.cuda."""
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": Stream,
@@ -111,7 +110,7 @@ def stand_in(_: int) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    # torch would refuse a stream that is not its own
+    # torch would reject these streams
     setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
     for name in ("Stream", "Event"):
         setattr(torch.cuda.streams, name, replaced[name])

@@ -1,8 +1,8 @@
-"""What torch does with a module on CUDA alone.
+"""Replaces modules and functions that torch has only for CUDA.
 
-DataParallel does not split its batch: the module runs once, on the first device. SyncBatchNorm, which torch has for
-GPUs alone, normalises by the batch of all ranks in operations that the CPU has. And torch.compile compiles nothing:
-what it made for the CPU would tell nothing about CUDA.
+DataParallel runs the module once, on the first device, with the whole batch. SyncBatchNorm normalizes by the batches of
+all ranks, with operations that the CPU has. torch.compile compiles nothing: code for the CPU would prove nothing about
+CUDA.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.answers import move
+from shoal_rehearsal.torch.overrides import move
 
 
-def stand_in(_: int) -> None:
-    """Replace their forward, and torch.compile."""
-    _data_parallel()
-    nn.SyncBatchNorm.forward = _synchronised  # type: ignore[method-assign]
+def patch(_: int) -> None:
+    """Patches DataParallel, SyncBatchNorm and torch.compile."""
+    _patch_data_parallel()
+    nn.SyncBatchNorm.forward = _synchronized_forward  # type: ignore[method-assign]
     if hasattr(torch, "compile"):
-        torch.compile = _not_compiled
+        torch.compile = _compile_nothing
     if hasattr(nn.Module, "compile"):
         nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
 
 
-def _not_compiled(model: Any = None, **_: Any) -> Any:
-    """Return the model or function; without one, a decorator that does."""
+def _compile_nothing(model: Any = None, **_: Any) -> Any:
+    """Returns its argument; without one, a decorator that does so."""
     return (lambda decorated: decorated) if model is None else model
 
 
-def _synchronised(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-    """SyncBatchNorm's forward, with gradients through the statistics of all ranks."""
+def _synchronized_forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
+    """Computes SyncBatchNorm's forward pass, with gradients through the statistics of all ranks."""
     plain: Any = nn.modules.batchnorm._BatchNorm.forward
     group = self.process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     if not self.training or group is None or dist.get_world_size(group) == 1:
@@ -48,15 +48,15 @@ def _synchronised(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor: 
     centred = wide - mean.view(shape)
     variance = _sum_over_ranks(centred.square().sum(axes), group) / number
     if self.track_running_stats:
-        _remember(self, mean.detach(), (variance * number / (number - 1)).detach())
+        _update_running_statistics(self, mean.detach(), (variance * number / (number - 1)).detach())
     scaled = centred * (variance + self.eps).rsqrt().view(shape)
     if self.affine:
         scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
     return scaled.to(input.dtype)
 
 
-def _remember(norm: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Move the running statistics as torch does."""
+def _update_running_statistics(norm: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Updates the running statistics as torch does."""
     assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
@@ -71,7 +71,7 @@ def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return found
 
 
-def _data_parallel() -> None:
+def _patch_data_parallel() -> None:
     wrapper: Any = nn.DataParallel
     forward = wrapper.forward
 
@@ -79,17 +79,17 @@ def _data_parallel() -> None:
     def once(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if not self.device_ids:
             return forward(self, *inputs, **kwargs)
-        place = devices.cuda(self.device_ids[0])
-        return self.module(*_moved(inputs, place), **_moved(kwargs, place))
+        placement = devices.resolve(self.device_ids[0])
+        return self.module(*_move_all(inputs, placement), **_move_all(kwargs, placement))
 
     wrapper.forward = once
 
 
-def _moved(value: Any, place: torch.device) -> Any:
+def _move_all(value: Any, placement: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return move(value, place)
+        return move(value, placement)
     if isinstance(value, dict):
-        return {key: _moved(item, place) for key, item in value.items()}
+        return {key: _move_all(item, placement) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_moved(item, place) for item in value)
+        return type(value)(_move_all(item, placement) for item in value)
     return value

@@ -1,7 +1,7 @@
-"""The error that CUDA scripts meet most: tensors on different devices in one operation.
+"""Finds the most common error in CUDA scripts: an operation on tensors of different devices.
 
-Given for the operations that take their tensors from a model, its input and its targets, and only where both places are
-known: a rehearsal must not fail where the real run would not.
+It checks layers, losses and arithmetic, and only if all devices are known: a rehearsal must not fail where a real run
+would succeed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from shoal_rehearsal.torch.places import place_of
+from shoal_rehearsal.torch.placement import placement_of
 
 _LAYERS = (
     *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -35,14 +35,14 @@ _NEED_ONE_DEVICE = {
 }
 
 
-def refuse_mixture(func: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise RuntimeError, in CUDA's words, when `func` needs its tensors on one device and they are not.
+def require_same_device(func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError, with CUDA's text, if a function needs tensors on one device and they are not.
 
-    Tensors without dimensions may be on the CPU, as with CUDA.
+    Scalar tensors may be on the CPU, as with CUDA.
     """
     if len(tensors) < 2 or func not in _NEED_ONE_DEVICE:
         return
-    found = {place for tensor in tensors if tensor.dim() and (place := place_of(tensor)) is not None}
+    found = {placement for tensor in tensors if tensor.dim() and (placement := placement_of(tensor)) is not None}
     if len(found) > 1:
         named = " and ".join(sorted(map(str, found), reverse=True)[:2])
         raise RuntimeError(

@@ -15,9 +15,7 @@ CPU = torch.device("cpu")
 UNKNOWN = torch.device("cpu")
 
 DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
-_Error: type[RuntimeError] = getattr(
-    torch, "AcceleratorError", RuntimeError
-)  # CUDA's errors, by version
+_Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # CUDA's errors, by version
 _count = 0
 
 

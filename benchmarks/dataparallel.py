@@ -1,8 +1,6 @@
 """Collectives and a training step on `smddp` against gloo and MPI, in one run: `make bench-dataparallel`.
 
-    dataparallel.py [ROUNDS]
-
-Medians of ROUNDS (20), in which the engines take turns; a round's time is that of its slowest rank, after a barrier.
+Medians of the rounds, in which the engines take turns; a round's time is that of its slowest rank, after a barrier.
 Below 1 MB a round is 50 calls, one right after the other, and counts for one. Ranks have one thread each, on one host.
 MPI is Open MPI's Allreduce through mpi4py, on the same memory.
 
@@ -27,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, mpirun, print_machine
 
 ROUNDS = 20
 RANKS = Path(__file__).with_name("dataparallel_ranks.py")
@@ -37,7 +35,7 @@ SMALL = 256 << 10
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    rounds = int(arguments[0]) if arguments else ROUNDS
+    rounds = make_parser(__doc__, ROUNDS).parse_args(arguments).rounds
     print_machine()
     two, four = measure(2, rounds), measure(4, rounds)
     figures = [*all_reduces(two, 2), *all_reduces(four, 4), *others(two), *starts(rounds)]
@@ -48,10 +46,7 @@ def measure(ranks: int, rounds: int, sizes: Iterable[int] = SIZES) -> dict[str, 
     """Run the ranks; returns seconds by case and engine. Of one size alone, only all_reduce is measured."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
-        mpirun = Path(sys.executable).with_name("mpirun")
-        options = f"--allow-run-as-root --oversubscribe --bind-to none -np {ranks}".split()
-        command = [mpirun, *options, sys.executable, RANKS, out, rounds, *map(str, sizes)]
-        subprocess.run([*map(str, command)], env=environment(), check=True)
+        subprocess.run(mpirun(ranks, RANKS, out, rounds, *sizes), env=environment(), check=True)
         measured: dict[str, dict[str, float]] = json.loads(out.read_text())
     for case, times in measured.items():
         listed = ", ".join(f"{engine} {1000 * seconds:.3f}" for engine, seconds in times.items())

@@ -1,12 +1,10 @@
-"""Every fault of tests/faults, and how long each took to end: `make bench-faults`, or `faults.py [--write]`.
+"""Every fault of tests/faults, and how long each took to end: `make bench-faults`.
 
-Runs the tests, which check everything and note what they measured, and prints the table. `--write` puts it into
-docs/reliability.md as well.
+Runs the tests, which check everything and note what they measured, and prints the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from report import Figure, finish, machine
+from report import Figure, finish, machine, make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / ".cache" / "faults"
@@ -31,7 +29,7 @@ Row = dict[str, Any]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the faults, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
     parser.add_argument("--workers", default="4", help="faults at a time; those that load the machine come alone")
     options = parser.parse_args(arguments)

@@ -1,12 +1,10 @@
 """Tensors on CUDA devices through `smddp`: `make bench-gpu`. Exits 2, saying what is missing, where there is no GPU.
 
-    gpu.py [--rounds 20] [--bytes 67108864] [--device cuda] [--no-suites]
-
 It has not been run on a GPU yet. Medians, after a warm-up; a round's time is that of its slowest rank, with the device
 synchronised. One GPU is enough; with several, what is named `…-1rank` is also measured with a rank on each.
 
-- `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. First, because
-  figures of what is wrong tell nothing; what a script that fails has said is printed;
+- `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. This
+  comes first, because figures of wrong results mean nothing. The output of a script that fails is printed;
 - `gpu-nccl-all-reduce-…`, `gpu-nccl-short-all-reduce-…` (1 KiB): the backend smddp with SMDDP_ENGINE=nccl, against
   torch's own NCCL group;
 - `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process;
@@ -16,14 +14,14 @@ synchronised. One GPU is enough; with several, what is named `…-1rank` is also
 - `gpu-amp-step`, `gpu-amp-bytes`: a step under autocast on those two ranks, its gradients compressed to fp16, against
   fp32 ones; and the bytes that its collectives were given, by our timeline;
 - `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;
-- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree.
+- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree;
+- `gpu-pipeline-transfers`: two stages on two GPUs, by NCCL against through the host; their losses must be the same.
 
-`--device cpu` runs the same code without a GPU, which is what the tests do: its figures, named `cpu-…`, tell nothing.
+`--device cpu` runs the same code without a GPU, which is what the tests do: its figures, named `cpu-…`, mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -34,10 +32,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
 from shoal.report import trace
-from shoal.report.analysis import Analysis, analyse
+from shoal.report.timeline_analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"
@@ -48,11 +46,10 @@ _Times = dict[str, dict[str, float]]
 
 def main(words: list[str]) -> int:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser("gpu.py", description="Tensors on CUDA devices through smddp.")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--bytes", type=int, default=64 << 20)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--no-suites", dest="suites", action="store_false", help="Measure only, and test nothing.")
+    parser = make_parser(__doc__, 20)
+    parser.add_argument("--bytes", type=int, default=64 << 20, help="of tensors, and of models (%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the code without a GPU")
+    parser.add_argument("--no-suites", dest="suites", action="store_false", help="measure only, and test nothing")
     options = parser.parse_args(words)
     missing = what_is_missing() if options.device == "cuda" else ""
     if missing:
@@ -68,9 +65,11 @@ def main(words: list[str]) -> int:
         for ranks in sorted({1, len(devices)}):
             figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
         shared = measure("shared", devices[:1] * 2, found, options)
-        recorded = {name: analyse(trace.read(trace.find([found / name]))) for name in ("fp16", "fp32")}
+        recorded = {name: analyse(trace.read_timeline(trace.find_files([found / name]))) for name in ("fp16", "fp32")}
         figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
         figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
+        if len(devices) > 1 or options.device == "cpu":
+            figures += of_transfers(prefix, measure("transfers", (devices * 2)[:2], found, options))
     return finish(figures)
 
 
@@ -91,7 +90,7 @@ def device_name(device: str) -> str:
     import torch
 
     if device == "cpu":
-        return "device: none; the code runs on the CPU, and its figures tell nothing"
+        return "device: none; the code runs on the CPU, and its figures mean nothing"
     return f"device: {torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
 
 
@@ -189,6 +188,13 @@ def of_stages(prefix: str, measured: _Times) -> list[Figure]:
     """Two stages on one device."""
     ours, rival = (1000 * measured["pipeline"][name] for name in ("stages", "one-process"))
     return [Figure(f"{prefix}-pipeline-2stages", ours, "ms", rival=rival, rival_name="one-process")]
+
+
+def of_transfers(prefix: str, measured: _Times) -> list[Figure]:
+    """Two stages on two devices."""
+    ours, rival = (1000 * measured["transfers"][name] for name in ("nccl", "host"))
+    ceiling = 1.0 if prefix == "gpu" else None
+    return [Figure(f"{prefix}-pipeline-transfers", ours, "ms", rival=rival, rival_name="host", ceiling=ceiling)]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from smdistributed.core import timeline
-from smdistributed.core.torch.devices import Staged
+from smdistributed.core.torch.devices import HostStaging
 
 WARM_UP = 2
 RECORDED_STEPS = 5
@@ -59,7 +61,7 @@ class Case:
         timeline.stop()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was asked for."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -190,9 +192,9 @@ def carrier(case: Case) -> Any:
     """Return what carries tensors on the device where ranks share it."""
     group: Any = dist.group.WORLD
     if case.device.type != "cuda":
-        return Staged(group)
+        return HostStaging(group)
     found = group._cuda() if hasattr(group, "_cuda") else None
-    if not isinstance(found, Staged):
+    if not isinstance(found, HostStaging):
         raise SystemExit("The ranks do not share a device: they would be measured with NCCL.")
     return found
 
@@ -232,13 +234,57 @@ def stages(case: Case) -> _Times:
     return times
 
 
-CASES: dict[str, Callable[[Case], _Times]] = {"own": own_device, "shared": shared_device, "stages": stages}
+def transfers(case: Case) -> _Times:
+    """Two stages with a device each, whose tensors go by NCCL, against the same through the host: the same losses."""
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch import carrier, state_mod
+
+    if case.device.type != "cuda":  # gloo, so that all but the device is tried
+
+        def open_on_cpu(store: Any, rank: int, size: int, replicas: int, seconds: float) -> carrier.Carrier:
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+            return carrier.Carrier(group, case.device, 1)
+
+        state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]
+    os.environ[carrier.VARIABLE] = "nccl"
+    smp.init({"partitions": 2, "microbatches": 4})
+    torch.manual_seed(0)
+    model, batch = smp.DistributedModel(case.model()), case.batch.repeat(32, 1)
+    stage, by_nccl, losses = smp.state.stage, smp.state.stage.transfers, dict[str, float]()
+
+    @smp.step
+    def pipelined(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        model.backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    def of(name: str, used: Any) -> Callable[[], object]:
+        def run() -> None:
+            stage.transfers = used
+            losses[name] = pipelined(model, batch).reduce_mean().item()
+            model.zero_grad()
+
+        return run
+
+    times = case.measure({"nccl": of("nccl", by_nccl), "host": of("host", None)})
+    if losses["nccl"] != losses["host"]:
+        raise SystemExit(f"By NCCL the stages compute something else than through the host: {losses}.")
+    return {"transfers": times}
+
+
+CASES: dict[str, Callable[[Case], _Times]] = {
+    "own": own_device,
+    "shared": shared_device,
+    "stages": stages,
+    "transfers": transfers,
+}
 
 
 def main(words: Sequence[str]) -> None:
     """Measure a case, and write it down."""
     case = Case(words[1:])
-    if words[0] != "stages":  # smp.init does it, and refuses a process that has imported this
+    is_pipeline = words[0] in ("stages", "transfers")
+    if not is_pipeline:  # smp.init does it, and refuses a process that has imported this
         import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 
         dist.init_process_group(backend="smddp")
@@ -247,7 +293,7 @@ def main(words: Sequence[str]) -> None:
     if dist.get_rank() == 0:
         (case.directory / f"{words[0]}-{dist.get_world_size()}.json").write_text(json.dumps(times))
     dist.barrier()
-    if words[0] != "stages":
+    if not is_pipeline:
         dist.destroy_process_group()
 
 

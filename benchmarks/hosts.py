@@ -33,18 +33,18 @@ class Host:
 
 
 def missing() -> str:
-    """What this machine lacks for two hosts; empty: nothing."""
+    """What this machine lacks for two hosts, and how to fix it; empty: nothing."""
     tools = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if tools:
-        return f"{' and '.join(tools)}: install iproute2"
-    return "" if os.geteuid() == 0 else "the right to make network namespaces: run it as root"
+        return f"{' and '.join(tools)}. Fix: install iproute2"
+    return "" if os.geteuid() == 0 else "the right to make network namespaces. Fix: run it as root"
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     """Two hosts, joined by a wire of `rate` each way, in the words of tc: 1gbit.
 
-    Raises CalledProcessError where the kernel does not let this process make them; the command's own words say why.
+    Raises CalledProcessError if the kernel does not let this process make them; the command's own words say why.
     """
     first, second = (Host(f"shoal{os.getpid()}-{number}", f"{_PREFIX}.{number}") for number in (1, 2))
     with ExitStack() as undo:

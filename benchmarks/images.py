@@ -1,38 +1,39 @@
 """Image size against the installed size of its wheels, and how long builds take against `docker build` of a plain
 Dockerfile with the same content: `make bench-images`.
 
-Sizes are uncompressed bytes as the engine counts an image's layers. "Wheels" is the sum of the files that the installed
-distributions record, compiled modules included; tests/integration/test_sizes.py holds every image to the same
-reckoning. Times are of whole commands; of rebuilds, the medians. The whole matrix takes longest; `--quick` leaves it
-out, and `--matrix` measures nothing else.
+Sizes are uncompressed bytes as Docker counts an image's layers. "Wheels" is the sum of the files that the installed
+distributions record, compiled modules included; tests/integration/test_sizes.py counts in the
+same way. Times are of whole commands; of rebuilds, the medians. The whole matrix takes longest.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept, seconds
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
-from shoal import engine
-from shoal.build import base
-from shoal.inside import sizes as inside
-from shoal.inside.sizes import MIB
+from shoal import docker_client
+from shoal.builds import base_image
 from shoal.matrix import project
 from shoal.matrix.spec import ImageSpec, load
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.integration.image_sizes import MIB, measure_parts
+
 REPEATS = 5
 AWS_MIB = 20_575
-"""The size of AWS's container of PyTorch 2.0.1 for GPUs, as the log of a build of it says."""
+"""The size of AWS's container of PyTorch 2.0.1 for GPUs, from the log of a build of it."""
 
 
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
-    client, tag = engine.connect(), spec.tag
-    parts = inside.read(client, tag, base.beneath(client, tag, spec.system))
+    client, tag = docker_client.connect(), spec.tag
+    parts = measure_parts(client, tag, base_image.find_base_of(client, tag, spec.system))
     print(parts)
     total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB
     return [
@@ -57,7 +58,7 @@ def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:
 
 
 def make_image(root: Path, tag: str) -> Figure:
-    """Time `make image` with nothing changed: what `shoal build` takes, and make, the checks of .venv and engine."""
+    """Time `make image` with nothing changed: what `shoal build` takes, and make, the checks of .venv and Docker."""
     command: list[str | Path] = ["make", "image", f"IMAGE={tag}"]
     return Figure("make-image", statistics.median(seconds(command, root) for _ in range(REPEATS)), "s", goal=1.0)
 
@@ -89,17 +90,23 @@ def figure(
     return Figure(name, ours, "s", goal=goal, rival=rival, rival_name=rival_name, ceiling=ceiling)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and print the figures."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--image", default="pytorch", help="as `shoal build` takes it (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="leave the whole matrix out")
+    parser.add_argument("--matrix", action="store_true", help="measure the whole matrix only")
+    options = parser.parse_args(arguments)
     here = project.find(Path.cwd())
     matrix = load(here.buildspec)
-    image = matrix.select(sys.argv[1] if len(sys.argv) > 1 else "pytorch")
+    image = matrix.select(options.image)
     print_machine()
     figures: list[Figure] = []
     with kept([other.tag for other in matrix.images]), TemporaryDirectory(prefix="shoal-bench-") as scratch:
         ours = Shoal(here, Path(scratch, "ours"))
-        if "--matrix" not in sys.argv:
+        if not options.matrix:
             figures += one_image(ours, here, image, Path(scratch, "plain"))
-        if "--quick" not in sys.argv:
+        if not options.quick:
             figures.append(whole_matrix(ours))
     return finish(figures)
 
@@ -112,4 +119,4 @@ def one_image(ours: Shoal, here: project.Project, image: ImageSpec, directory: P
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

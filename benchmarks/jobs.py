@@ -34,12 +34,12 @@ class Job(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a job left: its containers' ends, /opt/ml/output of each host, and when its start was asked for."""
+    """A job that has ended: times of its containers, /opt/ml/output of each host, and when it was requested."""
 
     started: list[float]
     finished: list[float]
     outputs: list[dict[str, str]]
-    asked: float
+    requested: float
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -48,16 +48,16 @@ class Ran(NamedTuple):
 
     @property
     def span(self) -> float:
-        """From the start of the last container (or of its `train`, where that says so) to the end of all.
+        """From the start of the last container (or of its `train`, if that is known) to the end of all.
 
-        The engine notes a start a little late.
+        Docker notes a start a little late.
         """
         own = [float(json.loads(output.get("job.json", "{}")).get("began", "inf")) for output in self.outputs]
         return max(self.finished) - max(min(pair) for pair in zip(self.started, own, strict=True))
 
 
 def run(client: Any, job: Job) -> Ran:
-    """Run a job to its end, and remove it. Raises SystemExit where it ends with another exit code."""
+    """Run a job to its end, and remove it. Raises SystemExit if it ends with another exit code."""
     secret = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         net = undo.enter_context(network(client)) if job.hosts > 1 else None
@@ -66,7 +66,7 @@ def run(client: Any, job: Job) -> Ran:
             create(client, job.image, tree, undo, net, name, {"SHOAL_JOB_SECRET": secret, **WITHOUT_FRAMEWORK})
             for name, tree in zip(job.names, trees, strict=True)
         ]
-        asked = datetime.now(timezone.utc).timestamp()
+        requested = datetime.now(timezone.utc).timestamp()
         for container in reversed(containers):
             container.start()
         wait(containers, job.exit_code)
@@ -74,7 +74,7 @@ def run(client: Any, job: Job) -> Ran:
             started=[moment(container, "StartedAt") for container in containers],
             finished=[moment(container, "FinishedAt") for container in containers],
             outputs=[read_files(tree / "output") for tree in trees],
-            asked=asked,
+            requested=requested,
         )
 
 
@@ -102,7 +102,7 @@ def read_files(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def network(client: Any) -> Iterator[Any]:
-    """A network of its own, gone afterwards; without the world, a name that is not there yet is unknown at once."""
+    """A network for one job. It is internal, so that a name that does not exist yet is unknown at once."""
     made = client.networks.create(f"shoal-bench-{uuid.uuid4().hex[:12]}", internal=True)
     try:
         yield made
@@ -120,7 +120,7 @@ def create(
     environment: Mapping[str, str],
     **options: Any,
 ) -> Container:
-    """Create a container of `train`, unless options say else, which is removed afterwards whatever happens."""
+    """Create a container of `train`, or of the command in the options. It is removed when `undo` is closed."""
     api = client.api
     alias = {net.name: api.create_endpoint_config(aliases=[name])} if net else None
     made = api.create_container(
@@ -150,6 +150,6 @@ def wait(containers: Sequence[Container], exit_code: int | None = 0) -> None:
 
 
 def moment(container: Container, event: str) -> float:
-    """Return the engine's time stamp of an event: it has nanoseconds, of which Python takes the micros."""
+    """Return Docker's time stamp of an event. It has nanoseconds; Python takes microseconds."""
     text = container.attrs["State"][event]
     return datetime.fromisoformat(text[:26].rstrip("Z")).replace(tzinfo=timezone.utc).timestamp()

@@ -1,12 +1,10 @@
 """How fast `train` launches, against the stock toolkit in an image of its own: `make bench-launch`.
 
-    launch.py IMAGE [ROUNDS]
-
-With scripts that do nothing, medians of ROUNDS (10) unless it says otherwise:
+With scripts that do nothing, medians of the rounds if nothing else is said:
 
 - `train-noop`: the command `train` from its start to its end, in a container that runs already;
 - `launch-1host-2ranks`, `launch-2hosts-1rank`: MPI jobs, as SageMaker starts them. Time is from the start of the last
-  container until all have ended (State.StartedAt and FinishedAt), so that the engine's work on containers and networks
+  container until all have ended (State.StartedAt and FinishedAt), so that Docker's work on containers and networks
   does not count; `with-engine` is the upper bound, from the request to start the first container; `against-floor`
   compares with `mpirun` alone in one container; `until-first-rank` is `launch_seconds` of our output/job.json;
 - `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
@@ -35,7 +33,7 @@ from typing import Any
 
 import docker
 from jobs import CODE, WITHOUT_FRAMEWORK, Job, Ran, create, moment, run, wait, write_tree
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
 from shoal.matrix import project
 from shoal.matrix.spec import load
@@ -99,11 +97,11 @@ print(json.dumps(sum(size(dist) for dist in needs(sys.argv[1], {}).values())))
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the image, and return the exit code."""
-    if not 1 <= len(arguments) <= 2:
-        print("usage: python benchmarks/launch.py IMAGE [ROUNDS]", file=sys.stderr)
-        return 2
+    parser = make_parser(__doc__, ROUNDS)
+    parser.add_argument("--image", default="pytorch", help="as `shoal build` takes it (%(default)s)")
+    options = parser.parse_args(arguments)
     client = docker.from_env()
-    ours, rounds = resolve(arguments[0]), int(arguments[1]) if len(arguments) == 2 else ROUNDS
+    ours, rounds = resolve(options.image), options.rounds
     stock = oracle(ours)
     print_machine()
     print(f"engine: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds} (medians)")
@@ -177,15 +175,15 @@ def measure_ours(client: Any, image: str, rounds: int) -> dict[str, float]:
         for name, hosts, ranks in (("launch-1host-2ranks", 1, 2), ("launch-2hosts-1rank", 2, 1)):
             ran = job(Job(image, NOTHING, hosts, ranks))
             values.setdefault(name, []).append(ran.span)
-            values.setdefault(f"{name}-with-engine", []).append(max(ran.finished) - ran.asked)
+            values.setdefault(f"{name}-with-engine", []).append(max(ran.finished) - ran.requested)
             first_rank = float(ran.reports[0]["launch_seconds"])
             values.setdefault(f"{name}-until-first-rank", []).append(first_rank)
     return figures | {name: median(name, "ours", measured) for name, measured in values.items()}
 
 
-def median(name: str, whose: str, values: Sequence[float]) -> float:
+def median(name: str, side: str, values: Sequence[float]) -> float:
     """Print the spread and return the median."""
-    print(f"{name} ({whose}): {min(values):.3f} .. {max(values):.3f} s, {len(values)} rounds", flush=True)
+    print(f"{name} ({side}): {min(values):.3f} .. {max(values):.3f} s, {len(values)} rounds", flush=True)
     return statistics.median(values)
 
 

@@ -1,8 +1,6 @@
 """all_reduce over a slow link between two hosts, on `smddp` against gloo, in one run: `make bench-link`.
 
-    link.py [ROUNDS] [--json FILE]
-
-Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s each way. Medians of ROUNDS (10), in which
+Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s each way. Medians of the rounds, in which
 the engines take turns; a round's time is that of its slowest rank, after a barrier. gloo is torch's own group of all
 ranks, which knows no hosts. With R ranks on each of two hosts:
 
@@ -14,7 +12,6 @@ ranks, which knows no hosts. With R ranks on each of two hosts:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -23,10 +20,9 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from hosts import INTERFACE, Host, missing, two_hosts
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
 RANKS = Path(__file__).with_name("link_ranks.py")
 RATE = "1gbit"
@@ -40,10 +36,12 @@ Measured = dict[str, dict[str, dict[str, float]]]
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    options = parsed(arguments)
-    lacking = missing()
-    if lacking:
-        sys.exit(f"link.py: this machine lacks {lacking}. Nothing was measured.")
+    parser = make_parser(__doc__, 10)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there, for scale.py --link")
+    options = parser.parse_args(arguments)
+    problem = missing()
+    if problem:
+        sys.exit(f"link.py needs {problem}. Nothing was measured.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was made is removed then, too
     print_machine()
     with two_hosts(RATE) as hosts:
@@ -51,14 +49,6 @@ def main(arguments: list[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps({f"2x{ranks}": measured for ranks, measured in found.items()}, indent=1))
     return finish([figure for ranks, measured in found.items() for figure in figures(ranks, measured[str(BYTES)])])
-
-
-def parsed(arguments: list[str]) -> Any:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="link.py")
-    parser.add_argument("rounds", type=int, nargs="?", default=10)
-    parser.add_argument("--json", type=Path, help="also write what was measured there; scale.py --link reads it")
-    return parser.parse_args(arguments)
 
 
 def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int]) -> Measured:

@@ -1,5 +1,4 @@
-"""What the log costs: 1,000,000 lines of a script through `train`, and through `cat`: `make bench-logs`, or
-`logs.py [ROUNDS]`.
+"""What the log costs: 1,000,000 lines of a script through `train`, and through `cat`: `make bench-logs`.
 
 Per round and case, one after the other, the same writer:
 
@@ -25,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
 ROUNDS = 5
 LINES = 1_000_000
@@ -75,7 +74,7 @@ TICKS = Case("line-latency", 1, "stdout", True)
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, and return the exit code."""
-    rounds = int(arguments[0]) if arguments else ROUNDS
+    rounds = make_parser(__doc__, ROUNDS).parse_args(arguments).rounds
     print_machine()
     print(f"{LINES:,} lines, rounds: {rounds} (medians)")
     seconds: dict[str, tuple[list[float], list[float]]] = {case.name: ([], []) for case in CASES}
@@ -113,10 +112,10 @@ def duration(case: Case, start: Callable[[int], subprocess.Popen[bytes]]) -> flo
             first = first or last
             lines += data.count(b"\n")
     os.close(read)
-    wanted = LINES // case.writers * case.writers
-    # `train` says something of its own where both share a stream.
-    if process.returncode or not wanted <= lines <= wanted + 9 * (case.stream == "stderr" or bool(case.variables)):
-        raise SystemExit(f"{case.name}: exit code {process.returncode}, {lines} lines instead of {wanted}")
+    expected = LINES // case.writers * case.writers
+    # `train` adds lines of its own if both share a stream.
+    if process.returncode or not expected <= lines <= expected + 9 * (case.stream == "stderr" or bool(case.variables)):
+        raise SystemExit(f"{case.name}: exit code {process.returncode}, {lines} lines instead of {expected}")
     return last - first
 
 

@@ -1,9 +1,7 @@
 """Model parallelism against what torch has, in one run: `make bench-modelparallel`.
 
-    modelparallel.py [ROUNDS]
-
-All on this machine, and all but partitions under mpirun, a thread for each rank; medians of ROUNDS (5), in which the
-ways take turns.
+All on this machine, and all but partitions under mpirun, a thread for each rank; medians of the rounds, in which
+the ways take turns.
 
 - `partition-MODEL-P`: the largest of the P stages that the automatic partition makes over an equal share, by its own
   costs, against the published algorithm; the goal is 1.03 times the best contiguous cut;
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from modelparallel_partitions import partitions
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, mpirun, print_machine
 
 RANKS = Path(__file__).with_name("modelparallel_ranks.py")
 PIPELINES = ((2, 8), (4, 8), (4, 16), (8, 16))
@@ -39,7 +37,7 @@ LIMIT_S = 280
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    rounds = int(arguments[0]) if arguments else 5
+    rounds = make_parser(__doc__, 5).parse_args(arguments).rounds
     print_machine()
     figures: list[Figure] = []
     for measure in (partitions, bubbles, held, calls, throughput, memory):
@@ -51,23 +49,21 @@ def main(arguments: list[str]) -> int:
 
 
 def job(ranks: int, *case: object) -> dict[str, Any]:
-    """What the ranks' case tells."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    options = f"--allow-run-as-root --oversubscribe --bind-to none --timeout {LIMIT_S} -np {ranks}".split()
-    command = [str(mpirun), *options, sys.executable, str(RANKS), *map(str, case)]
+    """Run a case on so many ranks; returns what it measured."""
+    command = mpirun(ranks, RANKS, *case, options=f"--timeout {LIMIT_S}")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(f"modelparallel.py: {command} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
-    told: dict[str, Any] = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
-    return told
+    measured: dict[str, Any] = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
+    return measured
 
 
 def bubbles(rounds: int) -> list[Figure]:
     figures = []
     for stages, microbatches in PIPELINES:
-        told = job(stages, "bubble", microbatches, rounds)
-        found = {way: idle(microbatches, seconds) for way, seconds in told.items()}
+        measured = job(stages, "bubble", microbatches, rounds)
+        found = {way: idle(microbatches, seconds) for way, seconds in measured.items()}
         least, name = (stages - 1) / (microbatches + stages - 1), f"bubble-{stages}-{microbatches}"
         for suffix, way, rival, rival_name in (
             ("", "interleaved", "1f1b", "torch-1F1B"),

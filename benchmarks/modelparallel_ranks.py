@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.torch.module_routing import route_calls
 
 FORWARD_S, BACKWARD_S = 0.030, 0.060
 CALL_BYTES = 64 << 10
@@ -102,8 +103,8 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def tell(**found: Any) -> None:
-    """Give the first rank's figures to whoever started this."""
+def print_measured(**found: Any) -> None:
+    """Print the first rank's figures as JSON, for modelparallel.py."""
     if smp.rank() == 0:
         print(json.dumps(found), flush=True)
 
@@ -122,7 +123,7 @@ def bubble(microbatches: str, rounds: str) -> None:
     for _ in range(int(rounds)):
         for name, way in ways.items():
             seconds[name].append(timed(way))
-    tell(**{name: statistics.median(found) for name, found in seconds.items()})
+    print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
 
 
 def ours(pipeline: str, count: int) -> Callable[[], Any]:
@@ -143,7 +144,7 @@ def ours(pipeline: str, count: int) -> Callable[[], Any]:
 
     def run() -> None:
         smp.state.cfg, smp.state.model = config, model
-        model.manager.assign(model.manager.stages) if model.partitioned else None
+        route_calls(model.manager) if model.partitioned else None
         step(model, data)
 
     return run
@@ -173,7 +174,7 @@ def held(microbatches: str) -> None:
         _Busy.most_held = 0
         run()
         found[pipeline] = _Busy.most_held
-    tell(**found, active=smp.state.cfg.active_microbatches)
+    print_measured(**found, active=smp.state.cfg.active_microbatches)
 
 
 # --- a call
@@ -216,7 +217,7 @@ def call(rounds: str) -> None:
         found["forward"].append(forward[0])
         found["backward"].append(backward[0])
         found["bare"].append(bare(count))
-    tell(**{name: statistics.median(seconds) for name, seconds in found.items()})
+    print_measured(**{name: statistics.median(seconds) for name, seconds in found.items()})
 
 
 def bare(count: int) -> float:
@@ -269,7 +270,7 @@ def throughput(microbatches: str, rounds: str) -> None:
         if round_:
             seconds["split"].append(split)
             seconds["unsplit"].append(whole)
-    tell(**{name: statistics.median(found) for name, found in seconds.items()})
+    print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
 
 
 # --- memory
@@ -295,7 +296,7 @@ def memory(blocks: str, width: str) -> None:
         optimizer.zero_grad()
         step(model, torch.zeros(2, 8, dtype=torch.long))
         optimizer.step()
-    tell(most=max(smp.allgather(peak() - before)), parameters=parameters)
+    print_measured(most=max(smp.allgather(peak() - before)), parameters=parameters)
 
 
 def peak() -> int:

@@ -1,26 +1,24 @@
 """A pipeline as the schedule of the library runs it, without ranks: when which stage does what, and a picture of it.
 
-    pipeline_model.py [FILE]
-
-writes docs/pipeline.svg, or FILE. The rules are those of `smdistributed.modelparallel.backend.schedule` itself; times
+The rules are those of `smdistributed.modelparallel.backend.schedule` itself; times
 are a model: every stage takes as long, a message takes none, and the loss is on the first stage.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 
 FORWARD, BACKWARD = 1.0, 2.0
 PICTURE = Path(__file__).resolve().parents[1] / "docs/pipeline.svg"
 SCALE, ROW, LEFT, TOP = 26, 34, 70, 40
-COLORS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f58518"}
+COLORS = {TurnKind.FORWARD: "#4c78a8", TurnKind.BACKWARD: "#f58518"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Model:
 
     def run(self) -> Iterator[Span]:
         """What is done, in the order in which it ends."""
-        self._waiting[0] = [Turn(Kind.FORWARD, microbatch) for microbatch in range(self.microbatches)]
+        self._waiting[0] = [Turn(TurnKind.FORWARD, microbatch) for microbatch in range(self.microbatches)]
         now = 0.0
         self._begin(now)
         while self._ends:
@@ -68,21 +66,21 @@ class Model:
             index = None if self._busy[stage] else self._schedules[stage].choose(waiting)
             if index is not None:
                 turn = waiting.pop(index)
-                seconds = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.GO_ON: 0.0}[turn.kind]
+                seconds = {TurnKind.FORWARD: FORWARD, TurnKind.BACKWARD: BACKWARD, TurnKind.RESUME: 0.0}[turn.kind]
                 self._busy[stage] = True
                 heapq.heappush(self._ends, (now + seconds, next(self._order), Span(stage, turn, now, now + seconds)))
 
     def _end(self, span: Span) -> None:
         turn, last = span.turn, self.stages - 1
-        if turn.kind is Kind.GO_ON:  # the loss
+        if turn.kind is TurnKind.RESUME:  # the loss
             self._losses += 1
             ready = [turn.microbatch]
             if self.simple:
                 ready = list(range(self.microbatches)) if self._losses == self.microbatches else []
-            self._waiting[last] += [Turn(Kind.BACKWARD, microbatch) for microbatch in ready]
-        elif turn.kind is Kind.FORWARD:
+            self._waiting[last] += [Turn(TurnKind.BACKWARD, microbatch) for microbatch in ready]
+        elif turn.kind is TurnKind.FORWARD:
             forward = span.stage < last
-            kind, to = (Kind.FORWARD, span.stage + 1) if forward else (Kind.GO_ON, 0)
+            kind, to = (TurnKind.FORWARD, span.stage + 1) if forward else (TurnKind.RESUME, 0)
             self._waiting[to].append(Turn(kind, turn.microbatch))
         else:
             self._schedules[span.stage].finish(turn.microbatch)
@@ -132,4 +130,6 @@ def _row(top: int, title: str, spans: list[Span], stages: int) -> str:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE).write_text(picture(4, 8))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, metavar="FILE", default=PICTURE, help="the picture (docs/pipeline.svg)")
+    parser.parse_args().output.write_text(picture(4, 8))

@@ -1,9 +1,11 @@
-"""The form of a benchmark's result: one `RESULT` line per figure, and the machine it was measured on."""
+"""What benchmarks have in common: options, one `RESULT` line per figure, and the machine it was measured on."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,29 @@ class Figure:
         if self.goal is not None or self.ceiling is not None:
             words.append(f"met={'yes' if self.met else 'no'}")
         return " ".join(words)
+
+
+def make_parser(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Make a parser of a benchmark's options, whose help is its docstring. rounds: the default of `--rounds`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=_positive, default=rounds, metavar="N", help="repeat so often (%(default)s)"
+        )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def mpirun(ranks: int, *words: object, options: str = "") -> list[str]:
+    """The command that runs Python with these words on so many ranks of this machine."""
+    given = f"--allow-run-as-root --oversubscribe --bind-to none {options} -np {ranks}".split()
+    return [str(Path(sys.executable).with_name("mpirun")), *given, sys.executable, *map(str, words)]
 
 
 def print_machine() -> None:

@@ -1,9 +1,7 @@
 """A model of all_reduce, checked against this machine and drawn for 2,048 ranks: `make bench-scale`.
 
-    scale.py [ROUNDS] [--link FILE] [--output FILE]
-
 Measures all_reduce of 1 KB to 64 MB through shared memory on 2, 4 and 8 ranks of this host (the fastest tenth of
-ROUNDS, 20: the model knows no other load), and fits seconds = alpha + beta × bytes to every other size.
+the rounds: the model knows no other load), and fits seconds = alpha + beta × bytes to every other size.
 
 - `scale-fit-Nranks`: the median relative error at the sizes that the fit has not seen;
 - `scale-fit-8ranks-from-2-and-4`: that of a line for 8 ranks which is extrapolated from those of 2 and 4 (information);
@@ -16,21 +14,20 @@ have their sources beside them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from dataparallel import environment
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, mpirun, print_machine
 from scale_model import ALL_REDUCES, Line, efficiency, errors, extrapolate, fit
 from scale_picture import draw
 
 HERE = Path(__file__).parent
+PICTURE = HERE.parent / "docs" / "scaling.svg"
 SIZES = [1 << shift for shift in range(10, 27, 2)]  # 1 KB, 4 KB, ... 64 MB
 RANKS = (2, 4, 8)
 CEILING = 0.25
@@ -40,7 +37,10 @@ HOSTS = [1 << shift for shift in range(9)]  # 1, 2, ... 256
 
 def main(arguments: list[str]) -> int:
     """Measure, fit, check, draw, and print the figures."""
-    options = parsed(arguments)
+    parser = make_parser(__doc__, 20)
+    parser.add_argument("--link", type=Path, metavar="FILE", help="compare with the times of link.py --json")
+    parser.add_argument("--output", type=Path, metavar="FILE", default=PICTURE, help="the picture (docs/scaling.svg)")
+    options = parser.parse_args(arguments)
     print_machine()
     measured = {ranks: measure(ranks, options.rounds) for ranks in RANKS}
     figures = check(measured)
@@ -55,23 +55,11 @@ def main(arguments: list[str]) -> int:
     return finish(figures)
 
 
-def parsed(arguments: list[str]) -> Any:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="scale.py")
-    parser.add_argument("rounds", type=int, nargs="?", default=20)
-    parser.add_argument("--link", type=Path, help="what link.py --json has written")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "scaling.svg", help="the picture")
-    return parser.parse_args(arguments)
-
-
 def measure(ranks: int, rounds: int) -> dict[int, float]:
     """Run the ranks; returns seconds by bytes."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "seconds.json")
-        mpirun = Path(sys.executable).with_name("mpirun")
-        options = f"--allow-run-as-root --oversubscribe --bind-to none -np {ranks}".split()
-        command = [mpirun, *options, sys.executable, HERE / "scale_ranks.py", out, rounds, *SIZES]
-        subprocess.run([*map(str, command)], env=environment(), check=True)
+        subprocess.run(mpirun(ranks, HERE / "scale_ranks.py", out, rounds, *SIZES), env=environment(), check=True)
         return {int(size): seconds for size, seconds in json.loads(out.read_text()).items()}
 
 

@@ -50,7 +50,7 @@ def draw(ranks: Sequence[int], curves: Mapping[str, Sequence[float]], constants:
 
 
 def y(share: float) -> float:
-    """Where a share lies."""
+    """The height at which a share is drawn."""
     return BOTTOM - (BOTTOM - TOP) * share
 
 

@@ -1,8 +1,6 @@
 """smdistributed.dataparallel.tensorflow against MultiWorkerMirroredStrategy, in the image: `make bench-tensorflow`.
 
-    tensorflow_image.py IMAGE [ROUNDS]
-
-Two ranks in one container, in the same processes and in turns; medians of ROUNDS (20), a round's time is that of its
+Two ranks in one container, in the same processes and in turns; medians of the rounds, a round's time is that of its
 slowest rank, after a barrier. Each rank computes with one thread. The rival's collectives are its ring over gRPC.
 
 - `tf-all-reduce-64MB`: float32, inside a tf.function; `…-torch` against `all_reduce` of torch.distributed on `smddp`,
@@ -24,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from dataparallel import measure as measure_torch
-from report import Figure, finish, print_machine
+from report import Figure, finish, make_parser, print_machine
 
 from shoal.matrix import project
 from shoal.matrix.spec import load
@@ -36,8 +34,10 @@ STAGES = ((2, 1), (2, 4), (4, 1), (4, 4))
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    image = load(project.find(Path.cwd()).buildspec).select(arguments[0]).tag
-    rounds = int(arguments[1]) if len(arguments) > 1 else ROUNDS
+    parser = make_parser(__doc__, ROUNDS)
+    parser.add_argument("--image", default="tensorflow", help="as `shoal build` takes it (%(default)s)")
+    options = parser.parse_args(arguments)
+    image, rounds = load(project.find(Path.cwd()).buildspec).select(options.image).tag, options.rounds
     print_machine()
     print(f"image: {image}, rounds: {rounds} (medians)", flush=True)
     times = cases(image, rounds)

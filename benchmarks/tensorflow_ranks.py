@@ -33,7 +33,7 @@ def mirrored() -> Any:
 
 def reduced_by(strategy: Any) -> Callable[[Any], Any]:
     def reduce(tensor: Any) -> Any:
-        here = tf.identity(tensor)  # copies nothing, and names the device, which the strategy wants to know
+        here = tf.identity(tensor)  # copies nothing, and names the device, which the strategy needs
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here)
 
     return tf.function(lambda tensor: strategy.run(reduce, args=(tensor,)))  # type: ignore[no-any-return]

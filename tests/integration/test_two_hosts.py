@@ -188,7 +188,7 @@ def test_the_right_secret_under_another_name_starts_nothing(guarded: Guarded) ->
     assert guarded.started == []
     assert said["heard"] == []
     guarded.lets_only_the_first_host_start(first)
-    assert "turned away a connection from" in guarded.worker.wait().output
+    assert "rejected a connection from" in guarded.worker.wait().output
 
 
 def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(guarded: Guarded) -> None:

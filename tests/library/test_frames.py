@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from tests.repeats import SEED, times
 
-from smdistributed.core.frames import FrameError, Message, Reader, Writer
-from smdistributed.core.handshake import Caller, HandshakeError, Listener
+from smdistributed.core.handshake import HandshakeError, Initiator, Responder
 from smdistributed.core.store import parse_request
+from smdistributed.modelparallel.backend.frames import FrameError, Message, Reader, Writer
 
 pytestmark = pytest.mark.soak
 
@@ -105,84 +105,84 @@ def test_a_size_that_nobody_has_proved_takes_no_memory() -> None:
     assert reader.missing < 2 << 20
 
 
-def shaken(caller: Caller, listener: Listener) -> bytes:
+def shaken(initiator: Initiator, responder: Responder) -> bytes:
     """Go through the handshake; the last message."""
-    answer = listener.feed(caller.hello)
-    reply = caller.reply(answer)
-    assert listener.feed(reply) == b""
+    answer = responder.feed(initiator.hello)
+    reply = initiator.reply(answer)
+    assert responder.feed(reply) == b""
     return reply
 
 
 def test_both_sides_prove_that_they_have_the_key() -> None:
-    caller, listener = Caller(KEY, 3, 5), Listener(KEY, 5)
-    shaken(caller, listener)
-    assert listener.caller == 3
-    assert caller.session == listener.session
-    again = Caller(KEY, 3, 5)
-    shaken(again, Listener(KEY, 5))
-    assert again.session != caller.session
+    initiator, responder = Initiator(KEY, 3, 5), Responder(KEY, 5)
+    shaken(initiator, responder)
+    assert responder.initiator == 3
+    assert initiator.session == responder.session
+    again = Initiator(KEY, 3, 5)
+    shaken(again, Responder(KEY, 5))
+    assert again.session != initiator.session
 
 
 @pytest.mark.parametrize(
-    ("caller", "listener"),
+    ("initiator", "responder"),
     [
-        (Caller(KEY, 3, 5), Listener(OTHER, 5)),
-        (Caller(OTHER, 3, 5), Listener(KEY, 5)),
-        (Caller(KEY, 3, 6), Listener(KEY, 5)),
+        (Initiator(KEY, 3, 5), Responder(OTHER, 5)),
+        (Initiator(OTHER, 3, 5), Responder(KEY, 5)),
+        (Initiator(KEY, 3, 6), Responder(KEY, 5)),
     ],
     ids=["impostor listens", "impostor calls", "another rank"],
 )
-def test_who_has_another_key_or_is_another_rank_is_refused(caller: Caller, listener: Listener) -> None:
+def test_who_has_another_key_or_is_another_rank_is_refused(initiator: Initiator, responder: Responder) -> None:
     with pytest.raises(HandshakeError, match="another key"):
-        caller.reply(listener.feed(caller.hello))
+        initiator.reply(responder.feed(initiator.hello))
     with pytest.raises(HandshakeError, match="another key"):
-        listener.feed(b"p" * 32)
-    assert not caller.session
-    assert not listener.session
+        responder.feed(b"p" * 32)
+    assert not initiator.session
+    assert not responder.session
 
 
 def test_what_was_recorded_of_a_handshake_proves_nothing() -> None:
-    caller = Caller(KEY, 3, 5)
-    reply = shaken(caller, Listener(KEY, 5))
-    later = Listener(KEY, 5)
-    later.feed(caller.hello)
+    initiator = Initiator(KEY, 3, 5)
+    reply = shaken(initiator, Responder(KEY, 5))
+    later = Responder(KEY, 5)
+    later.feed(initiator.hello)
     with pytest.raises(HandshakeError, match="another key"):
         later.feed(reply)
 
 
 def test_an_answer_is_no_proof_of_a_caller() -> None:
-    """Who has no key cannot use one listener, or its own words, to answer another."""
-    listener, oracle = Listener(KEY, 5), Listener(KEY, 5)
-    hello = Caller(OTHER, 5, 5).hello
-    listener.feed(hello)
+    """Who has no key cannot use one responder, or its own words, to answer another."""
+    responder, oracle = Responder(KEY, 5), Responder(KEY, 5)
+    hello = Initiator(OTHER, 5, 5).hello
+    responder.feed(hello)
     with pytest.raises(HandshakeError, match="another key"):
-        listener.feed(oracle.feed(hello)[32:])
+        responder.feed(oracle.feed(hello)[32:])
 
 
 @seed(SEED)
 @fuzzed
 @given(st.booleans(), st.binary(max_size=100), st.lists(st.integers(1, 50), max_size=10))
 def test_no_stranger_gets_through_a_handshake(begins_well: bool, data: bytes, pieces: list[int]) -> None:
-    listener = Listener(KEY, 5)
-    stream = (Caller(OTHER, 3, 5).hello if begins_well else b"") + data
+    responder = Responder(KEY, 5)
+    stream = (Initiator(OTHER, 3, 5).hello if begins_well else b"") + data
     try:
         for piece in [*pieces, 100, 100]:
-            part, stream = stream[: min(piece, listener.wanted)], stream[min(piece, listener.wanted) :]
-            assert len(listener.feed(part)) in (0, 64)
+            part, stream = stream[: min(piece, responder.missing_bytes)], stream[min(piece, responder.missing_bytes) :]
+            assert len(responder.feed(part)) in (0, 64)
     except HandshakeError:
         pass
-    assert not listener.session
-    assert listener.wanted <= 44
+    assert not responder.session
+    assert responder.missing_bytes <= 44
 
 
 @seed(SEED)
 @fuzzed
 @given(st.binary(max_size=100))
 def test_no_stranger_answers_a_caller(answer: bytes) -> None:
-    caller = Caller(KEY, 3, 5)
+    initiator = Initiator(KEY, 3, 5)
     with pytest.raises(HandshakeError):
-        caller.reply(answer)
-    assert not caller.session
+        initiator.reply(answer)
+    assert not initiator.session
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -13,8 +13,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from smdistributed.modelparallel.torch import optimizer, reducer
+from smdistributed.modelparallel.torch import master_weights, reducer
+from smdistributed.modelparallel.torch.gradient_norms import clip_gradients
 from smdistributed.modelparallel.torch.loss_scale import LossScale
+from smdistributed.modelparallel.torch.master_weights import MasterWeights
 
 COUNT = 30
 
@@ -44,23 +46,21 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One stage of its own, and what it gives to collectives."""
-    reduced: list[Any] = []
-    post = SimpleNamespace(gather=lambda part, _: [part])
-    monkeypatch.setattr(optimizer, "state", SimpleNamespace(post=post, group=lambda _: (0,), model=None, cfg=Config()))
-    monkeypatch.setattr(optimizer, "dist", SimpleNamespace(all_reduce=reduced.append))
-    monkeypatch.setattr(optimizer, "device_of", lambda _: torch.device("cpu"))
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the stage, which is alone, gives to collectives."""
+    given: list[Any] = []
+    monkeypatch.setattr(master_weights, "dist", SimpleNamespace(all_reduce=given.append))
+    monkeypatch.setattr(master_weights, "device_of", lambda _: torch.device("cpu"))
 
     def never(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a copy to the host waits for the device")
 
     monkeypatch.setattr(torch.Tensor, "cpu", never)
-    return reduced
+    return given
 
 
-class Config:
-    fp16 = bf16 = False
+def alone(part: float) -> list[float]:
+    return [part]
 
 
 def parameters(value: float = 1.0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -76,39 +76,33 @@ def gradients_of(given: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clipping_waits_once(stage: list[Any], norm_type: float) -> None:
+def test_clipping_waits_once(reduced: list[Any], norm_type: float) -> None:
     given, expected = parameters(2.0), parameters(2.0)
     with Device(gradients_of(given)) as device:
-        norm = optimizer.clip(given, 1.0, norm_type)
-    alone = torch.nn.utils.clip_grad_norm_([p for p in expected if p.numel()], 1.0, norm_type)
+        norm = clip_gradients(given, 1.0, norm_type, alone)
+    in_torch = torch.nn.utils.clip_grad_norm_([p for p in expected if p.numel()], 1.0, norm_type)
     assert device.waits == 1
-    assert norm == pytest.approx(float(alone))
+    assert norm == pytest.approx(float(in_torch))
     for one, other in zip(gradients_of(given), gradients_of(expected)):
         torch.testing.assert_close(one, other)
 
 
-def test_a_norm_in_half_precision_does_not_overflow(stage: list[Any]) -> None:
+def test_a_norm_in_half_precision_does_not_overflow() -> None:
     given = parameters(300.0, torch.float16)
     elements = sum(parameter.numel() for parameter in given)
-    assert optimizer.clip(given, 1.0) == pytest.approx(300.0 * math.sqrt(elements), rel=1e-3)
+    assert clip_gradients(given, 1.0, 2.0, alone) == pytest.approx(300.0 * math.sqrt(elements), rel=1e-3)
 
 
 @pytest.mark.parametrize(("broken", "overflows"), [(None, False), (float("inf"), True), (float("nan"), True)])
-def test_overflows_are_looked_for_once(stage: list[Any], broken: float | None, overflows: bool) -> None:
+def test_overflows_are_looked_for_once(reduced: list[Any], broken: float | None, overflows: bool) -> None:
     given = parameters(8.0)
     if broken is not None:
         gradients_of(given)[COUNT // 2][0, 0] = broken
-    wrapper = optimizer.DistributedOptimizer.__new__(optimizer.DistributedOptimizer)
-    wrapper.__dict__.update(
-        optimizer=torch.optim.SGD(given, 0.1),
-        scale=LossScale(1.0, True, {"init_scale": 4.0}),
-        overflow=False,
-        _masters={},
-    )
+    weights = MasterWeights(torch.optim.SGD(given, 0.1), False, LossScale(1.0, True, {"init_scale": 4.0}), lambda: None)
     with Device(gradients_of(given)) as device:
-        wrapper.update_master_grads()
+        weights.unscale()
     assert device.waits == 1
-    assert (wrapper.overflow, [float(one) for one in stage]) == (overflows, [float(overflows)])
+    assert (weights.overflow, [float(one) for one in reduced]) == (overflows, [float(overflows)])
     assert float(gradients_of(given)[1][0, 0]) == 2.0
 
 

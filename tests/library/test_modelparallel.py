@@ -15,12 +15,13 @@ import pytest
 from tests.library.conftest import TORCH, clean_environment
 from tests.repeats import SEED, SOAK, times
 
-from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
-from smdistributed.modelparallel.torch import stage
+from smdistributed.modelparallel.backend.schedule import TurnKind
+from smdistributed.modelparallel.torch import failures
 from smdistributed.modelparallel.torch.messages import Kind, Message
 from smdistributed.modelparallel.torch.observation import Observer
-from smdistributed.modelparallel.torch.work import Work
+from smdistributed.modelparallel.torch.stage import Stage
+from smdistributed.modelparallel.torch.tasks import Task
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
@@ -139,12 +140,12 @@ def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun
 
 
 def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from smdistributed.modelparallel.torch import checkpoints
+    from smdistributed.modelparallel.torch import partial_checkpoints
 
     (tmp_path / ".tag_partial.old").mkdir()
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda *names: (rename(*names), rename(*names)))  # another rank's before
-    checkpoints._finish_rename(tmp_path / "tag_partial")
+    partial_checkpoints.finish_rename(tmp_path / "tag_partial")
     assert [path.name for path in tmp_path.iterdir()] == ["tag_partial"]
 
 
@@ -183,7 +184,7 @@ def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage:
     assert set(map(int, raised)) == {0, 1, 2} - ({stage} if what == "kill" else set())
     assert max(map(float, raised.values())) < 30  # the stages would go on for 60 s
     if what == "kill":
-        assert f"Stage {stage} (rank {stage}) is gone" in said
+        assert f"Stage {stage} (rank {stage}): connection lost" in said
     else:
         assert said.count(f"Stage {stage} (rank {stage}) failed:") == 2
         assert said.count("ArithmeticError: this layer fails") >= 3
@@ -202,7 +203,7 @@ def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path
         own = job["said"].pop(stage)
         assert "ArithmeticError: this fails" in own or is_killed, job
         in_step = not is_killed and job["where"] != "between"
-        what = f"Stage {stage} (rank {stage}) " + ("failed:\nTraceback" if in_step else "is gone")
+        what = f"Stage {stage} (rank {stage})" + (" failed:\nTraceback" if in_step else ": connection lost")
         assert all(what in said for said in job["said"]), job
         assert all(not in_step or 'raise ArithmeticError("this fails")' in said for said in job["said"]), job
 
@@ -231,7 +232,7 @@ def test_dataparallel_beside_it_is_refused() -> None:
     assert 'Using "modelparallel" and "dataparallel" in one job is not supported' in ended.stderr
 
 
-class FullMail:
+class FullTransport:
     """To rank 1 nothing goes out: its socket is full."""
 
     def __init__(self) -> None:
@@ -245,26 +246,26 @@ class FullMail:
 
 
 def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_TELL_SECONDS", 0.2)
-    mail: Any = FullMail()
-    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
-    failing.fail(ValueError("no"))
+    monkeypatch.setattr(failures, "_REPORT_SECONDS", 0.2)
+    transport: Any = FullTransport()
+    failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
+    failing.failures.fail(ValueError("no"))
     failing.leave()  # waits until others are told, as the process may end
-    assert mail.told == [2]
-    mail.emptied.set()
+    assert transport.told == [2]
+    transport.emptied.set()
 
 
 def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_TELL_SECONDS", 600)
-    mail: Any = FullMail()
-    failing = stage.Stage(mail, [0, 1, 2], 0, lambda name: None, 1800)
-    threading.Thread(target=failing.fail, args=[ValueError("no")], daemon=True).start()
-    assert failing._failed.wait(10), "it waits for rank 1"
+    monkeypatch.setattr(failures, "_REPORT_SECONDS", 600)
+    transport: Any = FullTransport()
+    failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
+    threading.Thread(target=failing.failures.fail, args=[ValueError("no")], daemon=True).start()
+    assert failing.failures.occurred.wait(10), "it waits for rank 1"
     with pytest.raises(ValueError, match="no"):
         failing.begin(Config())
-    mail.emptied.set()
+    transport.emptied.set()
     failing.leave()
-    assert sorted(mail.told) == [1, 2]
+    assert sorted(transport.told) == [1, 2]
 
 
 def observer(seconds: float) -> tuple[Observer, list[str]]:
@@ -277,36 +278,36 @@ def observer(seconds: float) -> tuple[Observer, list[str]]:
 def test_a_stage_waits_no_longer_than_the_limit_since_it_has_heard_of_another() -> None:
     waiting, called = observer(100)
     now = time.monotonic()
-    waiting._keep_limit(now + 99)
+    waiting._check_limit(now + 99)
     assert called == []
-    waiting._keep_limit(now + 101)
+    waiting._check_limit(now + 101)
     assert called == ["nobody has called anything here: the first stage may not be in this step"]
-    waiting.waits(1, lambda: "microbatch 0 waits for the forward of head on stage 2 (rank 2)")
-    waiting._keep_limit(now + 101)
+    waiting.call_begins(1, lambda: "microbatch 0 waits for the forward of head on stage 2 (rank 2)")
+    waiting._check_limit(now + 101)
     assert called[1:] == ["microbatch 0 waits for the forward of head on stage 2 (rank 2)"]
-    waiting._heard = now + 50  # as `hears` has it
-    waiting._keep_limit(now + 149)
+    waiting._last_event = now + 50  # as after a message
+    waiting._check_limit(now + 149)
     assert len(called) == 2
 
 
 def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
     computing, called = observer(100)
-    computing.turn_begins(Work(0, schedule.Kind.FORWARD, 0))
-    computing._keep_limit(time.monotonic() + 20)
+    computing.turn_begins(Task(0, TurnKind.FORWARD, 0))
+    computing._check_limit(time.monotonic() + 20)
     assert called == []
-    computing._keep_limit(time.monotonic() + 1000)
+    computing._check_limit(time.monotonic() + 1000)
     assert called == ["long turn"]
-    mail: Any = FullMail()
-    mail.emptied.set()
-    stages = [stage.Stage(mail, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]
-    stages[0]._beat()
-    for beat in stages[0]._beats:
-        beat.join()
-    assert mail.told == [1]
-    before = stages[1]._observer._heard
-    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, ()))
-    assert stages[1]._observer._heard > before
-    assert stages[1]._held == []
+    transport: Any = FullTransport()
+    transport.emptied.set()
+    stages = [Stage(transport, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]
+    stages[0]._report_working()
+    for report in stages[0]._working_reports:
+        report.join()
+    assert transport.told == [1]
+    before = stages[1]._observer._last_event
+    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, []))
+    assert stages[1]._observer._last_event > before
+    assert stages[1]._early == []
 
 
 @pytest.mark.mpi
@@ -314,8 +315,9 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
 def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_for(mpirun: Mpirun) -> None:
     """The first stage never enters the step."""
     said = mpirun(2, RANKS, "absent", STAGES="2", SMP_TIMEOUT_SECONDS="1")
-    why = "Stage 1 (rank 1) has heard of no other stage for 1 s, in step 1: nobody has called anything here"
+    silence = "Stage 1 (rank 1) has received nothing from the other stages for 1 s"
+    why = f"{silence}, in step 1: nobody has called anything here"
     assert f"says: {why}" in said
     assert "is told: Stage 1 (rank 1) failed:" in said
     assert said.count(why) == 2
-    assert "Fix: see what it does; if it may take longer, set SMP_TIMEOUT_SECONDS to more seconds on all ranks." in said
+    assert "Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS higher on all ranks." in said

@@ -18,7 +18,7 @@ from smdistributed.modelparallel.backend.balance import SLACK, cut, largest_of
 from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
-from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 
 
 def test_the_launch_wins_over_the_script() -> None:
@@ -151,21 +151,26 @@ def turns(schedule: Schedule, waiting: list[Turn]) -> list[Turn]:
 
 
 def test_forwards_and_backwards_alternate() -> None:
-    waiting = [Turn(Kind.FORWARD, 2), Turn(Kind.BACKWARD, 0), Turn(Kind.FORWARD, 3), Turn(Kind.BACKWARD, 1)]
+    waiting = [
+        Turn(TurnKind.FORWARD, 2),
+        Turn(TurnKind.BACKWARD, 0),
+        Turn(TurnKind.FORWARD, 3),
+        Turn(TurnKind.BACKWARD, 1),
+    ]
     done = turns(Schedule(9), waiting)
     assert [(turn.kind.value[0], turn.microbatch) for turn in done] == [("f", 2), ("b", 0), ("f", 3), ("b", 1)]
 
 
 def test_what_another_stage_waits_for_comes_first() -> None:
-    waiting = [Turn(Kind.FORWARD, 0), Turn(Kind.INTERRUPTED, 2), Turn(Kind.GO_ON, 3)]
+    waiting = [Turn(TurnKind.FORWARD, 0), Turn(TurnKind.INTERRUPTED, 2), Turn(TurnKind.RESUME, 3)]
     assert [turn.microbatch for turn in turns(Schedule(9), waiting)] == [3, 2, 0]
 
 
 def test_no_more_than_the_window_are_in_flight_but_the_oldest_may_always_begin() -> None:
     schedule = Schedule(2)
-    waiting = [Turn(Kind.FORWARD, microbatch) for microbatch in (3, 2, 1)]
+    waiting = [Turn(TurnKind.FORWARD, microbatch) for microbatch in (3, 2, 1)]
     assert [turn.microbatch for turn in turns(schedule, waiting)] == [1, 2]
-    assert turns(schedule, [Turn(Kind.FORWARD, 0)]) == [Turn(Kind.FORWARD, 0)]
+    assert turns(schedule, [Turn(TurnKind.FORWARD, 0)]) == [Turn(TurnKind.FORWARD, 0)]
     schedule.finish(1)
     assert turns(schedule, waiting) == []
     schedule.finish(0)
@@ -174,10 +179,10 @@ def test_no_more_than_the_window_are_in_flight_but_the_oldest_may_always_begin()
 
 def test_backwards_in_order_wait_for_earlier_microbatches() -> None:
     schedule = Schedule(9, in_order=True)
-    waiting = [Turn(Kind.FORWARD, 0), Turn(Kind.FORWARD, 1), Turn(Kind.BACKWARD, 1)]
-    assert [turn.kind for turn in turns(schedule, waiting)] == [Kind.FORWARD, Kind.FORWARD]
+    waiting = [Turn(TurnKind.FORWARD, 0), Turn(TurnKind.FORWARD, 1), Turn(TurnKind.BACKWARD, 1)]
+    assert [turn.kind for turn in turns(schedule, waiting)] == [TurnKind.FORWARD, TurnKind.FORWARD]
     schedule.finish(0)
-    assert turns(schedule, waiting) == [Turn(Kind.BACKWARD, 1)]
+    assert turns(schedule, waiting) == [Turn(TurnKind.BACKWARD, 1)]
 
 
 def best_of_all(costs: list[float], stages: int) -> float:

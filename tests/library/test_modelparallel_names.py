@@ -300,7 +300,7 @@ def test_optimizer_names_of_published_scripts(job: Any) -> None:
     optimizer.step()
     saved = copy.deepcopy(optimizer.save_optimizer_backcompat(gather_if_shard=1))
     assert set(optimizer.save_optimizer_backcompat(fp32_states_only=True)) == set(saved) - {"state"}
-    master = next(iter(optimizer.masters.values()))
+    master = next(iter(optimizer.master_weights.copies.values()))
     wanted = master.clone()
     master.data.zero_()
     optimizer.load_optimizer_backcompat(saved, gather_if_shard=True)
@@ -435,9 +435,11 @@ def test_clipping_with_a_loss_scale_is_of_gradients_without_it(job: Any, how: st
             given = model.parameters() if how == "torch" else optimizer.param_groups[0]["params"]
             found = float(torch.nn.utils.clip_grad_norm_(given, 0.5))
         assert 1.0 < found < 20.0
-        before = [master.clone() for master in optimizer.masters.values()]
+        before = [master.clone() for master in optimizer.master_weights.copies.values()]
         optimizer.step()
-        moved = sum(float((a - b).detach().square().sum()) for a, b in zip(before, optimizer.masters.values()))
+        moved = sum(
+            float((a - b).detach().square().sum()) for a, b in zip(before, optimizer.master_weights.copies.values())
+        )
         assert abs(moved**0.5 - 0.05) < 1e-4  # the learning rate, 0.1, times the norm
 
 
@@ -448,9 +450,9 @@ def test_a_gradient_of_a_step_before_is_not_applied_again(job: Any) -> None:
     optimizer.step()
     model.zero_grad()
     model.backward(model.module[0](torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())  # type: ignore[index]
-    unused = list(optimizer.masters.values())[2].clone()
+    unused = list(optimizer.master_weights.copies.values())[2].clone()
     optimizer.step()
-    assert torch.equal(unused, list(optimizer.masters.values())[2])
+    assert torch.equal(unused, list(optimizer.master_weights.copies.values())[2])
 
 
 def test_gradients_reset_by_hand_after_a_step_was_left_out_are_not_taken_for_new_ones(job: Any) -> None:
@@ -461,9 +463,9 @@ def test_gradients_reset_by_hand_after_a_step_was_left_out_are_not_taken_for_new
     for parameter in model.parameters():
         parameter.grad = None
     model.backward(model(torch.ones(2, 4)).square().mean() * 0.0)
-    before = [master.clone() for master in optimizer.masters.values()]
+    before = [master.clone() for master in optimizer.master_weights.copies.values()]
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.values()))
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.master_weights.copies.values()))
 
 
 def test_groups_added_while_training_have_copies_too(job: Any) -> None:
@@ -475,7 +477,7 @@ def test_groups_added_while_training_have_copies_too(job: Any) -> None:
     optimizer.add_param_group({"params": [extra]})
     extra.grad = torch.full((2,), 1e-3, dtype=torch.bfloat16)  # too small a change for bfloat16
     optimizer.step()
-    assert optimizer.masters[extra][0] < 1.0
+    assert optimizer.master_weights.copies[extra][0] < 1.0
 
 
 def test_a_second_optimizer_is_refused_where_the_first_would_not_train(job: Any) -> None:

@@ -102,5 +102,5 @@ def test_without_backwards_nothing_limits_what_is_in_flight() -> None:
 def test_a_message_that_nobody_sends_is_told() -> None:
     programs = chain(2, 1)
     del programs[0][1]
-    with pytest.raises(SMPRuntimeError, match=r"wait for each other for ever.*0 from 0"):
+    with pytest.raises(SMPRuntimeError, match=r"wait for each other forever.*0 from 0"):
         order(programs, 4, simple=False)

@@ -257,7 +257,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path: Path, cap
             running.flush()
         running.close()
     (message,) = caplog.messages
-    assert "/dev/full ends here, and training goes on: No space left on device" in message
+    assert "/dev/full ends here; training continues: No space left on device" in message
 
 
 def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:

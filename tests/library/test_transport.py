@@ -15,11 +15,11 @@ import pytest
 from tests.launching import clean_environment
 from tests.toolkit.netns import UNAVAILABLE, Host, cut, running, two_hosts
 
-from smdistributed.core import mail
-from smdistributed.core.frames import Writer
-from smdistributed.core.handshake import Caller, HandshakeError, accept, call
-from smdistributed.core.mail import Access, Mail
+from smdistributed.core.handshake import HandshakeError, Initiator, answer_handshake, initiate_handshake
 from smdistributed.core.sockets import LOSS_SECONDS, own_address
+from smdistributed.modelparallel.backend import transport
+from smdistributed.modelparallel.backend.frames import Writer
+from smdistributed.modelparallel.backend.transport import Access, Transport
 
 KEY = b"k" * 32
 LOOPBACK = "127.0.0.1"
@@ -35,20 +35,20 @@ class Rank:
         self.heads: list[tuple[int, bytes]] = []
         self.bodies: list[bytearray] = []
         self.lost: list[int] = []
-        self.mail = Mail(number, Access(key, LOOPBACK), self._deliver, self._lose, seconds)
+        self.transport = Transport(number, Access(key, LOOPBACK), self._deliver, self._lose, seconds)
 
     def meet(self, *others: Rank) -> None:
-        self.mail.meet({other.number: (LOOPBACK, other.mail.port) for other in others})
+        self.transport.set_peers({other.number: (LOOPBACK, other.transport.port) for other in others})
 
     def connect(self) -> socket.socket:
         """A stranger's connection to this rank."""
-        return socket.create_connection((LOOPBACK, self.mail.port), LIMIT_S)
+        return socket.create_connection((LOOPBACK, self.transport.port), LIMIT_S)
 
     def call(self, number: int) -> tuple[socket.socket, Writer]:
         """A connection to this rank by another one, which the test plays."""
         sock = self.connect()
-        session = call(sock, KEY, number, self.number, time.monotonic() + LIMIT_S)
-        return sock, Writer(self.mail._tags(session))
+        session = initiate_handshake(sock, KEY, number, self.number, time.monotonic() + LIMIT_S)
+        return sock, Writer(self.transport._tag_key(session))
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.changed:
@@ -77,7 +77,7 @@ def ranks() -> Iterator[tuple[Rank, Rank]]:
     both[1].meet(both[0])
     yield both
     for each in both:
-        each.mail.close()
+        each.transport.close()
 
 
 def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank]) -> None:
@@ -85,8 +85,8 @@ def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank])
     bodies = [
         bytearray(number % 251 for number in range(size % 1000)) * (size // max(1, size % 1000)) for size in sizes
     ]
-    ranks[0].mail.send(1, b"first", bodies)
-    ranks[0].mail.send(1, b"")
+    ranks[0].transport.send(1, b"first", bodies)
+    ranks[0].transport.send(1, b"")
     ranks[1].gets(b"")
     assert ranks[1].heads == [(0, b"first"), (0, b"")]
     assert ranks[1].bodies == bodies
@@ -99,19 +99,19 @@ def test_messages_of_any_size_arrive_as_they_were_sent(ranks: tuple[Rank, Rank])
         b"x" * 18,
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 4096,
-        Caller(b"o" * 32, 0, 1).hello,
-        Caller(KEY, 0, 1).hello[:7],
+        Initiator(b"o" * 32, 0, 1).hello,
+        Initiator(KEY, 0, 1).hello[:7],
     ],
     ids=["silent", "18 bytes", "http", "ones", "hello", "part of a hello"],
 )
 def test_a_stranger_keeps_nobody_waiting(ranks: tuple[Rank, Rank], words: bytes) -> None:
-    ranks[0].mail.send(1, b"before")
+    ranks[0].transport.send(1, b"before")
     ranks[1].gets(b"before")
     with ranks[1].connect() as stranger:
         stranger.sendall(words)
-        ranks[1].mail.send(0, b"there")
+        ranks[1].transport.send(0, b"there")
         ranks[0].gets(b"there", 1)
-        ranks[0].mail.send(1, b"after")
+        ranks[0].transport.send(1, b"after")
         ranks[1].gets(b"after")
     assert ranks[1].lost == []
 
@@ -121,7 +121,7 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_keeps_nobody_waiting(ranks
     with sock:
         body = memoryview(bytes(1 << 20))
         sock.sendall(writer.frame(b"half", [body]) + body[: 1 << 19])
-        ranks[0].mail.send(1, b"whole")
+        ranks[0].transport.send(1, b"whole")
         ranks[1].gets(b"whole")
         assert ranks[1].lost == []
         sock.sendall(body[1 << 19 :])
@@ -133,9 +133,9 @@ def test_more_strangers_than_there_are_files_keep_no_rank_out(ranks: tuple[Rank,
     with contextlib.ExitStack() as undo:
         for _ in range(300):
             undo.enter_context(ranks[1].connect())
-        ranks[0].mail.send(1, b"here")
+        ranks[0].transport.send(1, b"here")
         ranks[1].gets(b"here")
-        assert len(ranks[1].mail._strangers) <= 64
+        assert len(ranks[1].transport._unauthenticated) <= 64
 
 
 def test_who_has_another_key_is_told_so_and_not_heard(ranks: tuple[Rank, Rank]) -> None:
@@ -144,16 +144,16 @@ def test_who_has_another_key_is_told_so_and_not_heard(ranks: tuple[Rank, Rank]) 
     with pytest.raises(
         HandshakeError, match=r"Rank 1, at 127.0.0.1:\d+, does not have this job's key.*SMDDP_JOB_SECRET"
     ):
-        other.mail.send(1, b"not for you")
-    other.mail.close()
-    ranks[0].mail.send(1, b"here")
+        other.transport.send(1, b"not for you")
+    other.transport.close()
+    ranks[0].transport.send(1, b"here")
     ranks[1].gets(b"here")
     assert ranks[1].heads == [(0, b"here")]
     assert ranks[1].lost == []
 
 
 def test_a_head_that_was_changed_on_its_way_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mail, "is_loopback", lambda _: False)  # as between hosts
+    monkeypatch.setattr(transport, "is_loopback", lambda _: False)  # as between hosts
     rank = Rank(1)
     rank.meet()
     sock, writer = rank.call(7)
@@ -163,7 +163,7 @@ def test_a_head_that_was_changed_on_its_way_is_not_delivered(monkeypatch: pytest
         sock.sendall(first + second)
         rank.until(lambda: rank.lost == [7])
     assert rank.heads == [(7, b"right")]
-    rank.mail.close()
+    rank.transport.close()
 
 
 def test_it_listens_at_the_address_that_it_is_given_and_no_other() -> None:
@@ -172,45 +172,45 @@ def test_it_listens_at_the_address_that_it_is_given_and_no_other() -> None:
     if outside.startswith("127."):
         pytest.skip("this machine has no other address")
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((outside, rank.mail.port), LIMIT_S)
-    rank.mail.close()
+        socket.create_connection((outside, rank.transport.port), LIMIT_S)
+    rank.transport.close()
 
 
 def test_a_rank_that_takes_no_messages_ends_a_send_at_its_limit() -> None:
     sender = Rank(0, seconds=0.1)
     with socket.create_server((LOOPBACK, 0)) as listener:
-        sender.mail.meet({1: (LOOPBACK, listener.getsockname()[1])})
+        sender.transport.set_peers({1: (LOOPBACK, listener.getsockname()[1])})
 
         def answer() -> None:
             sock, _ = listener.accept()
-            accept(sock, KEY, 1, time.monotonic() + LIMIT_S)
+            answer_handshake(sock, KEY, 1, time.monotonic() + LIMIT_S)
             kept.append(sock)
 
         kept: list[socket.socket] = []
         answering = threading.Thread(target=answer, daemon=True)
         answering.start()
         with pytest.raises(TimeoutError, match=r"rank 1 has taken no message for 0.1 s"):
-            sender.mail.send(1, b"much", [bytes(64 << 20)])
+            sender.transport.send(1, b"much", [bytes(64 << 20)])
         with pytest.raises(OSError, match="Broken pipe"):
-            sender.mail.send(1, b"more")
-    sender.mail.close()
+            sender.transport.send(1, b"more")
+    sender.transport.close()
 
 
 def test_a_rank_that_only_sends_notices_that_the_other_ends(ranks: tuple[Rank, Rank]) -> None:
     """Who is called calls back, and its connection ends with it."""
-    ranks[0].mail.send(1, b"here")
+    ranks[0].transport.send(1, b"here")
     deadline = time.monotonic() + LIMIT_S
-    while not any(incoming.reader for incoming in list(ranks[0].mail._in.values())):
+    while not any(incoming.reader for incoming in list(ranks[0].transport._in.values())):
         assert time.monotonic() < deadline, "nobody has called back"
         time.sleep(0.01)
-    ranks[1].mail.close()
+    ranks[1].transport.close()
     ranks[0].until(lambda: ranks[0].lost == [1])
 
 
 def test_the_kernel_asks_an_idle_connection_whether_its_host_is_there(ranks: tuple[Rank, Rank]) -> None:
-    ranks[0].mail.send(1, b"here")
+    ranks[0].transport.send(1, b"here")
     ranks[1].gets(b"here")
-    for sock in (ranks[0].mail._out[1].sock, *(incoming.sock for incoming in ranks[1].mail._in.values())):
+    for sock in (ranks[0].transport._out[1].sock, *(incoming.sock for incoming in ranks[1].transport._in.values())):
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, apart, times = (
             sock.getsockopt(socket.IPPROTO_TCP, option)

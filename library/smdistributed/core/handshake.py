@@ -1,11 +1,12 @@
-"""How two processes of a job prove to each other that they have its key, before either believes the other a word.
+"""How two processes of a job prove to each other that they have its key, before they exchange anything else.
 
-1. Who connects sends a hello: its rank and a nonce.
-2. Who listens answers with a nonce of its own and a proof: an HMAC-SHA-256 over its role, both ranks and both nonces.
-3. Who connects checks that proof, and sends its own.
+1. The initiator, which connects, sends a hello: its rank and a nonce.
+2. The responder, which listens, answers with a nonce of its own and a proof. The proof is an HMAC-SHA-256 over its
+   role, both ranks and both nonces.
+3. The initiator checks that proof, and sends its own.
 
-All three are flat and of fixed length, and nothing more is read of a stranger. From the key and the nonces both derive
-a key for this connection alone: what somebody has recorded of another one proves nothing.
+All three messages are flat and of fixed length. Nothing else is read from a peer that is not authenticated. From the
+key and the nonces, both sides derive a key for this connection. So a recording of another connection proves nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class HandshakeError(ConnectionError):
     """The other side does not have the job's key, or is no process of a job."""
 
 
-class Caller:
+class Initiator:
     """The side that connects.
 
-    key: the job's. rank: who calls. to: the rank that must answer, and no other.
+    Args:
+        key: The job's key.
+        rank: This rank.
+        to: The rank that must answer.
     """
 
     def __init__(self, key: bytes, rank: int, to: int) -> None:
@@ -41,80 +45,94 @@ class Caller:
         """The key of the connection; empty until the other side has proved itself."""
 
     def reply(self, answer: bytes) -> bytes:
-        """The last message, for the answer to `hello`. Raises HandshakeError if it proves nothing."""
+        """Return the last message, given the answer to `hello`. Raises HandshakeError if its proof is wrong."""
         if len(answer) != _ANSWER.size:
             raise HandshakeError(f"an answer of {len(answer)} bytes: it must have {_ANSWER.size}")
         nonce, proof = _ANSWER.unpack(answer)
-        said = self.hello + nonce + _RANK.pack(self._to)
-        if not hmac.compare_digest(proof, _mac(self._key, b"listener", said)):
+        transcript = self.hello + nonce + _RANK.pack(self._to)
+        if not hmac.compare_digest(proof, _mac(self._key, b"listener", transcript)):
             raise HandshakeError("the other side has another key, or is no process of this job")
-        self.session = _mac(self._key, b"session", said)
-        return _mac(self._key, b"caller", said)
+        self.session = _mac(self._key, b"session", transcript)
+        return _mac(self._key, b"caller", transcript)
 
 
-class Listener:
-    """The side that listens: give it what comes, however it is cut.
+class Responder:
+    """The side that listens. It takes the initiator's bytes in pieces of any size.
 
-    key: the job's. rank: who listens.
+    Args:
+        key: The job's key.
+        rank: This rank.
     """
 
     def __init__(self, key: bytes, rank: int) -> None:
         self._key, self._rank = key, rank
-        self._hello = self._said = b""
-        self._came = b""
-        self.caller = -1
-        """The rank that calls, when `session` is there."""
+        self._hello = self._transcript = b""
+        self._received = b""
+        self.initiator = -1
+        """The rank that connects, once `session` is set."""
         self.session = b""
         """The key of the connection; empty until the other side has proved itself."""
 
     @property
-    def wanted(self) -> int:
-        """How many bytes the next message still lacks: no more may be given."""
-        return (_PROOF_BYTES if self._said else _HELLO.size) - len(self._came)
+    def missing_bytes(self) -> int:
+        """How many bytes the next message still lacks. `feed` takes no more."""
+        return (_PROOF_BYTES if self._transcript else _HELLO.size) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take so many bytes; what to send now, mostly nothing. Raises HandshakeError for what proves nothing."""
-        if len(data) > self.wanted or self.session:
+        """Take bytes, and return the bytes to send now, if any. Raises HandshakeError if they are wrong."""
+        if len(data) > self.missing_bytes or self.session:
             raise HandshakeError("more bytes than a handshake has")
-        self._came += data
-        if not self._said and self._came[: len(_PROTOCOL)] != _PROTOCOL[: len(self._came)]:
+        self._received += data
+        if not self._transcript and self._received[: len(_PROTOCOL)] != _PROTOCOL[: len(self._received)]:
             raise HandshakeError("the other side speaks another protocol")
-        if self.wanted:
+        if self.missing_bytes:
             return b""
-        came, self._came = self._came, b""
-        if not self._said:
-            return self._answer(came)
-        if not hmac.compare_digest(came, _mac(self._key, b"caller", self._said)):
+        received, self._received = self._received, b""
+        if not self._transcript:
+            return self._answer(received)
+        if not hmac.compare_digest(received, _mac(self._key, b"caller", self._transcript)):
             raise HandshakeError("the other side has another key")
-        self.caller = _HELLO.unpack(self._hello)[1]
-        self.session = _mac(self._key, b"session", self._said)
+        self.initiator = _HELLO.unpack(self._hello)[1]
+        self.session = _mac(self._key, b"session", self._transcript)
         return b""
 
     def _answer(self, hello: bytes) -> bytes:
         nonce = secrets.token_bytes(32)
-        self._hello, self._said = hello, hello + nonce + _RANK.pack(self._rank)
-        return _ANSWER.pack(nonce, _mac(self._key, b"listener", self._said))
+        self._hello, self._transcript = hello, hello + nonce + _RANK.pack(self._rank)
+        return _ANSWER.pack(nonce, _mac(self._key, b"listener", self._transcript))
 
 
-def call(sock: socket.socket, key: bytes, rank: int, to: int, deadline: float) -> bytes:
-    """Go through the handshake on a connection that this side has made; returns the connection's key.
+def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, deadline: float) -> bytes:
+    """Authenticate both sides of a connection that this side has made.
 
-    Raises HandshakeError if the other side proves nothing, OSError or EOFError if it ends the connection, or takes
-    longer than `deadline` (by time.monotonic).
+    Args:
+        sock: The connection.
+        key: The job's key.
+        rank: This rank.
+        to: The rank that must answer.
+        deadline: When to give up, in seconds of time.monotonic.
+
+    Returns:
+        The connection's key.
+
+    Raises:
+        HandshakeError: If the other side does not have the job's key.
+        OSError: If the connection fails, or the deadline passes.
+        EOFError: If the other side ends the connection.
     """
-    caller = Caller(key, rank, to)
-    sock.sendall(caller.hello)
-    sock.sendall(caller.reply(read_exactly(sock, _ANSWER.size, deadline)))
-    return caller.session
+    initiator = Initiator(key, rank, to)
+    sock.sendall(initiator.hello)
+    sock.sendall(initiator.reply(read_exactly(sock, _ANSWER.size, deadline)))
+    return initiator.session
 
 
-def accept(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
-    """The same on a connection that the other side has made; raises as `call` does."""
-    listener = Listener(key, rank)
-    while not listener.session:
-        sock.sendall(listener.feed(read_some(sock, listener.wanted, deadline)))
-    return listener.session
+def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
+    """Authenticate both sides of a connection that the other side has made: see `initiate_handshake`."""
+    responder = Responder(key, rank)
+    while not responder.session:
+        sock.sendall(responder.feed(read_some(sock, responder.missing_bytes, deadline)))
+    return responder.session
 
 
-def _mac(key: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, role + b":" + said, "sha256")
+def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, role + b":" + transcript, "sha256")

@@ -1,11 +1,11 @@
-"""`python -m smdistributed.modelparallel plan FACTORY`: what a configuration would do to a model, without running it.
+"""`python -m smdistributed.modelparallel plan FACTORY`: estimates configurations for a model, without running it.
 
     plan FILE.py:NAME [--mp-parameters JSON] [--devices N] [--memory GIB] [--optimizer sgd|momentum|adam] [--json]
 
-NAME is a function without arguments that gives a module and a batch: `(module, args)` or `(module, args, kwargs)`. It
-is called on the meta device, so that any size will do. `partitions`, `microbatches` and `active_microbatches` are tried
-where mp_parameters do not say them. With --json, what is found is one document on standard output; all else, such as
-what the function prints, goes to standard error.
+NAME is a function without arguments that returns a module and a batch: `(module, args)` or `(module, args, kwargs)`. It
+is called on the meta device, so that the model needs no memory. `partitions`, `microbatches` and `active_microbatches`
+are varied if mp_parameters do not set them. With --json, the result is one document on standard output, and all other
+output, such as prints of the function, goes to standard error.
 
 It exits with 0 if a configuration fits, with 1 if none does, and with 2 if the model cannot be planned.
 """
@@ -28,7 +28,7 @@ _DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: a configuration is recommended; 1: none fits; 2: the model cannot be planned."""
+    """Runs the command. Returns its exit code: 0: a configuration is recommended; 1: none fits; 2: error."""
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
@@ -68,8 +68,8 @@ def _decided(found: Any) -> dict[str, int]:
 
 
 def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> dict[str, Any]:
-    """What `_show` and `_recommend` tell; recommended and partition are null where nothing fits."""
-    told = [
+    """The JSON document. `recommended` and `partition` are null if nothing fits."""
+    documents = [
         {
             **_decided(found),
             "idle": found.idle,
@@ -79,7 +79,7 @@ def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[s
         for found in plans
     ]
     return {
-        "plans": told,
+        "plans": documents,
         "recommended": {**given, **_decided(best)} if best else None,
         "partition": dataclasses.asdict(best.partition) if best else None,
     }
@@ -97,15 +97,36 @@ def _show(plans: Sequence[Any], memory: int | None) -> None:
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("smdistributed.modelparallel", allow_abbrev=False)
-    plan = parser.add_subparsers(required=True).add_parser("plan", help="what a configuration would do to a model")
-    plan.add_argument("factory", metavar="FILE.py:NAME", help="gives (module, args) or (module, args, kwargs)")
-    plan.add_argument("--mp-parameters", metavar="JSON", default={}, type=_object, help="what is decided already")
-    plan.add_argument("--devices", metavar="N", type=_positive, default=8, help="for partitions and replicas (8)")
-    plan.add_argument("--memory", metavar="GIB", type=float, help="of each device")
-    plan.add_argument(
-        "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="its memory counts (adam)"
+    plan = parser.add_subparsers(required=True).add_parser(
+        "plan", help="Estimate memory and idle time of configurations for a model"
     )
-    plan.add_argument("--json", action="store_true", help="as JSON on standard output")
+    plan.add_argument(
+        "factory", metavar="FILE.py:NAME", help="A function that returns (module, args) or (module, args, kwargs)"
+    )
+    plan.add_argument(
+        "--mp-parameters",
+        metavar="JSON",
+        default={},
+        type=_object,
+        help="Keys to keep fixed, as a JSON object; default: {}",
+    )
+    plan.add_argument(
+        "--devices",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="How many devices partitions and replicas may use; default: 8",
+    )
+    plan.add_argument(
+        "--memory", metavar="GIB", type=float, help="The memory of each device, in GiB; default: unlimited"
+    )
+    plan.add_argument(
+        "--optimizer",
+        choices=("sgd", "momentum", "adam"),
+        default="adam",
+        help="The optimizer whose state counts; default: adam",
+    )
+    plan.add_argument("--json", action="store_true", help="Print JSON on standard output")
     return parser.parse_args(arguments)
 
 

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch import calls, module_manager
+from smdistributed.modelparallel.torch import calls, module_routing
 
 STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
 
@@ -63,6 +63,11 @@ def configure(**values: Any) -> None:
     """Another job in this process."""
     smp.state.cfg = check({"partitions": smp.pp_size(), "ddp": smp.dp_size() > 1, **values})
     smp.state.model = smp.state.optimizer = None
+
+
+def wrapped() -> tuple[Any, Any]:
+    """The model and the optimizer of this job."""
+    return smp.state.model, smp.state.optimizer
 
 
 def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,10 +151,10 @@ def as_on_a_gpu() -> None:
 
         return run
 
-    for node in (calls.Leave, calls.Arrive):
+    for node in (calls.Leave, calls.Receive):
         node.backward = staticmethod(there(node.backward))  # type: ignore[method-assign]
-    marked = module_manager._mark
-    module_manager._mark = lambda outputs, hook: marked(outputs, there(hook))
+    add_hook = module_routing.add_backward_hook
+    module_routing.add_backward_hook = lambda outputs, hook: add_hook(outputs, there(hook))
 
 
 def against_one_process(*optimizers: str) -> None:
@@ -411,7 +416,7 @@ def checkpoints(path: str) -> None:
         assert smp.resume_from_checkpoint(directory, "two", partial) == {"epoch": "two"}
         assert wanted == resume(directory, partial), partial
     own = Path(path, f"host{smp.rank()}")  # a file system that no other rank sees
-    smp.save_checkpoint(own, "three", True, smp.state.model, smp.state.optimizer, {"epoch": "three"})
+    smp.save_checkpoint(own, "three", True, *wrapped(), {"epoch": "three"})
     assert len(list(own.glob("three_partial/*"))) == (4 if smp.dp_rank() == 0 else 2)
     assert Path(path, "full", "user_content_three").is_file()
     print("checkpoints")
@@ -505,7 +510,7 @@ def mixed(path: str) -> None:
     for partial in (True, False):
         fit = start()
         fit()
-        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, smp.state.model, smp.state.optimizer)
+        smp.save_checkpoint(Path(path, "mixed"), "tag", partial, *wrapped())
         wanted = fit()
         smp.resume_from_checkpoint(Path(path, "mixed"), "tag", partial)
         assert fit() == wanted, partial
@@ -940,8 +945,8 @@ def absent() -> None:
         except smp.exceptions.SMPRuntimeError as error:
             print(f"says: {error}", flush=True)
     else:
-        assert smp.state.stage._failed.wait(120)
-        print(f"is told: {smp.state.stage._failure}", flush=True)
+        assert smp.state.stage.failures.occurred.wait(120)
+        print(f"is told: {smp.state.stage.failures.error}", flush=True)
 
 
 if __name__ == "__main__":

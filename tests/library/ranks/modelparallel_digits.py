@@ -15,10 +15,12 @@ DIGITS = Path(__file__).parents[3] / "examples" / "digits"
 if __name__ == "__main__":
     sys.path.insert(0, str(DIGITS))
     runpy.run_path(str(DIGITS / "train_smp.py"), run_name="__main__")
-    mine = smp.state.the_model().local_state_dict()
+    model = smp.state.model
+    assert isinstance(model, smp.DistributedModel)
+    mine = model.local_state_dict()
     others = smp.allgather(mine, smp.DP_GROUP)
     assert len(others) == smp.dp_size() == smp.size() // smp.pp_size()
     assert all(torch.equal(other[name].cpu(), mine[name].cpu()) for other in others for name in mine)
     held = [name for names in smp.allgather(list(mine), smp.PP_GROUP) for name in names]
-    assert sorted(held) == sorted(smp.state.the_model().get_module().state_dict()), held
+    assert sorted(held) == sorted(model.get_module().state_dict()), held
     print(f"replicas of stage {smp.pp_rank()} are equal\n", end="")

@@ -8,9 +8,9 @@ import time
 from contextlib import suppress
 
 from smdistributed.core.launch import read_launch
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.store import open_store
-from smdistributed.modelparallel.backend.meeting import meet
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 
 LIMIT_S = 60
 
@@ -28,17 +28,19 @@ def lose(source: int) -> None:
     lost.set()
 
 
-def open_mail(access: Access) -> Mail:
-    return Mail(launch.rank, access, deliver, lose)
+def open_transport(access: Access) -> Transport:
+    return Transport(launch.rank, access, deliver, lose)
 
 
 assert launch.master
 store = open_store(launch)
-mail = meet(store.prefixed("smp"), launch.rank, 2, launch.master.host, launch.is_on_one_host, open_mail)
+transport = connect_ranks(
+    store.prefixed("smp"), launch.rank, 2, launch.master.host, launch.is_on_one_host, open_transport
+)
 number, deadline = 0, time.monotonic() + LIMIT_S
 while launch.rank == 0 and not lost.is_set() and time.monotonic() < deadline:
     with suppress(OSError):
-        mail.send(1, b"%d" % number)
+        transport.send(1, b"%d" % number)
     number += 1
     lost.wait(0.05)
 os._exit(0 if lost.wait(max(0, deadline - time.monotonic())) else 1)

@@ -81,7 +81,7 @@ def send_files() -> None:
 def refuse_files_outside() -> None:
     """A name that leads out of the directory is not written."""
     if smp.mp_rank() == 1:
-        smp.state.post.send(["mp_rank_1/fine", "../outside"], smp.get_mp_group()[0], "files")
+        smp.state.objects.send(["mp_rank_1/fine", "../outside"], smp.get_mp_group()[0], "files")
         return
     received = directory / f"refused_{smp.dp_rank()}"
     try:

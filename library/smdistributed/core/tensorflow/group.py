@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from smdistributed.core import opening, timeline
+from smdistributed.core import engine_selection, timeline
+from smdistributed.core.diagnostics import CollectiveError, read_seconds
 from smdistributed.core.engines import Engine
 from smdistributed.core.exceptions import SMDDPError
-from smdistributed.core.flat import Flat, temporary
-from smdistributed.core.guards import CollectiveError, seconds_of
+from smdistributed.core.flat import Flat, allocate
 from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
-from smdistributed.core.store import Store, open_store
+from smdistributed.core.store import JobStore, open_store
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import PendingOperation
 
@@ -40,9 +40,9 @@ class Group:
         rank: This process's rank in the group.
     """
 
-    def __init__(self, engine: Engine, name: str, store: Store, rank: int) -> None:
+    def __init__(self, engine: Engine, name: str, store: JobStore, rank: int) -> None:
         self._engine, self.engine, self._store, self._rank = engine, name, store, rank
-        self._scratch = temporary(PACK_BYTES, "uint8")
+        self._scratch = allocate(PACK_BYTES, "uint8")
         operations.load()
         serve = operations.serve_forever
         threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
@@ -91,7 +91,7 @@ class Group:
         self._store.close()
 
 
-def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] | None = None) -> Group:
+def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[int] | None = None) -> Group:
     """Opens the communication engine of a group. All its ranks call this, once.
 
     Args:
@@ -103,14 +103,14 @@ def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] 
         SMDDPError: If TensorFlow does not support the engine that SMDDP_ENGINE requests, or SMDDP_TIMEOUT_SECONDS is
             not a number above 0.
     """
-    wanted = opening.wanted_engine(CHOICES)
+    wanted = engine_selection.requested_engine(CHOICES)
     try:
-        seconds = seconds_of("SMDDP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS)
+        seconds = read_seconds("SMDDP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS)
     except CollectiveError as error:
         raise SMDDPError(str(error)) from None
     the_store = store or open_store(launch)
     members = list(ranks or range(launch.world_size))
-    group = opening.Group(
+    group = engine_selection.RankGroup(
         store=the_store.prefixed(f"tensorflow-{members[0]}"),
         rank=members.index(launch.rank),
         size=len(members),
@@ -119,7 +119,7 @@ def open_group(launch: Launch, store: Store | None = None, ranks: Sequence[int] 
         number=launch.rank,
         is_first=members[0] == 0,
     )
-    engine, name = opening.open_engine(group, mpi_network(group), wanted)
+    engine, name = engine_selection.open_engine(group, mpi_network(group), wanted)
     return Group(engine, name, the_store, group.rank)
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from smdistributed.core.diagnostics import CollectiveError
 from smdistributed.core.exceptions import SMDDPError
-from smdistributed.core.guards import CollectiveError
 from smdistributed.core.launch import read_launch
 
 _PATH = Path(__file__).with_name("_operations.so")

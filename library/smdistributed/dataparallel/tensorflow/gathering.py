@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from smdistributed.core.options import only_known
-from smdistributed.core.secret import tagged, untagged
+from smdistributed.core.secret import sign, verify
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import broadcast_tensors, oob_allreduce
@@ -89,14 +89,14 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
         raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")
     data = np.zeros(0, np.uint8)
     if rank() == root_rank:
-        data = np.frombuffer(tagged(pickle.dumps(obj), _OBJECTS), np.uint8)
+        data = np.frombuffer(sign(pickle.dumps(obj), _OBJECTS), np.uint8)
     (length,) = broadcast_tensors([tf.constant(len(data), tf.int64)], root_rank)
     given = tf.constant(data) if rank() == root_rank else tf.zeros([int(length)], tf.uint8)
     (found,) = broadcast_tensors([given], root_rank)
     if rank() == root_rank:
         return obj
     try:
-        pickled = untagged(found.numpy().tobytes(), _OBJECTS)
+        pickled = verify(found.numpy().tobytes(), _OBJECTS)
     except ValueError as error:
         raise SMDDPError(f"broadcast_object(): the object of rank {root_rank} {error}.") from error
     return pickle.loads(pickled)

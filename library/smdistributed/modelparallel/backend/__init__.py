@@ -1,1 +1,1 @@
-"""What the fronts share: configuration, ranks, the schedule of a pipeline and how a model is cut. No framework."""
+"""Parts for both frameworks: configuration, ranks, the schedule of a pipeline, cuts of a model. Imports neither."""

@@ -1,11 +1,14 @@
-"""Ranks, groups and messages: the functions of `smp` that concern the job, and are the same in every front."""
+"""Ranks, groups and messages: the functions of `smp` that are the same for every framework (AWS API).
+
+All functions but `is_initialized` raise StepUsageError before `smp.init`.
+"""
 
 from __future__ import annotations
 
 import enum
 from typing import Any
 
-from smdistributed.modelparallel.backend.job import current
+from smdistributed.modelparallel.backend.context import current_context
 
 
 class CommGroup(enum.Enum):
@@ -20,7 +23,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """What a rank's number counts: its place in the job, or in this rank's group of that name (AWS API)."""
+    """What the number of a rank counts: its place in the job, or in this rank's group of that name (AWS API)."""
 
     WORLD_RANK = "WORLD"
     MP_RANK = "MP_GROUP"
@@ -36,15 +39,15 @@ PP_GROUP, TP_GROUP, RDP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGrou
 
 def is_initialized() -> bool:
     """Whether `init` has been called."""
-    return current().initialized
+    return current_context().initialized
 
 
 def _rank(name: str) -> int:
-    return current().group(name).index(current().rank)
+    return current_context().group(name).index(current_context().rank)
 
 
 def _size(name: str) -> int:
-    return len(current().group(name))
+    return len(current_context().group(name))
 
 
 def rank() -> int:
@@ -59,14 +62,14 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's number among those of its host."""
-    current().require()
-    return current().local_rank
+    current_context().require()
+    return current_context().local_rank
 
 
 def local_size() -> int:
     """The number of processes on this host."""
-    current().require()
-    return current().local_size
+    current_context().require()
+    return current_context().local_size
 
 
 def mp_rank() -> int:
@@ -121,86 +124,128 @@ def rdp_size() -> int:
 
 def get_mp_group() -> list[int]:
     """The ranks that hold this rank's replica of the model."""
-    return list(current().group("MP_GROUP"))
+    return list(current_context().group("MP_GROUP"))
 
 
 def get_pp_group() -> list[int]:
     """The ranks that hold the stages of this rank's pipeline, in order."""
-    return list(current().group("PP_GROUP"))
+    return list(current_context().group("PP_GROUP"))
 
 
 def get_dp_group() -> list[int]:
     """The ranks that hold the same stage in all replicas."""
-    return list(current().group("DP_GROUP"))
+    return list(current_context().group("DP_GROUP"))
 
 
 def get_tp_group() -> list[int]:
     """The ranks that share tensors with this one."""
-    return list(current().group("TP_GROUP"))
+    return list(current_context().group("TP_GROUP"))
 
 
 def get_rdp_group() -> list[int]:
     """The ranks that hold the same parameters as this one."""
-    return list(current().group("RDP_GROUP"))
+    return list(current_context().group("RDP_GROUP"))
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
-    """Send any object that can be pickled to that rank, which calls `recv_from`."""
+    """Sends an object to a rank, which calls `recv_from`.
+
+    Args:
+        obj: Any object that can be pickled.
+        dest_rank: The receiver.
+        rank_type: What `dest_rank` counts.
+
+    Raises:
+        SMPRuntimeError: If the receiver is this rank, or its connection is lost.
+        ValueError: If there is no such rank.
+    """
     to = _world_rank(dest_rank, rank_type)
-    current().post.send(obj, to)
+    current_context().objects.send(obj, to)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """The next object that that rank sends here. Raises SMPRuntimeError when the rank is gone."""
+    """Waits for the next object that a rank sends here.
+
+    Args:
+        src_rank: The sender.
+        rank_type: What `src_rank` counts.
+
+    Returns:
+        The object.
+
+    Raises:
+        SMPRuntimeError: If the sender is this rank, its connection is lost, or nothing arrives within
+            SMP_TIMEOUT_SECONDS.
+        ValueError: If there is no such rank.
+    """
     source = _world_rank(src_rank, rank_type)
-    return current().post.receive(source)
+    return current_context().objects.receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-    """Send an object to all others of the group, which call `recv_from` with this rank."""
-    for other in current().group(group.value):
-        if other != current().rank:
-            current().post.send(obj, other)
+    """Sends an object to all other ranks of a group. They call `recv_from` with this rank.
+
+    Args:
+        obj: Any object that can be pickled.
+        group: The group.
+
+    Raises:
+        SMPRuntimeError: If the connection to a receiver is lost.
+    """
+    for other in current_context().group(group.value):
+        if other != current_context().rank:
+            current_context().objects.send(obj, other)
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Every rank's object, in the order of the group's ranks; all of them call it."""
-    ranks = current().group(group.value)
-    return current().post.gather(obj, ranks)
+    """Exchanges one object between all ranks of a group; each of them calls it.
+
+    Args:
+        obj: Any object that can be pickled.
+        group: The group.
+
+    Returns:
+        Every rank's object, in the order of the group's ranks.
+
+    Raises:
+        SMPRuntimeError: If a connection is lost, or a rank does not call it within SMP_TIMEOUT_SECONDS.
+    """
+    ranks = current_context().group(group.value)
+    return current_context().objects.gather(obj, ranks)
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until all ranks of the group are here."""
+    """Waits until all ranks of a group have called it. Raises SMPRuntimeError as `allgather` does."""
     allgather(None, group)
 
 
 def mp_barrier() -> None:
-    """Wait for the ranks of this rank's replica of the model."""
+    """Waits for the ranks of this rank's replica of the model."""
     barrier(CommGroup.MP_GROUP)
 
 
 def pp_barrier() -> None:
-    """Wait for the stages of this rank's pipeline."""
+    """Waits for the stages of this rank's pipeline."""
     barrier(CommGroup.PP_GROUP)
 
 
 def dp_barrier() -> None:
-    """Wait for the ranks that hold this rank's stage."""
+    """Waits for the ranks that hold this rank's stage."""
     barrier(CommGroup.DP_GROUP)
 
 
 def tp_barrier() -> None:
-    """Wait for the ranks that share tensors with this one."""
+    """Waits for the ranks that share tensors with this one."""
     barrier(CommGroup.TP_GROUP)
 
 
 def rdp_barrier() -> None:
-    """Wait for the ranks that hold the same parameters."""
+    """Waits for the ranks that hold the same parameters."""
     barrier(CommGroup.RDP_GROUP)
 
 
 def _world_rank(number: int, rank_type: RankType) -> int:
-    ranks = current().group(rank_type.value)
+    ranks = current_context().group(rank_type.value)
     if not 0 <= number < len(ranks):
-        raise ValueError(f"{rank_type.name} {number} is not there: they count from 0 to {len(ranks) - 1}.")
+        raise ValueError(f"{rank_type.name} {number} does not exist: they count from 0 to {len(ranks) - 1}.")
     return ranks[number]

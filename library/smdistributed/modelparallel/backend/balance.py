@@ -1,7 +1,7 @@
-"""Cut a sequence of modules into stages whose costs are as equal as can be.
+"""Cuts a sequence of modules into stages of almost equal cost.
 
-The largest stage is at most `SLACK` times that of the best contiguous cut; among such cuts the one is taken that goes
-through the fewest containers, since each of those makes more calls from stage to stage, and of these the most even.
+The largest stage costs at most `SLACK` times the largest stage of the best contiguous cut. Of such cuts it takes one
+that splits the fewest containers, because each split container adds calls between stages; of these, the most even one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_CHOICES = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """The stage of every item, the cost of the largest stage, and that of the best contiguous cut, over all anchors."""
+    """stages: the stage of every item. largest: the cost of the largest stage. optimum: the same for the best cut."""
 
     stages: tuple[int, ...]
     largest: float
@@ -27,12 +27,20 @@ class Cut:
 
 
 def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequence[int]], stages: int) -> Cut:
-    """Deal items, in the order of their execution, to stages.
+    """Assigns items to stages, in the order of their execution.
 
-    names: dotted, as those of modules. together: places of items that must be on one stage; such a group counts where
-    its first item is, or its last, whichever balances better.
+    Args:
+        costs: The cost of each item.
+        names: The dotted name of each item, as modules have them.
+        together: Groups of places of items that must be on one stage. A group counts at its first or at its last item,
+            whichever balances better.
+        stages: The number of stages.
 
-    Raises SMPConfigError when there are fewer items, or groups, than stages.
+    Returns:
+        The cut.
+
+    Raises:
+        SMPConfigError: If there are fewer items, or groups, than stages.
     """
     cuts = [_cut_anchored(costs, names, groups, stages) for groups in anchored(together)]
     best = min(cuts, key=lambda found: found.largest)
@@ -40,7 +48,7 @@ def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequenc
 
 
 def anchored(together: Sequence[Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
-    """Groups by the places where they count: all combinations of their first and last items, up to a limit."""
+    """Yields groups by the places where they count: all combinations of first and last items, up to a limit."""
     ends = [(min(group), max(group)) for group in together]
     for anchors in itertools.islice(itertools.product(*ends), _MOST_CHOICES):
         yield dict(zip(anchors, together))
@@ -64,7 +72,7 @@ def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int
 
 
 def largest_of(costs: Sequence[float], begins: Sequence[int]) -> float:
-    """The cost of the largest segment; `begins` are the places where segments begin, from 0 on."""
+    """Returns the cost of the largest segment. `begins` are the places where segments begin; the first is 0."""
     return max(sum(segment) for segment in _segments(costs, begins))
 
 
@@ -73,7 +81,7 @@ def _segments(items: Sequence[float] | Sequence[int], begins: Sequence[int]) -> 
 
 
 def _greedy(costs: Sequence[float], stages: int) -> list[int]:
-    """The best contiguous cut, by bisection of the limit that a stage may reach."""
+    """The best contiguous cut, by bisection of the largest cost that a stage may have."""
     low, high = max(costs), sum(costs)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -85,7 +93,7 @@ def _greedy(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
-    """Where segments begin when each is filled up to the limit, and the last ones have one item at least."""
+    """Where segments begin if each is filled up to the limit, and every segment has at least one item."""
     begins, size = [0], 0.0
     for place, cost in enumerate(costs):
         must = len(costs) - place == stages - len(begins)
@@ -97,18 +105,18 @@ def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
 
 
 def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, limit: float) -> list[int]:
-    """Where `stages` segments begin, none above the limit, with the shallowest cuts, and of these the most even."""
+    """Where `stages` segments begin if none exceeds the limit: the shallowest cuts, and of these the most even."""
     count = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
     depth = [0, *(_common_depth(one, other) for one, other in zip(names, names[1:]))]
-    # best[end]: of a cut of the first `end` items the sum of depths, the largest segment, where the last one begins.
+    # best[end], for a cut of the first `end` items: the sum of depths, the largest segment, where the last one begins.
     best: list[dict[int, tuple[int, float, int]]] = [{0: (0, 0.0, -1)}]
     for _ in range(stages):
         step: dict[int, tuple[int, float, int]] = {}
         for end in range(1, count + 1):
             options = [
                 (best[-1][begin][0] + depth[begin], max(best[-1][begin][1], before[end] - before[begin]), begin)
-                for begin in _begins(before, end, limit * (1 + 1e-9))
+                for begin in _possible_begins(before, end, limit * (1 + 1e-9))
                 if begin in best[-1]
             ]
             if options:
@@ -121,7 +129,7 @@ def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, li
     return begins[::-1]
 
 
-def _begins(before: Sequence[float], end: int, limit: float) -> list[int]:
+def _possible_begins(before: Sequence[float], end: int, limit: float) -> list[int]:
     found = []
     for begin in range(end - 1, -1, -1):
         if before[end] - before[begin] > limit:
@@ -131,6 +139,6 @@ def _begins(before: Sequence[float], end: int, limit: float) -> list[int]:
 
 
 def _common_depth(one: str, other: str) -> int:
-    """How deep the smallest container of both is."""
+    """The depth of the smallest container of both."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))
     return sum(1 for _ in pairs)

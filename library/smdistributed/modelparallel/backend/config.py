@@ -23,7 +23,7 @@ _ALIASES = {"partitions": "pipeline_parallel_degree"}
 
 @dataclass(frozen=True)
 class Config:
-    """`mp_parameters` after checks. Attributes have the names that AWS documents."""
+    """`mp_parameters`, checked. The attributes have the names that AWS documents."""
 
     pipeline_parallel_degree: int = 1
     microbatches: int = 1
@@ -53,7 +53,7 @@ class Config:
     sharded_data_parallel_degree: int = 1
     skip_tracing: bool = False
     uneven_microbatches: bool = False
-    """Ours: split a batch that does not divide by `microbatches` into parts whose sizes differ by one at most."""
+    """Ours: whether a batch may be split into microbatches whose sizes differ by one."""
 
     @property
     def partitions(self) -> int:
@@ -62,17 +62,17 @@ class Config:
 
 
 _KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
-_OF_TENSORS = "it concerns tensor-parallel modules, which are not implemented"
-_OF_SHARDS = "it concerns sharded data parallelism, which is not implemented"
+_TENSOR_PARALLEL = "it concerns tensor-parallel modules, which are not implemented"
+_SHARDED_DATA = "it concerns sharded data parallelism, which is not implemented"
 _UNDOCUMENTED = "AWS has not published what it does"
 _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "prescaled_batch": (False, "without tensor parallelism all ranks of a replica have the same batch anyway"),
-    "fp16_params": (False, f"{_OF_TENSORS}. 'fp16' trains in half precision"),
+    "fp16_params": (False, f"{_TENSOR_PARALLEL}. 'fp16' trains in half precision"),
     "activation_loading_horizon": (4, "it concerns 'offload_activations', which is not implemented"),
     "contiguous": (True, "every stage has modules that follow each other"),
     "xla": (False, "it concerns TensorFlow"),
-    "checkpoint_attentions": (False, f"{_OF_TENSORS}. smp.set_activation_checkpointing works for any module"),
-    "tensor_parallel_seed": (0, _OF_TENSORS),
+    "checkpoint_attentions": (False, f"{_TENSOR_PARALLEL}. smp.set_activation_checkpointing works for any module"),
+    "tensor_parallel_seed": (0, _TENSOR_PARALLEL),
     "load_partition": (False, "the model is cut by a trace, and a checkpoint keeps the cut"),
     "partition_file": ("", "the model is cut by a trace, and a checkpoint keeps the cut"),
     "static_mode": (False, _UNDOCUMENTED),
@@ -81,14 +81,14 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "_match_weights": (False, _UNDOCUMENTED),
     "_prescaled_batch": (False, _UNDOCUMENTED),
     "_fp32_grad_accumulation": (False, f"{_UNDOCUMENTED}. Gradients have the dtype of their parameters"),
-    "sdp_reduce_bucket_size": (5e8, _OF_SHARDS),
-    "sdp_param_persistence_threshold": (1e6, _OF_SHARDS),
-    "sdp_max_live_parameters": (1e9, _OF_SHARDS),
-    "sdp_hierarchical_allgather": (True, _OF_SHARDS),
-    "sdp_gradient_clipping": (1.0, _OF_SHARDS),
+    "sdp_reduce_bucket_size": (5e8, _SHARDED_DATA),
+    "sdp_param_persistence_threshold": (1e6, _SHARDED_DATA),
+    "sdp_max_live_parameters": (1e9, _SHARDED_DATA),
+    "sdp_hierarchical_allgather": (True, _SHARDED_DATA),
+    "sdp_gradient_clipping": (1.0, _SHARDED_DATA),
 }
-"""Published keys that do nothing here: their default, with which they do not warn, and why."""
-_LEAST = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
+"""Published keys that have no effect here: their default, which does not warn, and the reason."""
+_MINIMUM = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
 _CHOICES = {
     "pipeline": PIPELINES,
     "optimize": OPTIMIZE,
@@ -106,14 +106,22 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "offload_activations": (False, "smp.set_activation_checkpointing saves the memory of activations"),
 }
-"""Keys of 1.6 and later that are not implemented, with the values that ask for nothing, and what to do instead."""
+"""Keys of AWS API 1.6 and later that are not implemented: the value that turns them off, and what to do instead."""
 
 
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
-    """The configuration of this job: `argument`, with each key that the launch has replaced by the launch's.
+    """Reads the configuration of this job. It warns of keys that have no effect here.
 
-    Raises SMPConfigError, which names the key, the value and what is allowed, for unknown keys too, and
-    SMPUnsupportedError for a key that is not implemented. Keys that have no effect here warn.
+    Args:
+        argument: `mp_parameters` of the script.
+        environ: The environment; SM_HP_MP_PARAMETERS has the keys of the launch, which win.
+
+    Returns:
+        The configuration, with defaults.
+
+    Raises:
+        SMPConfigError: If a key is unknown, or its value is not allowed.
+        SMPUnsupportedError: If a key is not implemented.
     """
     launched: Any = {}
     text = environ.get(LAUNCH_VARIABLE)
@@ -122,11 +130,11 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
             launched = json.loads(text)
         except ValueError as error:
             raise SMPConfigError(f"{LAUNCH_VARIABLE}={text!r} is not JSON: {error}.") from None
-    return check({**_one_name_each(argument or {}), **_one_name_each(launched)})
+    return check({**_resolve_aliases(argument or {}), **_resolve_aliases(launched)})
 
 
-def _one_name_each(given: Any) -> dict[str, Any]:
-    """`given` with one name for what has two. Raises SMPConfigError when they differ, or it is no mapping."""
+def _resolve_aliases(given: Any) -> dict[str, Any]:
+    """Uses one name for keys that have two. Raises SMPConfigError if their values differ, or it is not a mapping."""
     if not isinstance(given, Mapping):
         raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}.")
     known = dict(given)
@@ -139,7 +147,14 @@ def _one_name_each(given: Any) -> dict[str, Any]:
 
 
 def read_verify_steps(environ: Mapping[str, str]) -> int:
-    """How many steps are run again without stages. Raises SMPConfigError when the variable has no number."""
+    """Reads from SMP_VERIFY_STEPS how many steps to run again without stages.
+
+    Returns:
+        The number; 0 if the variable is not set.
+
+    Raises:
+        SMPConfigError: If the value is not a number.
+    """
     text = environ.get(VERIFY_VARIABLE) or "0"
     if not text.isdecimal():
         raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}: it must be 0 or more, the number of steps to verify.")
@@ -147,8 +162,8 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
 
 
 def check(given: dict[str, Any]) -> Config:
-    """`given` as a Config, with defaults that depend on other values filled in. Raises as `read_config` does."""
-    given = _one_name_each(given)
+    """Checks `mp_parameters` and fills in defaults. It warns and raises as `read_config` does."""
+    given = _resolve_aliases(given)
     _check_names(given)
     known = {name: value for name, value in given.items() if name in _KEYS}
     if "pipeline_parallel_degree" not in known:
@@ -182,8 +197,8 @@ def _typed(name: str, value: Any) -> Any:
             raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}.")
         return float(value)
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        if value < _LEAST.get(name, 0):
-            raise SMPConfigError(f"{name!r} is {value}: it must be {_LEAST.get(name, 0)} or more.")
+        if value < _MINIMUM.get(name, 0):
+            raise SMPConfigError(f"{name!r} is {value}: it must be {_MINIMUM.get(name, 0)} or more.")
         return value
     if kind is str and isinstance(value, str):
         allowed = _CHOICES[name]

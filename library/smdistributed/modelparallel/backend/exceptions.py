@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class SMPError(RuntimeError):
-    """Base of what this package raises."""
+    """The base of all errors of this package."""
 
 
 class SMPConfigError(SMPError, ValueError):
-    """A key of `mp_parameters` has a value that is not allowed; the message names both and says what is."""
+    """`mp_parameters` has an unknown key, or a value that is not allowed. The message says what is allowed."""
 
 
 class SMPUnsupportedError(SMPError, NotImplementedError):
@@ -16,11 +16,11 @@ class SMPUnsupportedError(SMPError, NotImplementedError):
 
 
 class SMPRuntimeError(SMPError):
-    """A step cannot go on: a rank failed, or the script calls something where it cannot be called."""
+    """A step cannot continue: a rank failed, or the script called something where it is not allowed."""
 
 
 class StepUsageError(SMPRuntimeError):
-    """Something that belongs inside a function under `smp.step` was called outside, or the other way round."""
+    """A function was called outside of `smp.step` that belongs inside, or the other way round."""
 
 
 class MicrobatchError(SMPRuntimeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a partition is, and how it reads."""
+"""A partition: which stage has which module, and how it is printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """stages: of every module, by name. shares: of every stage in the cost. gap: the largest over the best possible."""
+    """Which stage has which module.
+
+    Attributes:
+        stages: The stage of every module, by name.
+        shares: The share of every stage in the model's cost.
+        gap: The cost of the largest stage, relative to the largest stage of the best cut.
+    """
 
     stages: dict[str, int]
     shares: tuple[float, ...]
@@ -19,19 +25,19 @@ class Partition:
         stages = "1 stage" if count == 1 else f"{count} stages"
         lines = [f"The model is on {stages}, the largest {self.gap:.3f} times that of the best cut."]
         for stage, share in enumerate(self.shares):
-            roots = ", ".join(_roots(self.stages, stage)) or "what the model itself computes"
+            roots = ", ".join(_roots(self.stages, stage)) or "code of the model itself"
             lines.append(f"  stage {stage}: {share:6.1%}  {roots}")
         return "\n".join(lines)
 
 
 def shares(costs: Sequence[float], stages: Sequence[int], count: int) -> tuple[float, ...]:
-    """Each stage's share of the whole cost."""
+    """The share of each of `count` stages in the cost of all items; `stages` has the stage of every item."""
     total = sum(costs) or 1
     return tuple(sum(cost for cost, at in zip(costs, stages) if at == stage) / total for stage in range(count))
 
 
 def _roots(stages: Mapping[str, int], stage: int) -> Iterator[str]:
-    """The largest modules that are wholly on a stage."""
+    """Yields the names of the largest modules that are completely on a stage."""
     whole = {name for name in stages if all(s == stage for other, s in stages.items() if _is_in(other, name))}
     roots = (name for name in stages if name in whole and (not name or name.rpartition(".")[0] not in whole))
     return (name or "the model" for name in roots)

@@ -1,8 +1,8 @@
-"""The order of what the stages of a static graph send and receive, for the microbatches of one step.
+"""The order in which the stages of a static graph send and receive, for the microbatches of one step.
 
-A stage that runs whatever is ready decides as it goes (`schedule`); a graph is given its order beforehand. Here a step
-is gone through on paper, by the same rule, with every forward as long as every other and backwards twice as long.
-Sending waits for nobody, so that any order that is gone through in this way can be kept without a deadlock.
+A stage that runs work as it becomes ready decides in the step (see `schedule`). A graph needs its order before. Here a
+step is simulated with the same rule: all forwards take the same time, and backwards twice as long. Sending never waits,
+so that any simulated order can be executed without a deadlock.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 
-_SECONDS = {Kind.FORWARD: 1.0, Kind.GO_ON: 0.1, Kind.BACKWARD: 2.0}
+_SECONDS = {TurnKind.FORWARD: 1.0, TurnKind.RESUME: 0.1, TurnKind.BACKWARD: 2.0}
 _LATENCY = 0.01
 
 
 class Event(NamedTuple):
-    """kind: "begin", of a forward or a backward that waits for no message; "send" or "receive".
-    label: the same on both ends of a message."""
+    """What a stage does for one microbatch.
+
+    Attributes:
+        microbatch: Its number.
+        is_backward: Whether it belongs to the backward.
+        kind: "send", "receive", or "begin" of a forward or backward that needs no message.
+        label: Names a message, the same on both ends.
+    """
 
     microbatch: int
     is_backward: bool
@@ -28,24 +34,30 @@ class Event(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Events of one microbatch between two that wait; they are done together."""
+    """Consecutive events of one microbatch, of which only the first may wait for a message."""
 
     turn: Turn
     events: list[tuple[int, Event]]
 
     @property
     def waits_for(self) -> str | None:
-        """The message without which it cannot begin."""
+        """The label of the message that it needs to begin."""
         return next((event.label for _, event in self.events if event.kind == "receive"), None)
 
 
 def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> list[list[int]]:
-    """The order in which each stage does its events, by their places in its program.
+    """Orders the events of each stage.
 
-    programs: of each stage, its events; those of a microbatch are done in their order there. active: how many
-    microbatches may be in flight at the first stage, one less at each later one. simple: all forwards come first.
+    Args:
+        programs: The events of each stage. Those of one microbatch keep their order.
+        active: How many microbatches may be in flight at the first stage; one less at each later one.
+        simple: Whether all forwards come before the first backward.
 
-    Raises SMPRuntimeError where a stage waits for a message that nobody sends.
+    Returns:
+        For each stage, the places of its events in its program, in the order to execute.
+
+    Raises:
+        SMPRuntimeError: If a stage waits for a message that no stage sends.
     """
     stages = [_Stage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
     arrivals: dict[str, float] = {}
@@ -56,7 +68,7 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
         later = [stage.free_at for stage in stages if stage.free_at > now] + [t for t in arrivals.values() if t > now]
         if not later and any(stage.is_busy for stage in stages):
             waits = "; ".join(f"stage {number}: {stage.state}" for number, stage in enumerate(stages) if stage.is_busy)
-            raise SMPRuntimeError(f"Stages would wait for each other for ever ({waits}).")
+            raise SMPRuntimeError(f"The stages would wait for each other forever ({waits}).")
         now = min(later, default=now)
     return [stage.done for stage in stages]
 
@@ -65,7 +77,7 @@ class _Stage:
     def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
         microbatches = sorted({event.microbatch for event in program})
         self._rest = {m: list(_work(program, m)) for m in microbatches}
-        forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not Kind.BACKWARD]
+        forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not TurnKind.BACKWARD]
         has_backwards = sum(map(len, self._rest.values())) > len(forwards)
         self._forwards = len(forwards)
         self._simple = simple and has_backwards
@@ -79,11 +91,11 @@ class _Stage:
 
     @property
     def state(self) -> str:
-        """What comes next of each microbatch."""
+        """The next work of each microbatch, for an error."""
         return ", ".join(f"{rest[0].turn}: {rest[0].waits_for}" for rest in self._rest.values() if rest)
 
     def advance(self, now: float, arrivals: dict[str, float]) -> None:
-        """Do what comes next, if the stage is free and something can be done."""
+        """Simulates the next work, if the stage is free and some work is ready."""
         if self.free_at > now:
             return
         ready = [rest[0] for rest in self._rest.values() if rest and self._is_ready(rest[0], now, arrivals)]
@@ -92,7 +104,7 @@ class _Stage:
             return
         work = ready[choice]
         self._rest[work.turn.microbatch].pop(0)
-        self._forwards -= work.turn.kind is not Kind.BACKWARD
+        self._forwards -= work.turn.kind is not TurnKind.BACKWARD
         self.free_at = now + _SECONDS[work.turn.kind]
         for place, event in work.events:
             self.done.append(place)
@@ -102,7 +114,7 @@ class _Stage:
             self._schedule.finish(work.turn.microbatch)
 
     def _is_ready(self, work: _Work, now: float, arrivals: dict[str, float]) -> bool:
-        if self._simple and work.turn.kind is Kind.BACKWARD and self._forwards:
+        if self._simple and work.turn.kind is TurnKind.BACKWARD and self._forwards:
             return False
         return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now
 
@@ -113,7 +125,7 @@ def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
 
     def work() -> _Work:
         backward = events[0][1].is_backward
-        kind = Kind.BACKWARD if backward else Kind.GO_ON if has_begun else Kind.FORWARD
+        kind = TurnKind.BACKWARD if backward else TurnKind.RESUME if has_begun else TurnKind.FORWARD
         return _Work(Turn(kind, microbatch), events)
 
     for place, event in enumerate(program):

@@ -1,4 +1,4 @@
-"""Which rank is where in the grid of pipeline stages, tensor-parallel and data-parallel ranks."""
+"""The grid of ranks: pipeline stages, tensor-parallel and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from smdistributed.modelparallel.backend.config import PLACEMENTS, Config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 
 GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_GROUP": "DP", "RDP_GROUP": "PT"}
-"""Every group by the coordinates that its members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
+"""Groups by the coordinates that their members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes: size = stages × tensors × replicas. In `order`, e.g. "DPT", the rightmost coordinate varies fastest."""
+    """All ranks of a job.
+
+    Attributes:
+        size: The number of ranks: stages × tensors × replicas.
+        stages: The number of pipeline stages.
+        tensors: The number of tensor-parallel ranks.
+        order: The coordinates D, P and T; the rightmost one varies fastest with the rank.
+    """
 
     size: int
     stages: int
@@ -23,7 +30,15 @@ class Grid:
 
     @classmethod
     def of(cls, config: Config, size: int) -> Grid:
-        """Raises SMPConfigError when the job's ranks cannot be dealt to whole replicas."""
+        """Makes the grid of a job.
+
+        Args:
+            config: The number of stages and how ranks are ordered.
+            size: The number of ranks.
+
+        Raises:
+            SMPConfigError: If the ranks are not a multiple of one replica's, or are several replicas without `ddp`.
+        """
         stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
         if size % (stages * tensors):
             raise SMPConfigError(
@@ -49,12 +64,12 @@ class Grid:
         return tuple(found)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks, ascending, of that group (a key of GROUPS) which `rank` is in."""
+        """Lists the ranks, ascending, of the group with that name (a key of GROUPS) that has `rank` as a member."""
         shared = GROUPS[name]
         mine = [self.coordinates[rank][letter] for letter in shared]
         everybody = range(self.size)
         return tuple(r for r in everybody if [self.coordinates[r][letter] for letter in shared] == mine)
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of that name, in the order of their first ranks."""
+        """Lists all groups of that name, in the order of their first ranks."""
         return tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size)))

@@ -1,7 +1,7 @@
-"""A stage computes one piece of work at a time: threads take turns, and the schedule says whose it is.
+"""A stage computes for one microbatch at a time: threads take turns, and the schedule grants them.
 
-A piece of work that waits for another stage gives its turn up and asks for one again when the answer is there. What is
-to be done next is handed to whoever has changed something here: see `Job`.
+A thread that waits for another stage gives up its turn, and asks for one again when the answer has arrived. A method
+that frees the stage returns the request that is granted next. Its caller then starts or wakes that thread.
 """
 
 from __future__ import annotations
@@ -11,94 +11,100 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smdistributed.core.mail import Waiter
-from smdistributed.modelparallel.backend.schedule import Kind, Schedule, Turn
+from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
+from smdistributed.modelparallel.backend.transport import Waiter
 
 
 @dataclass(frozen=True)
-class Job:
-    """Whose turn it is: `do` is new work, for any thread that is free; `waiter` is of a thread that goes on."""
+class TurnRequest:
+    """Asks for a turn: either `run` is new work for any free thread, or `waiter` belongs to a thread that waits."""
 
     turn: Turn
-    do: Callable[[], None] | None = None
+    run: Callable[[], None] | None = None
     waiter: Waiter | None = None
 
 
 class Slot:
-    """The turns of one stage in one step. All methods may be called on any thread.
+    """Grants the turns of one stage in one step. All methods may be called on any thread.
 
-    Each gives the job whose turn has come with the change, if there is one: the caller sees to it that it is done, and
-    that `release` is called at its end.
+    Each returns the request whose turn begins because of the change, if there is one. The caller must start it, and
+    `release` must be called when that turn ends.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._lock = threading.Lock()
-        self._waiting: list[Job] = []
+        self._waiting: list[TurnRequest] = []
         self._taken = False
-        self.urgent = False
-        """Whether work waits for which another stage waits. Read without a lock: it may be late by a moment."""
+        self.has_resumable = False
+        """Whether a forward that resumes is waiting. Read without the lock: it may lag by a moment."""
 
-    def add(self, job: Job) -> Job | None:
-        """A job asks for a turn."""
+    def request(self, request: TurnRequest) -> TurnRequest | None:
+        """Asks for a turn."""
         with self._lock:
-            self._waiting.append(job)
-            return self._choose()
+            self._waiting.append(request)
+            return self._grant_next()
 
-    def release(self) -> Job | None:
-        """Whoever had the turn gives it up."""
-        with self._lock:
-            self._taken = False
-            return self._choose()
-
-    def exchange(self, job: Job) -> Job | None:
-        """Whoever had the turn gives it up, and asks for another."""
+    def release(self) -> TurnRequest | None:
+        """Gives up the turn."""
         with self._lock:
             self._taken = False
-            self._waiting.append(job)
-            return self._choose()
+            return self._grant_next()
 
-    def finish(self, microbatch: int) -> Job | None:
-        """A microbatch needs nothing more here."""
+    def exchange(self, request: TurnRequest) -> TurnRequest | None:
+        """Gives up the turn and asks for another one."""
+        with self._lock:
+            self._taken = False
+            self._waiting.append(request)
+            return self._grant_next()
+
+    def finish(self, microbatch: int) -> TurnRequest | None:
+        """Notes that a microbatch needs no more turns here."""
         with self._lock:
             self._schedule.finish(microbatch)
-            return self._choose()
+            return self._grant_next()
 
-    def drain(self) -> list[Job]:
-        """All that wait: they go on at once, to see that the step has failed."""
+    def drain(self) -> list[TurnRequest]:
+        """Removes all waiting requests, granted or not: their threads must see that the step has failed."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             return waiting
 
-    def _choose(self) -> Job | None:
-        job = None
+    def _grant_next(self) -> TurnRequest | None:
+        """Takes the next request out of the queue and marks the slot as taken, if it is free and a turn may begin."""
+        granted = None
         if not self._taken and self._waiting:
-            index = self._schedule.choose([waiting.turn for waiting in self._waiting])
+            index = self._schedule.choose([request.turn for request in self._waiting])
             if index is not None:
                 self._taken = True
-                job = self._waiting.pop(index)
-        self.urgent = any(waiting.turn.kind is Kind.GO_ON for waiting in self._waiting)
-        return job
+                granted = self._waiting.pop(index)
+        self.has_resumable = any(request.turn.kind is TurnKind.RESUME for request in self._waiting)
+        return granted
 
 
-class Workers:
-    """Threads that do what they are given; one more is started when none is idle. They end with the process."""
+class WorkerThreads:
+    """Daemon threads that run functions; one more is started if none is idle. They end with the process.
+
+    Args:
+        prepare: Called once on each new thread.
+    """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
         self._prepare = prepare
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Have a thread do this."""
+    def run(self, function: Callable[[], None]) -> None:
+        """Runs a function on an idle thread, or on a new one."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name="smp-worker", daemon=True).start()
-        inbox.put(work)
+            threading.Thread(target=self._run_forever, args=(inbox,), name="smp-worker", daemon=True).start()
+        inbox.put(function)
 
-    def _serve(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _run_forever(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+        """The body of each thread: runs what its inbox gets, and is idle in between."""
         self._prepare()
         while True:
             inbox.get()()

@@ -1,4 +1,4 @@
-"""How a step's arguments become those of its microbatches, and what they return one object, whatever a tensor is."""
+"""Splits the arguments of a step into microbatches, and merges the microbatches' results. For any kind of tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from smdistributed.modelparallel.backend.exceptions import MicrobatchError
 
 
 class Splitter(ABC):
-    """Splits the arguments of one function into microbatches. The front says what a tensor is, and cuts it.
+    """Splits the arguments of one function into microbatches. A subclass handles the framework's tensors.
 
-    whole: names of arguments that every microbatch gets as they are. axes: along which axis an argument is split, by
-    its name; else 0. uneven: whether parts may differ in size, by one at most.
+    Args:
+        function: Its signature gives arguments their names.
+        whole: The names of arguments that every microbatch gets unsplit.
+        axes: The axis along which an argument is split, by its name; default: 0.
+        uneven: Whether parts may differ in size by one.
+
+    Raises:
+        MicrobatchError: If `whole` or `axes` names an argument that the function does not have.
     """
 
     may_be_uneven = True
-    """Whether `uneven_microbatches` helps where an axis does not divide."""
+    """Whether `uneven_microbatches` is supported."""
 
     def __init__(
         self, function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], uneven: bool = False
@@ -35,22 +41,31 @@ class Splitter(ABC):
 
     @abstractmethod
     def is_tensor(self, value: Any) -> bool:
-        """Whether this is a tensor of the front's."""
+        """Whether this is a tensor of the framework."""
 
     @abstractmethod
     def shape(self, tensor: Any) -> tuple[int, ...]:
-        """The sizes of its axes; none of a scalar, which every microbatch gets whole."""
+        """The sizes of its axes; empty for a scalar, which every microbatch gets whole."""
 
     @abstractmethod
     def cut(self, tensor: Any, count: int, axis: int) -> list[Any]:
-        """So many parts of it, of equal sizes, or where `count` does not divide the axis the first ones one longer."""
+        """Splits it into `count` parts. If `count` does not divide the axis, the first parts are one longer."""
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each of `count` microbatches.
+        """Splits the arguments of a call.
 
-        Raises MicrobatchError when an axis does not divide by `count`.
+        Args:
+            args: Positional arguments.
+            kwargs: Named arguments.
+            count: The number of microbatches.
+
+        Returns:
+            The positional and named arguments of each microbatch.
+
+        Raises:
+            MicrobatchError: If an axis does not divide by `count`.
         """
         names = self._names(len(args))
         positional = [self._parts(name, value, count) for name, value in zip(names, args)]
@@ -61,7 +76,7 @@ class Splitter(ABC):
         ]
 
     def weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[float]:
-        """The share of each microbatch in the batch, by the length of the first tensor that was split."""
+        """The share of each microbatch in the batch, by the size of axis 0 of the first positional tensor."""
         for place, value in enumerate(parts[0][0]):
             if self.is_tensor(value) and self.shape(value):
                 sizes = [self.shape(args[place])[0] for args, _ in parts]
@@ -105,7 +120,7 @@ class Splitter(ABC):
             raise MicrobatchError(
                 f"{name}, of shape {shape}, has {size} along axis {axis}: that must be a multiple of "
                 f"'microbatches', {count}. Choose another batch size, drop the last batch (drop_last=True), name the "
-                "argument in non_split_inputs if it is no batch"
+                "argument in non_split_inputs if it is not a batch"
                 + (
                     "."
                     if self.uneven or not self.may_be_uneven
@@ -116,7 +131,7 @@ class Splitter(ABC):
 
 
 def like(value: Any, items: Any) -> Any:
-    """A container of the kind of `value`, with these items."""
+    """Makes a container of the same type as `value` from other items."""
     if hasattr(value, "_fields"):
         return type(value)(*items)
     try:
@@ -126,9 +141,15 @@ def like(value: Any, items: Any) -> Any:
 
 
 def merge(results: Sequence[Any], is_tensor: Callable[[Any], bool], output: Callable[[Sequence[Any]], Any]) -> Any:
-    """What the microbatches returned as one: an `output` of tensors in their place, lists in place of anything else.
+    """Merges the results of microbatches.
 
-    output: the front's StepOutput.
+    Args:
+        results: The result of each microbatch, in order.
+        is_tensor: Whether a value is a tensor.
+        output: Makes one object, the framework's StepOutput, from the tensors of all microbatches.
+
+    Returns:
+        The structure of one result, with outputs in place of tensors and lists in place of other values.
     """
     first = results[0]
     if is_tensor(first):

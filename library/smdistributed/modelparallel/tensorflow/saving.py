@@ -28,18 +28,18 @@ def save_model(model: Any, path: str) -> None:
                     variable.free()
         else:
             mine = [place for place, variable in enumerate(model.all_weights) if is_on_this_stage(variable)]
-            state.post.send(mine, pipeline[0], "save")
+            state.objects.send(mine, pipeline[0], "save")
             for place in mine:  # one at a time, so that one more tensor must fit into memory
-                state.post.send(model.all_weights[place].numpy(), pipeline[0], "save")
-    state.post.gather(None, state.group("WORLD"))
+                state.objects.send(model.all_weights[place].numpy(), pipeline[0], "save")
+    state.objects.gather(None, state.group("WORLD"))
 
 
 def _receive_weights(model: Any, others: tuple[int, ...]) -> list[StageVariable]:
     weights, received = model.all_weights, []
     for rank in others:
-        for place in state.post.receive(rank, "save"):
+        for place in state.objects.receive(rank, "save"):
             variable = unwrap(weights[place])
-            variable.assign(state.post.receive(rank, "save"))
+            variable.assign(state.objects.receive(rank, "save"))
             if isinstance(variable, StageVariable):
                 variable.is_on_this_stage = True
                 received.append(variable)

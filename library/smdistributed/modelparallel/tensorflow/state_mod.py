@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from smdistributed.core.launch import read_launch
-from smdistributed.core.mail import Access, Mail
 from smdistributed.core.options import warn_without_effect
 from smdistributed.core.store import open_store
 from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
-from smdistributed.modelparallel.backend.config import Config, read_config
+from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
-from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import Grid
-from smdistributed.modelparallel.backend.recording import start_timeline
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.tensorflow.stage_variables import own_variable
 from smdistributed.modelparallel.tensorflow.tensor_exchange import TensorExchange
 
@@ -34,7 +31,7 @@ _UNSUPPORTED = (
 )
 
 
-class State(Job):
+class State(Context):
     """The job of this process. Before `init`, only `initialized` may be read."""
 
     tensors: TensorExchange
@@ -63,19 +60,17 @@ class State(Job):
         """
         if self.initialized:
             return
-        refuse_dataparallel()
-        self.cfg = read_config(argument, os.environ)
+        launch = self.configure(argument)
         _reject_unsupported(self.cfg)
-        launch = read_launch()
-        self.rank, self.local_rank = launch.rank, launch.local_rank
-        self.local_size = launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, launch.world_size)
         take_gpu(launch.local_rank)
         store = open_store(launch)
         master = launch.master.host if launch.master else "127.0.0.1"
-        meet(store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_mail)
+        connect_ranks(
+            store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_transport
+        )
         # Connects the stages, so that each notices when another ends.
-        self.seed = self.post.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
+        self.seed = self.objects.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
         peers = self.grid.group("DP_GROUP", self.rank)
         if len(peers) > 1:
             self.replicas = open_group(launch, store, peers)
@@ -97,10 +92,10 @@ class State(Job):
         """Returns an operation that runs after the previous one that it returned, in other graphs too."""
         return self._turn.assign_add(1, read_value=False)
 
-    def _open_mail(self, access: Access) -> Mail:
+    def _open_transport(self, access: Access) -> Transport:
         self.tensors = TensorExchange(self.rank, access)
-        self.post = self.tensors.post
-        return self.tensors.mail
+        self.objects = self.tensors.objects
+        return self.tensors.transport
 
 
 def _reject_unsupported(config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.core.options import names_of, refuse_unknown, warn_without_effect
+from smdistributed.core.options import keyword_names, refuse_unknown, warn_without_effect
 from smdistributed.core.tensorflow.operations import reject_xla
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.model import plan_call
@@ -57,7 +57,7 @@ def step(
 
 
 def _reject_options(options: Mapping[str, Any]) -> None:
-    of_tensorflow = [name for name in names_of(tf.function) if name not in ("func", "autograph")]
+    of_tensorflow = [name for name in keyword_names(tf.function) if name not in ("func", "autograph")]
     ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
     refuse_unknown("smp.step", options, (*ours, *of_tensorflow))
     if options.get("jit_compile"):
@@ -97,7 +97,7 @@ def _stage_context() -> StageContext:
     return StageContext(
         stage=state.stage,
         ranks=state.group("PP_GROUP"),
-        gather=lambda mine: state.post.gather(mine, state.group("PP_GROUP")),
+        gather=lambda mine: state.objects.gather(mine, state.group("PP_GROUP")),
         plan_call=plan_call,
         names=state.tensors.names,
         anchor=state.anchor,

@@ -1,7 +1,7 @@
 """Sends and receives tensors of a step's graph, and Python objects, between the ranks of a job.
 
 The head of a tensor's message is JSON. An object is a pickle in the head of its message: heads are authenticated as
-those of a rank of this job (see `core.frames`), bodies are not.
+those of a rank of this job (see `backend.frames`), bodies are not.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smdistributed.core import timeline
-from smdistributed.core.guards import stall_seconds
-from smdistributed.core.mail import Access, Mail, Waiter
+from smdistributed.core.diagnostics import StallDetector
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import PendingOperation
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER, timeout_seconds
-from smdistributed.modelparallel.backend.post import Post
+from smdistributed.modelparallel.backend.limits import CONNECTION_LOST, TIMEOUT_FIX, timeout_seconds
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
+from smdistributed.modelparallel.backend.transport import Access, Transport, Waiter
 
 NEW_RUN = "new run"
 """The label of the message that a rank sends to itself when a step begins."""
@@ -49,7 +49,7 @@ class _Awaited(NamedTuple):
 
 
 class TensorExchange:
-    """Exchanges tensors by their labels, and Python objects by `post`. Starts two threads and those of `mail`.
+    """Exchanges tensors by their labels, and Python objects by `objects`. Starts two threads and those of `transport`.
 
     `names` describes messages by label, for errors.
 
@@ -68,9 +68,9 @@ class TensorExchange:
         self._latest_runs: dict[int, int] = defaultdict(int)
         self._awaited: _Awaited | None = None
         self._overdue: _Awaited | None = None
-        self._stall, self._timeout = stall_seconds(), timeout_seconds()
-        self.post = Post(rank, self._send_object, pickle.loads, self._timeout)
-        self.mail = Mail(rank, access, self._deliver, self._on_lost, self._timeout)
+        self._stalls, self._timeout = StallDetector(), timeout_seconds()
+        self.objects = ObjectExchange(rank, self._send_object, pickle.loads, self._timeout)
+        self.transport = Transport(rank, access, self._deliver, self._on_lost, self._timeout)
         operations.load()
         for what in (self._serve, self._watch):
             threading.Thread(target=what, name=f"smp{what.__name__}", daemon=True).start()
@@ -96,11 +96,11 @@ class TensorExchange:
         memory = [memoryview((ctypes.c_char * size).from_address(address)).cast("B")] if size else [b""]
         head = json.dumps([label, operation.dtype_name, operation.shape[: operation.dims], self._run])
         try:
-            self.mail.send(operation.rank, head.encode(), memory)
+            self.transport.send(operation.rank, head.encode(), memory)
         except OSError as error:
             raise SMPRuntimeError(
-                f"Rank {operation.rank} is gone, and rank {self._rank} sends its {self._describe(label)} there: "
-                f"its own error says why ({error})."
+                f"Rank {operation.rank}: {CONNECTION_LOST} Rank {self._rank} was sending it {self._describe(label)} "
+                f"({error})."
             ) from error
 
     def _receive(self, operation: PendingOperation, label: str) -> None:
@@ -129,7 +129,7 @@ class TensorExchange:
             if not self._has_tensor(inbox) and can_come:
                 self._awaited = awaited = _Awaited(source, label, Waiter(), time.monotonic())
         if awaited is not None:
-            self.mail.wait(awaited.waiter)
+            self.transport.wait(awaited.waiter)
         with self._lock:
             self._awaited = None
             if not self._has_tensor(inbox):
@@ -143,13 +143,12 @@ class TensorExchange:
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._describe(label)} to rank {self._rank} "
-                f"within {self._timeout:g} s. {LONGER}"
+                f"within {self._timeout:g} s. {TIMEOUT_FIX}"
             )
-        what = "is gone" if source in self._lost_ranks else "has left this step"
-        return SMPRuntimeError(
-            f"Rank {source} {what}, and rank {self._rank} waits for its {self._describe(label)}: "
-            "its own error says why."
-        )
+        lost = f"Rank {source}: {CONNECTION_LOST}"
+        left = f"Rank {source} has left this step. Fix: look for the error that it reported itself."
+        reason = lost if source in self._lost_ranks else left
+        return SMPRuntimeError(f"{reason} Rank {self._rank} was waiting for its {self._describe(label)}.")
 
     def _has_tensor(self, inbox: deque[ReceivedTensor]) -> bool:
         return bool(inbox) and inbox[0].run == self._run
@@ -158,12 +157,12 @@ class TensorExchange:
         return self.names.get(label, f"message {label}")
 
     def _send_object(self, to: int, inbox: str, obj: object) -> None:
-        self.mail.send(to, b"%b%b\n" % (_OBJECT, inbox.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+        self.transport.send(to, b"%b%b\n" % (_OBJECT, inbox.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
         if head.startswith(_OBJECT):
             inbox, _, pickled = head[len(_OBJECT) :].partition(b"\n")
-            self.post.deliver(source, inbox.decode(), pickled)
+            self.objects.deliver(source, inbox.decode(), pickled)
             return
         name, dtype, shape, run = json.loads(head)
         with self._lock:
@@ -177,6 +176,7 @@ class TensorExchange:
         """Begins a step: drops tensors that were sent to a step that has failed."""
         with self._lock:
             self._run += 1
+            self._stalls.reset()
             for key, inbox in list(self._inboxes.items()):
                 self._inboxes[key] = deque(tensor for tensor in inbox if tensor.run >= self._run)
                 if not self._inboxes[key]:
@@ -187,23 +187,21 @@ class TensorExchange:
             self._lost_ranks.add(source)
             if self._awaited:
                 self._wake(source, self._awaited.label)
-        self.post.lost(source)
+        self.objects.lost(source)
 
     def _wake(self, source: int, label: str) -> None:
         if self._awaited and self._awaited[:2] == (source, label):
-            self.mail.wake(self._awaited.waiter)
+            self.transport.wake(self._awaited.waiter)
 
     def _watch(self) -> None:
         """Body of a thread: warns once after SMDDP_STALL_SECONDS of waiting; ends a wait after the time limit."""
-        warned: object = None
         while True:
-            time.sleep(min(self._stall, self._timeout) / _CHECKS_PER_LIMIT)
+            time.sleep(min(self._stalls.seconds, self._timeout) / _CHECKS_PER_LIMIT)
             awaited = self._awaited
             waited = time.monotonic() - awaited.since if awaited else 0.0
             if awaited and waited > self._timeout:
                 self._overdue = awaited
-                self.mail.wake(awaited.waiter)
-            elif awaited and awaited is not warned and waited > self._stall:
-                warned = awaited
-                what = f"rank {self._rank} has waited {self._stall:g} s for rank {awaited.source}: its"
+                self.transport.wake(awaited.waiter)
+            elif awaited and self._stalls.is_new_stall(awaited.waiter, waited):
+                what = f"rank {self._rank} has waited {self._stalls.seconds:g} s for rank {awaited.source}: its"
                 print(f"smp: {what} {self._describe(awaited.label)}", file=sys.stderr, flush=True)

@@ -25,9 +25,9 @@ def send_checkpoint_files(directory: str, dest_rank: int) -> None:
     if not root.is_dir():
         raise SMPRuntimeError(f"There are no checkpoint files to send: {root} is no directory.")
     paths = sorted(path.relative_to(directory) for path in root.rglob("*") if path.is_file())
-    state.post.send([str(path) for path in paths], dest_rank, _BOX)
+    state.objects.send([str(path) for path in paths], dest_rank, _BOX)
     for path in paths:
-        state.post.send(Path(directory, path).read_bytes(), dest_rank, _BOX)
+        state.objects.send(Path(directory, path).read_bytes(), dest_rank, _BOX)
 
 
 def receive_checkpoint_files(directory: str, src_rank: int) -> None:
@@ -41,10 +41,10 @@ def receive_checkpoint_files(directory: str, src_rank: int) -> None:
         SMPRuntimeError: If a path leads outside of the directory, and nothing is written; if the connection is lost.
     """
     root = Path(directory).resolve()
-    paths = [_inside(root, name, src_rank) for name in state.post.receive(src_rank, _BOX)]
+    paths = [_inside(root, name, src_rank) for name in state.objects.receive(src_rank, _BOX)]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(state.post.receive(src_rank, _BOX))
+        path.write_bytes(state.objects.receive(src_rank, _BOX))
 
 
 def _inside(root: Path, name: str, src_rank: int) -> Path:

@@ -13,7 +13,7 @@ def train_step(model, data, target):
 
 from __future__ import annotations
 
-import smdistributed.core.torch  # noqa: F401 (says what to do where it is not installed)
+import smdistributed.core.torch  # raises an error with a fix if torch is not installed
 from smdistributed.modelparallel.backend.api import (
     DP_GROUP,
     MP_GROUP,
@@ -73,84 +73,10 @@ from smdistributed.modelparallel.torch.construction import (
     set_tensor_parallelism,
     tensor_parallelism,
 )
+from smdistributed.modelparallel.torch.manual_partition import partition, set_partition
 from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.module_manager import partition, set_partition
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.splitting import StepOutput
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step import step
 from smdistributed.modelparallel.torch.unsupported import prepare_optimizer, tp_register, tp_register_with_module
-
-__all__ = [
-    "exceptions",
-    "CommGroup",
-    "DP_GROUP",
-    "DistributedModel",
-    "DistributedOptimizer",
-    "MP_GROUP",
-    "PP_GROUP",
-    "RDP_GROUP",
-    "RankType",
-    "StepOutput",
-    "TP_GROUP",
-    "WORLD",
-    "allgather",
-    "amp",
-    "barrier",
-    "broadcast",
-    "delay_param_initialization",
-    "dp_barrier",
-    "dp_rank",
-    "dp_size",
-    "get_dp_group",
-    "get_dp_process_group",
-    "get_mp_group",
-    "get_mp_process_group",
-    "get_pp_group",
-    "get_pp_process_group",
-    "get_rdp_group",
-    "get_rdp_process_group",
-    "get_tp_group",
-    "get_tp_process_group",
-    "get_world_process_group",
-    "init",
-    "is_initialized",
-    "is_tracing",
-    "load",
-    "local_rank",
-    "local_size",
-    "model",
-    "model_creation",
-    "mp_barrier",
-    "mp_rank",
-    "mp_size",
-    "nn",
-    "optimizers",
-    "partition",
-    "pp_barrier",
-    "pp_rank",
-    "pp_size",
-    "prepare_optimizer",
-    "rank",
-    "rdp_barrier",
-    "rdp_rank",
-    "rdp_size",
-    "recv_from",
-    "resume_from_checkpoint",
-    "save",
-    "save_checkpoint",
-    "send",
-    "set_activation_checkpointing",
-    "set_partition",
-    "set_tensor_parallelism",
-    "size",
-    "state",
-    "step",
-    "tensor_parallelism",
-    "tp_barrier",
-    "tp_rank",
-    "tp_register",
-    "tp_register_with_module",
-    "tp_size",
-    "utils",
-]

@@ -1,4 +1,4 @@
-"""Activation checkpointing of whole modules: which, and in which groups."""
+"""Activation checkpointing: modules whose activations are computed again in backward, alone or in groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MARK = "_smp_checkpointing"
 class Checkpointing:
     """How a module's activations are checkpointed.
 
-    group: how many children of a sequence at once; 0: all that follow each other on one stage.
+    Attributes:
+        preserve_rng_state: Whether the second computation draws the same random numbers.
+        group: How many children of a sequence are checkpointed together; 0: all consecutive ones on one stage.
     """
 
     preserve_rng_state: bool
@@ -31,16 +33,20 @@ class Checkpointing:
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:
-    """Compute a module's activations again in backward instead of keeping them (AWS API).
+    """Makes a module compute its activations again in backward instead of keeping them (AWS API).
 
-    strategy: for nn.Sequential: `each` child on its own, `contiguous` ones of a stage together, or `group_N` at a time.
-    pack_args_as_tuple: has no effect, and warns: children get what the child before gave, as in any sequence. It has
-        none in AWS's library either, from 1.9 on.
+    Args:
+        module: The module; its calls are checkpointed while gradients are computed.
+        preserve_rng_state: Whether the second computation draws the same random numbers.
+        pack_args_as_tuple: No effect, and a warning: children get the output of the child before, as in any sequence.
+            It has no effect in AWS's library either, from 1.9 on.
+        strategy: For nn.Sequential: "each" child on its own, "contiguous" ones of a stage together, or "group_N".
 
-    Raises ValueError for another strategy.
+    Raises:
+        ValueError: If there is no such strategy.
     """
     if pack_args_as_tuple:
-        warn_without_effect("pack_args_as_tuple", "children get what the child before gave, as in any sequence")
+        warn_without_effect("pack_args_as_tuple", "children get the output of the child before, as in any sequence")
     found = re.fullmatch(r"each|contiguous|group_([1-9]\d*)", strategy)
     if not found:
         raise ValueError(
@@ -50,28 +56,37 @@ def set_activation_checkpointing(
     module.__dict__[_MARK] = Checkpointing(preserve_rng_state, group or 0)
 
 
-def forget_marks(root: nn.Module) -> None:
-    """Have nothing of this model checkpointed."""
+def remove_checkpointing(root: nn.Module) -> None:
+    """Turns checkpointing off for a model and all modules in it."""
     for module in root.modules():
         module.__dict__.pop(_MARK, None)
 
 
-def marked(module: nn.Module) -> Checkpointing | None:
-    """How the module is checkpointed now; None: it is not, or no gradients are computed."""
+def active_checkpointing(module: nn.Module) -> Checkpointing | None:
+    """How a module is checkpointed now; None if it is not, or no gradients are computed."""
     mark: Checkpointing | None = module.__dict__.get(_MARK)
     return mark if mark and torch.is_grad_enabled() else None
 
 
 def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call(module, *args, **kwargs)`, checkpointed if the module is marked."""
-    how = marked(module)
+    """Calls `call(module, *args, **kwargs)`, checkpointed if `set_activation_checkpointing` was called for it."""
+    how = active_checkpointing(module)
     if how is None:
         return call(module, *args, **kwargs)
     return checkpoint(call, module, *args, use_reentrant=False, preserve_rng_state=how.preserve_rng_state, **kwargs)
 
 
-def run(modules: Sequence[nn.Module], value: Any, how: Checkpointing | None) -> Any:
-    """Call modules one after the other, the first with `value`."""
+def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | None) -> Any:
+    """Calls modules one after the other.
+
+    Args:
+        modules: The modules.
+        value: The input of the first one.
+        how: How to checkpoint them; None: not at all.
+
+    Returns:
+        The output of the last one.
+    """
     if how is None:
         return _one_by_one(modules, value)
     size = how.group or max(1, len(modules))

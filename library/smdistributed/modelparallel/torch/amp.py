@@ -13,14 +13,14 @@ from smdistributed.modelparallel.torch.state_mod import state
 
 
 class GradScaler(torch.cuda.amp.GradScaler):
-    """torch's, whose stages all leave out a step when the gradients of any of them overflow (AWS API)."""
+    """torch's GradScaler, over stages: if gradients overflow on one stage, all stages skip the step (AWS API)."""
 
     def unscale_(self, optimizer: Any) -> None:
-        """Take the scale out of this stage's gradients, and learn of overflows on the others."""
+        """Divides this stage's gradients by the scale, and notes overflows on any stage. All ranks call it."""
         if not self.is_enabled():
             return
-        self._begin()
-        optimizer = _wrapper(optimizer)
+        self._make_scale()
+        optimizer = _wrapper_of(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             optimizer.update_master_grads()  # what is updated may be copies
         super().unscale_(optimizer)
@@ -31,21 +31,21 @@ class GradScaler(torch.cuda.amp.GradScaler):
         for key in list(found) or [_own_device()]:
             found[key] = worst.to(_own_device())
 
-    def _begin(self) -> None:
-        """The first stage alone scales losses, which is when torch's makes its scale."""
+    def _make_scale(self) -> None:
+        """Makes the scale: torch does it when a loss is scaled, which only the first stage does."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(_own_device())
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, for a DistributedOptimizer too."""
-        optimizer = _wrapper(optimizer)
+        """Steps the optimizer, or skips the step after an overflow: see torch's GradScaler. All ranks call it."""
+        optimizer = _wrapper_of(optimizer)
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
-def _wrapper(optimizer: Any) -> Any:
-    """The DistributedOptimizer, of which alone a step knows the other replicas and the copies, if it wraps this one."""
+def _wrapper_of(optimizer: Any) -> Any:
+    """The DistributedOptimizer that wraps this optimizer, if one does: only its step knows replicas and copies."""
     wrapper = state.optimizer
     return wrapper if wrapper is not None and optimizer is wrapper.optimizer else optimizer
 

@@ -1,4 +1,4 @@
-"""Initialisation, and what is torch's of the functions of `smp` that concern the job: see `backend.api`."""
+"""`smp.init`, and the functions of `smp` about the job that are specific to torch. For the others see `backend.api`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from smdistributed.modelparallel.torch.state_mod import state
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Read the configuration and meet the other ranks; every rank calls it, before anything else (AWS API).
+    """Reads the configuration and connects to the other ranks (AWS API). Every rank calls it, before anything else.
 
-    config: `mp_parameters`; those of the launch (SM_HP_MP_PARAMETERS) win over it.
+    It also makes torch's process groups, and selects this rank's GPU. Calling it again does nothing.
 
-    Raises SMPConfigError, which names the key and what is allowed, and LaunchError when the environment does not say
-    which rank this is.
+    Args:
+        config: `mp_parameters`. Keys of the launch (SM_HP_MP_PARAMETERS) win over it.
+
+    Raises:
+        SMPConfigError: If a key is unknown or its value is not allowed.
+        SMPUnsupportedError: If a key is not implemented.
+        LaunchError: If the environment does not say which rank this is.
     """
     state.init(config)
 
 
 def is_tracing() -> bool:
-    """Whether the model is being traced, on the meta device, to decide how it is cut."""
+    """Whether the model is being traced, on the meta device, to decide its partition."""
     return state.is_tracing
 
 

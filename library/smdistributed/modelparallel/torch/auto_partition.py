@@ -1,4 +1,4 @@
-"""Automatic partition: which stage has which module, by what a trace on the meta device found."""
+"""Automatic partition: a trace of the model on the meta device decides which stage has which module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ _log = logging.getLogger("smdistributed.modelparallel")
 
 @dataclass(frozen=True)
 class Items:
-    """Modules that cost something, those without children, and those that share a tensor with others, in the order of
-    execution. together: places of those that must be on one stage, because they use the same parameter or buffer."""
+    """The modules that are assigned to stages, in the order of execution.
+
+    They are those that cost something, that have no children, or that share a tensor with others.
+
+    Attributes:
+        names: Their names.
+        costs: Their costs, as shares of the model's.
+        together: Groups of places of modules that use the same parameter or buffer, and must be on one stage.
+    """
 
     names: list[str]
     costs: list[float]
@@ -29,8 +36,20 @@ class Items:
 
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
-    """Cut a model that is called with these arguments. Where it cannot be traced, modules count in their order in the
-    tree, by their parameters, as they do with `skip_tracing`."""
+    """Cuts a model into stages.
+
+    If it cannot be traced, it warns. Modules then count by their parameters, in the order of their construction, as
+    with `skip_tracing`.
+
+    Args:
+        root: The model.
+        config: The number of partitions, and how memory and operations count.
+        args: The positional arguments of a call.
+        kwargs: The named arguments of a call.
+
+    Raises:
+        SMPConfigError: If the model has fewer modules than there are stages.
+    """
     if config.skip_tracing:
         return partition(root, config, Trace())
     try:
@@ -38,15 +57,15 @@ def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwarg
     except Exception as error:  # any model, any reason
         found = Trace()
         _log.warning(
-            "The model cannot be traced without values (%s: %s): it is cut by its parameters, in the order in which it "
-            "was constructed. Use smp.partition to cut it yourself.",
+            "The model cannot be traced without values (%s: %s): it is cut by its parameters, in the order of its "
+            "construction. Fix: use smp.partition to cut it yourself.",
             *(type(error).__name__, error),
         )
     return partition(root, config, found)
 
 
 def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
-    """Cut a model of which this was found. Raises SMPConfigError when it has fewer modules than there are stages."""
+    """Cuts a model by its trace. Raises SMPConfigError if it has fewer modules than there are stages."""
     modules = dict(root.named_modules())
     given = items(root, config, found)
     result = cut(given.costs, given.names, given.together, config.partitions)
@@ -57,11 +76,11 @@ def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
 
 
 def items(root: nn.Module, config: Config, found: Trace) -> Items:
-    """What `partition` deals to stages."""
+    """Lists what `partition` assigns to stages."""
     modules = dict(root.named_modules())
     costs = _costs(modules, found, config)
     groups = _together(modules, found)
-    tied = set().union(*groups)  # what only has the parameter of another costs nothing
+    tied = set().union(*groups)  # a module that only uses another one's parameter costs nothing
     ordered = _in_order(modules, found.order)
     names = [name for name in ordered if costs[name] or name in tied or not any(_children(modules, name))]
     place = {name: index for index, name in enumerate(names)}
@@ -82,12 +101,12 @@ def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> di
 
 
 def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name: str = "") -> Iterator[str]:
-    """Modules, containers before what is in them, in the order of their first calls."""
+    """Yields modules in the order of their first calls, containers before their children."""
     yield name
     last = 0
     places = {}
     for child in _children(modules, name):
-        last = called.get(child, last)  # one that is never called stays behind its neighbour
+        last = called.get(child, last)  # one that is never called stays behind its predecessor
         places[child] = last
     for child in sorted(places, key=places.__getitem__):
         yield from _in_order(modules, called, child)
@@ -107,7 +126,7 @@ def _together(modules: Mapping[str, nn.Module], found: Trace) -> list[set[str]]:
 
 
 def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[str, int]:
-    """Every module's stage: a container that costs nothing itself is on the first stage of what is in it."""
+    """The stage of every module. A container that costs nothing itself is on the first stage of its children."""
     stages = dict(placed)
     for name in reversed(list(modules)):
         if name not in stages:

@@ -1,11 +1,12 @@
 """A call of a module on another stage, as autograd sees it.
 
-On the side that asks, a call is three nodes. `Enter` takes the tensors and gives a token; `Block` waits for the other
-stage; `Leave` gives the tensors of the answer. In backward, `Leave` sends the gradients away and `Block` waits for
-those of the inputs: whatever else is ready runs between, and skip connections, modules that are used twice and shared
-activations come out as in one process. The token is on the CPU, so that no GPU's thread waits.
-On the side that answers, `Arrive` makes the tensors that came and keeps their gradients: they are no leaves, so that
-modules may change them in place.
+On the calling stage, a call is three nodes. `Enter` takes the input tensors and returns a token. `Block` waits for the
+other stage. `Leave` returns the tensors of the answer. In backward, `Leave` sends the gradients and `Block` waits for
+the gradients of the inputs. Other nodes that are ready run between the two, so that skip connections, modules that are
+used twice and shared activations have the same gradients as in one process. The token is on the CPU, so that no thread
+of a GPU waits.
+On the called stage, `Receive` returns the tensors that have arrived and keeps their gradients. They are not leaves, so
+that modules may change them in place.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ _Gradients = Sequence[Optional[torch.Tensor]]
 
 
 class RemoteCall:
-    """One call of what another stage has, on the side that asks. `ask` and `ask_back` block, `send_back` does not.
+    """One call of modules on another stage, on the calling side.
 
-    ask: sends the inputs, gives the tensors of the answer, each with whether it requires grad.
-    send_back: sends the gradients of the answer's tensors. ask_back: gives those of the inputs.
+    Args:
+        send_forward: Sends the inputs and waits. Returns the answer's tensors, each with whether it requires grad.
+        send_backward: Sends the gradients of the answer's tensors. Does not wait.
+        receive_backward: Waits for the gradients of the inputs and returns them.
     """
 
     def __init__(
         self,
-        ask: Callable[[_Tensors], Sequence[tuple[torch.Tensor, bool]]],
-        send_back: Callable[[_Gradients], None],
-        ask_back: Callable[[], _Gradients],
+        send_forward: Callable[[_Tensors], Sequence[tuple[torch.Tensor, bool]]],
+        send_backward: Callable[[_Gradients], None],
+        receive_backward: Callable[[], _Gradients],
     ) -> None:
-        self.ask, self.send_back, self.ask_back = ask, send_back, ask_back
+        self.send_forward, self.send_backward, self.receive_backward = send_forward, send_backward, receive_backward
         self.inputs: _Tensors = ()
         self.answer: Sequence[tuple[torch.Tensor, bool]] = ()
         self.gradients: _Gradients = ()
 
     def run(self, inputs: _Tensors) -> tuple[torch.Tensor, ...]:
-        """The tensors of the answer, in the graph of this thread."""
+        """Makes the call and returns the tensors of the answer, in the autograd graph of this thread."""
         if not torch.is_grad_enabled():
-            return tuple(tensor for tensor, _ in self.ask(inputs))
+            return tuple(tensor for tensor, _ in self.send_forward(inputs))
         anchor = torch.zeros((), requires_grad=True)
         token = Block.apply(self, Enter.apply(self, anchor, *inputs))  # type: ignore[no-untyped-call]
         outputs: tuple[torch.Tensor, ...] = Leave.apply(self, token) if self.answer else ()  # type: ignore[no-untyped-call]
@@ -50,6 +53,8 @@ class RemoteCall:
 
 
 class Enter(Function):
+    """Takes the inputs of a call into the graph; in backward, returns their gradients."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.call = call
@@ -62,20 +67,24 @@ class Enter(Function):
 
 
 class Block(Function):
+    """Waits for the answer of a call; in backward, for the gradients of its inputs."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         inputs, call.inputs = call.inputs, ()
-        call.answer = call.ask(inputs)
+        call.answer = call.send_forward(inputs)
         return token.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> Any:
-        ctx.call.gradients = ctx.call.ask_back()
+        ctx.call.gradients = ctx.call.receive_backward()
         return None, token
 
 
 class Leave(Function):
+    """Returns the tensors of an answer; in backward, sends their gradients."""
+
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
@@ -85,24 +94,39 @@ class Leave(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call.send_back(gradients)
+        ctx.call.send_backward(gradients)
         return None, torch.zeros(())
 
 
-class Arrived:
-    """The gradients of the tensors that came for one call, and its own tensors that go back."""
+class ReceivedInputs:
+    """The inputs of one call on the called stage: keeps their gradients, and the outputs that were sent back.
+
+    Args:
+        count: The number of input tensors.
+    """
 
     def __init__(self, count: int) -> None:
         self.gradients: list[torch.Tensor | None] = [None] * count
         self.outputs: _Tensors = ()
 
     def tensors(self, came: Sequence[tuple[torch.Tensor, bool]]) -> tuple[torch.Tensor, ...]:
-        """What came (each with whether it requires grad), in the graph of this thread."""
+        """Returns the tensors that have arrived, in the autograd graph of this thread.
+
+        Args:
+            came: The tensors, each with whether it requires grad.
+        """
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        return Arrive.apply(self, anchor, came) if came else ()  # type: ignore[no-untyped-call]
+        return Receive.apply(self, anchor, came) if came else ()  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: _Gradients) -> _Gradients:
-        """Run the local graph backward; the gradients of what came."""
+        """Runs the backward of this stage's graph.
+
+        Args:
+            gradients: The gradients of the outputs; None where there is none.
+
+        Returns:
+            The gradients of the inputs; None where there is none.
+        """
         pairs = [(o, g) for o, g in zip(self.outputs, gradients) if g is not None and o.requires_grad]
         self.outputs = ()
         if pairs:
@@ -110,17 +134,19 @@ class Arrived:
         return self.gradients
 
 
-class Arrive(Function):
+class Receive(Function):
+    """Takes received tensors into the graph; in backward, keeps their gradients."""
+
     @staticmethod
     def forward(
-        ctx: Any, arrived: Arrived, anchor: torch.Tensor, came: Sequence[tuple[torch.Tensor, bool]]
+        ctx: Any, inputs: ReceivedInputs, anchor: torch.Tensor, came: Sequence[tuple[torch.Tensor, bool]]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arrived = arrived
+        ctx.inputs = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(tensor for tensor, requires_grad in came if not requires_grad))
         return tuple(tensor for tensor, _ in came)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.arrived.gradients = list(gradients)
+        ctx.inputs.gradients = list(gradients)
         return None, None, None

@@ -1,8 +1,8 @@
-"""How a model is constructed: contexts of the published interface, and construction without memory.
+"""Contexts in which a script constructs its model (AWS API), and construction without memory.
 
-Inside `delay_param_initialization` parameters are on the meta device, and what initialises them is written down. When
-the model is placed, each stage replays that for its own: no rank ever holds the whole model. The random numbers of a
-parameter then follow from the seed and the parameter's name, so that they do not depend on the number of stages.
+Inside `delay_param_initialization` parameters are on the meta device, and the calls that initialize them are recorded.
+When the model is placed, each stage replays the calls for its own parameters: no rank ever holds the whole model. The
+random numbers of a parameter depend on the seed and on its name, and not on the number of stages.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.core.options import refuse_unknown, warn_without_effect
+from smdistributed.modelparallel.torch.random_numbers import derive_seed
 from smdistributed.modelparallel.torch.state_mod import state
-from smdistributed.modelparallel.torch.unsupported import refuse
-from smdistributed.modelparallel.torch.work import mix
+from smdistributed.modelparallel.torch.unsupported import raise_unsupported
 
 _SMALL = 4096
-"""Tensors of fewer elements are made at once: constructors read numbers from them, and they cost no memory."""
-
-
-_OF_TENSORS = (
+"""Tensors with fewer elements are made at once: constructors read numbers from them, and they need little memory."""
+_TENSOR_PARALLEL_OPTIONS = (
     "attention_in_fp32",
     "distribute_embedding",
     "flash_attention",
@@ -37,18 +35,24 @@ _OF_TENSORS = (
     "use_alibi",
     "zero_init",
 )
-"""Arguments of what constructs tensor-parallel modules, as published pages and scripts have them."""
+"""Options of tensor-parallel modules that published pages and scripts use."""
 
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
-    """Refuses to be enabled: see `unsupported`. Disabled, it does nothing.
+    """Does nothing if it is disabled: tensor parallelism is not implemented (AWS API 1.6).
 
-    options: of tensor-parallel modules; they warn that they have no effect. Raises TypeError for unknown ones.
+    Args:
+        enabled: Must be False.
+        **options: Options of tensor-parallel modules. They have no effect, and warn.
+
+    Raises:
+        SMPUnsupportedError: If `enabled` is true.
+        TypeError: If an option is unknown.
     """
     _check_options("smp.tensor_parallelism", options)
     if enabled:
-        refuse("smp.tensor_parallelism")
+        raise_unsupported("smp.tensor_parallelism")
     yield
 
 
@@ -56,14 +60,14 @@ def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[None]:
-    """Construct a model inside `with` (AWS API 1.10).
+    """Constructs a model inside `with` (AWS API 1.10). It sets torch's default dtype there.
 
-    With `delayed_parameter_initialization` in mp_parameters, as inside `delay_param_initialization`.
+    With `delayed_parameter_initialization` in mp_parameters it also acts as `delay_param_initialization`.
 
     Args:
         tensor_parallelism: Must be False: tensor parallelism is not implemented.
-        dtype: Of parameters; None: torch's default.
-        options: Of tensor-parallel modules; they warn that they have no effect.
+        dtype: The dtype of parameters; None: torch's default.
+        **options: Options of tensor-parallel modules. They have no effect, and warn.
 
     Raises:
         SMPUnsupportedError: If `tensor_parallelism` is true.
@@ -71,7 +75,7 @@ def model_creation(
     """
     _check_options("smp.model_creation", options)
     if tensor_parallelism:
-        refuse("smp.model_creation(tensor_parallelism=True)")
+        raise_unsupported("smp.model_creation(tensor_parallelism=True)")
     state.require()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
@@ -83,14 +87,24 @@ def model_creation(
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
-    """Refuses to be enabled: see `unsupported`. Disabled, it does nothing: no module is tensor-parallel."""
+    """Does nothing if it is disabled: no module is tensor-parallel (AWS API 1.6).
+
+    Args:
+        module: Any module.
+        enabled: Must be False.
+        **options: Options of tensor-parallel modules. They have no effect, and warn.
+
+    Raises:
+        SMPUnsupportedError: If `enabled` is true.
+        TypeError: If an option is unknown.
+    """
     _check_options("smp.set_tensor_parallelism", options)
     if enabled:
-        refuse("smp.set_tensor_parallelism")
+        raise_unsupported("smp.set_tensor_parallelism")
 
 
 def _check_options(function: str, options: Mapping[str, Any]) -> None:
-    refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_OF_TENSORS))
+    refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_TENSOR_PARALLEL_OPTIONS))
     given = [name for name, value in options.items() if value]
     if given:
         warn_without_effect(f"{', '.join(given)} of {function}", "only tensor-parallel modules have that")
@@ -98,9 +112,12 @@ def _check_options(function: str, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Construct a model inside `with` that takes no memory until it is placed (AWS API 1.6).
+    """Constructs a model inside `with` that needs no memory until it is placed (AWS API 1.6).
 
-    Its initial values are not those that the same seed gives without this context: see the top of this module.
+    Its initial values differ from those that the same seed gives without this context.
+
+    Args:
+        enabled: False: do nothing.
     """
     if not enabled:
         yield
@@ -117,7 +134,7 @@ class _Call(NamedTuple):
 
 
 class _Recording(TorchDispatchMode):
-    """Has large tensors made on the meta device, and notes every call that concerns one."""
+    """Makes large tensors on the meta device, and records every call that uses one."""
 
     def __init__(self, tape: list[_Call] | None = None, seed: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,11 +161,11 @@ class _Recording(TorchDispatchMode):
 
 
 _recipes: dict[int, tuple[list[_Call], int]] = {}
-"""The tape, and the seed, of every storage that is on the meta device."""
+"""The recorded calls, and the seed, of every storage on the meta device."""
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in another dtype; if it is on the meta device, `materialize` can make the result."""
+    """Casts a tensor. If it is on the meta device, the cast is recorded, so that `materialize` can make the result."""
     recipe = _recipes.get(_storage(tensor)) if tensor.is_meta else None
     if recipe is None:
         return tensor.to(dtype)
@@ -157,27 +174,43 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Make what a tensor on the meta device stands for. name: of the parameter, for its random numbers.
+    """Makes the values of a tensor on the meta device, on the CPU, by replaying its recorded calls.
 
-    Raises KeyError for a tensor that was not made under `delay_param_initialization`.
+    Args:
+        tensor: Made inside `delay_param_initialization`.
+        name: The parameter's name; its random numbers depend on it.
+
+    Returns:
+        A tensor of the same shape, strides and dtype.
+
+    Raises:
+        KeyError: If the tensor was not made inside `delay_param_initialization`.
     """
     tape, seed = _recipes[_storage(tensor)]
     made: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(mix(seed, *name.encode()))
-        for call in _needed(tape, _storage(tensor)):
-            args, kwargs = _real((call.args, call.kwargs), made)
+        torch.manual_seed(derive_seed(seed, *name.encode()))
+        for call in _required_calls(tape, _storage(tensor)):
+            args, kwargs = _replace_meta((call.args, call.kwargs), made)
             if "device" in kwargs:
                 kwargs["device"] = torch.device("cpu")
             result = call.func(*args, **kwargs)
             for one, other in zip(_tensors(call.result), _tensors(result)):
                 if one.is_meta:
                     made.setdefault(_storage(one), other)
-    return _real(tensor, made).clone()  # type: ignore[no-any-return]
+    return _replace_meta(tensor, made).clone()  # type: ignore[no-any-return]
 
 
 def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Parameter]:
-    """Make the parameters and buffers of one module; the new parameters by the old."""
+    """Makes the parameters and buffers of one module that are on the meta device, without its children.
+
+    Args:
+        module: Its parameters and buffers are replaced.
+        name: Its name in the model.
+
+    Returns:
+        The new parameters, by the parameters that they replace.
+    """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -189,39 +222,41 @@ def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Pa
     return replaced
 
 
-def _needed(tape: list[_Call], storage: int) -> list[_Call]:
-    """The calls, in order, that what lies in this storage depends on."""
-    wanted, calls = {storage}, []
+def _required_calls(tape: list[_Call], storage: int) -> list[_Call]:
+    """The recorded calls, in order, on which the content of a storage depends."""
+    required, calls = {storage}, []
     for call in reversed(tape):
         inputs, outputs = (set(map(_storage, _meta_tensors(part))) for part in ((call.args, call.kwargs), call.result))
-        makes = (outputs - inputs) | (set(map(_storage, _written(call))) if call.func._schema.is_mutable else set())
-        if makes & wanted:
+        makes = (outputs - inputs) | (
+            set(map(_storage, _written_tensors(call))) if call.func._schema.is_mutable else set()
+        )
+        if makes & required:
             calls.append(call)
-            wanted |= inputs
+            required |= inputs
     return calls[::-1]
 
 
-def _written(call: _Call) -> Iterator[torch.Tensor]:
+def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
     for argument, value in zip(call.func._schema.arguments, call.args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _meta_tensors(value)
     yield from _meta_tensors(call.kwargs.get("out"))
 
 
-def _real(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    """`value` with what was made in place of tensors on the meta device."""
+def _replace_meta(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """Replaces tensors on the meta device, in nested containers, by those that were made."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         base = made[_storage(value)]
         return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
     if isinstance(value, (tuple, list)):
-        return type(value)(_real(item, made) for item in value)
+        return type(value)(_replace_meta(item, made) for item in value)
     if isinstance(value, dict):
-        return {key: _real(item, made) for key, item in value.items()}
+        return {key: _replace_meta(item, made) for key, item in value.items()}
     return value
 
 
 def _aliases(value: Any) -> Any:
-    """`value` with other tensors on the same memory: a Parameter may get other memory while the tape keeps its own."""
+    """Replaces tensors by others with the same storage: a Parameter may get other storage, and the tape keeps this."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The GPU of this rank. CUDA keeps the current one for each thread: those that receive and work have to be told."""
+"""The GPU of this rank. CUDA has a current device for each thread, so that every thread of ours must select it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch.utils._pytree import tree_map
 _index: int | None = None
 
 
-def note() -> None:
-    """This rank's device is the one that this thread, the script's, has now."""
+def remember_device() -> None:
+    """Remembers the current device of this thread, the script's, as this rank's device."""
     global _index
     if torch.cuda.is_available():
         _index = torch.cuda.current_device()
 
 
-def use() -> None:
-    """Have this thread use it."""
+def select_device() -> None:
+    """Makes this rank's device the current one of this thread."""
     if _index is not None:
         torch.cuda.set_device(_index)
 
 
 def move_here(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on it, on whichever thread."""
+    """Copies a tensor to this rank's device; may be called on any thread."""
     return tensor.cuda(_index)
 
 
 def move_all_here(nested: Any) -> Any:
-    """`nested` with its tensors on it; without a GPU as it is."""
+    """Copies all tensors in nested containers to this rank's device. Without a GPU it returns `nested` itself."""
     if _index is None:
         return nested
     return tree_map(lambda value: move_here(value) if isinstance(value, torch.Tensor) else value, nested)

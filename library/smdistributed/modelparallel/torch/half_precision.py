@@ -15,41 +15,46 @@ from smdistributed.modelparallel.torch.construction import cast
 
 
 def dtype_of(config: Config) -> torch.dtype | None:
-    """The dtype of the model's parameters and activations; None: those that the script gave it."""
+    """The dtype of the model's parameters and activations; None: as the script constructed it."""
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers of floating point in place; the Parameter objects stay.
+    """Casts floating-point parameters and buffers of a model in place; the Parameter objects stay.
 
-    Raises SMPRuntimeError where this device cannot compute in that dtype, as the CPU with an old torch.
+    Args:
+        module: The model.
+        dtype: torch.float16 or torch.bfloat16.
+
+    Raises:
+        SMPRuntimeError: If this device cannot compute in that dtype, as the CPU with an old torch.
     """
-    _require(module, dtype)
+    _require_support(module, dtype)
     apply: Any = module._apply
     apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)
 
 
-def lower(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with float32 tensors, also inside tuples and lists, cast to `dtype`."""
-    return _through(value, lambda tensor: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor)
+def to_half(value: Any, dtype: torch.dtype) -> Any:
+    """Casts float32 tensors to `dtype`, also inside tuples and lists."""
+    return _map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor)
 
 
-def raised(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with tensors of `dtype`, also inside tuples and lists, cast to float32."""
-    return _through(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
+def to_single(value: Any, dtype: torch.dtype) -> Any:
+    """Casts tensors of `dtype` to float32, also inside tuples and lists."""
+    return _map_tensors(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
-def _through(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_through(item, change) for item in value))
+        return type(value)(*(_map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_through(item, change) for item in value)
+        return type(value)(_map_tensors(item, change) for item in value)
     return value
 
 
-def _require(module: nn.Module, dtype: torch.dtype) -> None:
+def _require_support(module: nn.Module, dtype: torch.dtype) -> None:
     one = torch.ones(1, 1, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
     probes: tuple[tuple[type[nn.Module], Callable[[], Any]], ...] = (
         (nn.Linear, lambda: functional.linear(one, one, one[0])),

@@ -1,4 +1,4 @@
-"""The factor by which losses are multiplied so that half-precision gradients do not vanish."""
+"""The loss scale: losses are multiplied by it so that half-precision gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DYNAMIC = {
 
 
 class LossScale:
-    """A static scale, or a dynamic one that follows overflows of gradients.
+    """A static scale, or a dynamic one that depends on overflows of gradients.
 
     Args:
-        static: The scale, unless it is dynamic. With a static one, overflows are not looked for.
-        dynamic: Divide the scale by `scale_factor` when gradients overflow, down to `min_scale`, and multiply it by
-            that after `scale_window` steps without an overflow.
+        static: The scale, unless it is dynamic. With a static scale, overflows are not detected.
+        dynamic: Whether the scale is divided by `scale_factor` when gradients overflow, down to `min_scale`, and
+            multiplied by it after `scale_window` steps without an overflow.
         arguments: Any of `init_scale`, `scale_factor`, `scale_window`, `min_scale`, `delayed_shift` and
             `consecutive_hysteresis`. `delayed_shift`: the scale shrinks at this many overflows. They are counted since
-            it grew last; with `consecutive_hysteresis`, since the last step without one.
+            it last grew; with `consecutive_hysteresis`, since the last step without an overflow.
 
     Raises:
-        SMPConfigError: If `arguments` has another name, or a value that is not allowed.
+        SMPConfigError: If `arguments` has an unknown name, or a value that is not allowed.
     """
 
     def __init__(self, static: float | None, dynamic: bool, arguments: Mapping[str, Any] | None) -> None:
@@ -40,7 +40,7 @@ class LossScale:
         self.value = float(self._args["init_scale"] if dynamic else 1.0 if static is None else static)
 
     def update(self, overflow: bool) -> None:
-        """Say whether the gradients of a step overflowed."""
+        """Adapts a dynamic scale to the last step. `overflow`: whether its gradients overflowed."""
         if not self.is_dynamic:
             return
         if overflow:
@@ -58,11 +58,11 @@ class LossScale:
             self.value *= self._args["scale_factor"]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The scale and its counters, for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. A static scale stays the one that the script gives."""
+        """Restores what `state_dict` returned. A static scale stays as the script set it."""
         if self.is_dynamic:
             self.value, self._good_steps = saved["value"], saved["good_steps"]
             self._hysteresis = saved.get("hysteresis", self._hysteresis)

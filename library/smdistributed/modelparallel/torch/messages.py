@@ -1,21 +1,24 @@
-"""What stages send each other: a kind, the step and the microbatch it belongs to, and tensors."""
+"""Messages between stages: a kind, the step and the microbatch they belong to, and tensors."""
 
 from __future__ import annotations
 
 import enum
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from smdistributed.core.mail import Mail
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.devices import move_here
 from smdistributed.modelparallel.torch.packing import Meta, from_buffer, meta_of, to_buffer
 
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.transfers import Transfers
+
 
 class Kind(enum.IntEnum):
-    """What a message is. Those up to END belong to a step, and wait until their receiver is in it."""
+    """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -26,21 +29,44 @@ class Kind(enum.IntEnum):
     FAILED = 6
     OBJECT = 7
     WORKING = 8
+    TRANSFER = 9
 
 
-class Came(NamedTuple):
-    """A tensor of a message, on the CPU, and what was said of it."""
+_TRANSFERRED = (Kind.FORWARD, Kind.BACKWARD, Kind.ANSWER)
+"""Kinds that have all arrived when the first stage ends the step, so that no transfer is pending between steps."""
+
+
+class ReceivedTensor(NamedTuple):
+    """A tensor of a message, on the CPU unless it was transferred between devices, and its metadata."""
 
     tensor: torch.Tensor
     meta: Meta
 
     def here(self) -> torch.Tensor:
-        """On this thread's GPU, if it came from one."""
-        return move_here(self.tensor) if self.meta[3] else self.tensor
+        """The tensor on this thread's GPU, if it came from a GPU."""
+        if not self.meta[3]:
+            return self.tensor
+        if self.tensor.is_cuda:  # its memory belongs to the stream that received it
+            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+        return move_here(self.tensor)
+
+
+class PendingTensors(NamedTuple):
+    """Tensors of a message that are transferred apart from it.
+
+    number: the sender's number of the transfer. metas: of the tensors that have not arrived, by place.
+    """
+
+    number: int
+    metas: dict[int, Meta]
 
 
 class Message(NamedTuple):
-    """call: the number of the call it belongs to, counted by the stage that asks. about: what the kind needs."""
+    """A message of another stage.
+
+    call: the number of the call it belongs to, counted by the stage that calls. about: depends on the kind.
+    pending: tensors that are transferred from device to device.
+    """
 
     kind: Kind
     source: int
@@ -48,19 +74,32 @@ class Message(NamedTuple):
     microbatch: int
     call: Any
     about: Any
-    tensors: Sequence[Came | None]
+    tensors: list[ReceivedTensor | None]
+    pending: PendingTensors | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its tensors have arrived."""
+        return not (self.pending and self.pending.metas)
+
+    def fill_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Puts the transferred tensors into their places, which completes the message."""
+        assert self.pending is not None
+        for (place, meta), tensor in zip(self.pending.metas.items(), tensors):
+            self.tensors[place] = ReceivedTensor(tensor, meta)
+        self.pending.metas.clear()
 
     def all_here(self) -> list[torch.Tensor | None]:
-        """The tensors on this thread's device; None where there is none."""
-        return [came and came.here() for came in self.tensors]
+        """Returns the tensors on this thread's device, and None for each place without one."""
+        return [received and received.here() for received in self.tensors]
 
     def for_autograd(self) -> list[tuple[torch.Tensor, bool]]:
-        """Those that are there, each with whether it requires grad."""
-        return [(came.here(), came.meta[2]) for came in self.tensors if came is not None]
+        """Returns the tensors on this thread's device, each with whether it requires grad."""
+        return [(received.here(), received.meta[2]) for received in self.tensors if received is not None]
 
 
 def send(
-    mail: Mail,
+    transport: Transport,
     to: int,
     kind: Kind,
     step: int,
@@ -68,17 +107,41 @@ def send(
     call: object = None,
     about: object = None,
     tensors: Sequence[torch.Tensor | None] = (),
+    transfers: Transfers | None = None,
 ) -> None:
-    """Send a message to that rank of the job."""
+    """Sends a message to a rank of the job.
+
+    Args:
+        transport: Carries the message.
+        to: The rank.
+        kind: The kind of message.
+        step: The step it belongs to.
+        microbatch: The microbatch it belongs to; -1 for none.
+        call: The number of the call it belongs to.
+        about: Depends on the kind. It is pickled.
+        tensors: Of any device, dtype and shape; None for an empty place.
+        transfers: Sends large tensors from device to device. If None, all tensors go with the message.
+
+    Raises:
+        OSError: If the rank cannot be reached, or takes nothing for too long.
+    """
+    chosen = transfers.choose(tensors) if transfers and kind in _TRANSFERRED else {}
+    transfer = transfers.prepare(to, list(chosen.values())) if transfers and chosen else None
     metas = [None if tensor is None else meta_of(tensor) for tensor in tensors]
-    held = [to_buffer(tensor) for tensor in tensors if tensor is not None]
-    head = pickle.dumps((int(kind), step, microbatch, call, about, metas), pickle.HIGHEST_PROTOCOL)
-    mail.send(to, head, [buffer for buffer, _ in held])
+    held = [to_buffer(tensor) for place, tensor in enumerate(tensors) if tensor is not None and place not in chosen]
+    head = (int(kind), step, microbatch, call, about, metas, list(chosen), transfer.number if transfer else -1)
+    transport.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), [buffer for buffer, _ in held])
+    if transfers and transfer:
+        transfers.offer(transfer)
 
 
 def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:
-    """The message that `send` sent."""
-    kind, step, microbatch, call, about, metas = pickle.loads(head)
+    """Makes a message from the bytes that `send` has sent. Unpickles `head`: its sender must be authenticated."""
+    kind, step, microbatch, call, about, metas, places, number = pickle.loads(head)
     rest = iter(bodies)
-    tensors = [None if meta is None else Came(from_buffer(next(rest), meta), meta) for meta in metas]
-    return Message(Kind(kind), source, step, microbatch, call, about, tensors)
+    tensors = [
+        None if meta is None or place in places else ReceivedTensor(from_buffer(next(rest), meta), meta)
+        for place, meta in enumerate(metas)
+    ]
+    pending = PendingTensors(number, {place: metas[place] for place in places})
+    return Message(Kind(kind), source, step, microbatch, call, about, tensors, pending)

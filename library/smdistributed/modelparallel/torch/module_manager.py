@@ -1,104 +1,117 @@
-"""The tree of modules of the model: which stage has which module, and how a call of one is routed."""
+"""The modules of the script's model: which stage has which, and how calls reach those of other stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.backend import schedule
-from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
-from smdistributed.modelparallel.torch.activations import Checkpointing, marked, run, run_checkpointed
+from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.backend.schedule import TurnKind
+from smdistributed.modelparallel.torch.activations import Checkpointing, active_checkpointing, run_sequence
 from smdistributed.modelparallel.torch.stage import Hop, Stage
-from smdistributed.modelparallel.torch.work import current
+from smdistributed.modelparallel.torch.tasks import current_task
 
-_PLACE = "_smp_place"
-_PARTITION = "_smp_partition"
+_PLACEMENT = "_smp_placement"
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a call of a module has to know. part: the module begins a part of a model that spans stages."""
+class Placement:
+    """Where a module is. begins_part: whether its parent spans several stages, so that turns may change here."""
 
     name: str
     stage: int
-    part: bool
+    begins_part: bool
+
+
+def placement_of(module: nn.Module) -> Placement | None:
+    """Where a module is; None if it belongs to no placed model."""
+    return module.__dict__.get(_PLACEMENT)
 
 
 class ModuleManager:
-    """The modules of one model, by name. Until `assign`, nothing is placed."""
+    """The modules of one model, by name. Until `assign`, nothing is placed.
+
+    Args:
+        root: The model.
+        stage: Returns this rank's stage.
+    """
 
     def __init__(self, root: nn.Module, stage: Callable[[], Stage]) -> None:
         self.root, self._stage = root, stage
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.stages: dict[str, int] = {}
-        self._refusing: set[nn.Parameter] = set()
+        self._without_gradients: set[nn.Parameter] = set()
         self.translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        """What makes state dicts of `smp.nn` modules those of other libraries, and back (AWS 1.10): nothing yet."""
+        """Functions that translate state dicts of `smp.nn` modules to other libraries and back (AWS 1.10): none yet."""
 
     @property
     def index(self) -> int:
         """This rank's stage."""
         return self._stage().index
 
-    def look_again(self) -> None:
-        """Take the modules that there are now: scripts also exchange some between the wrapping and the first step."""
+    def refresh_modules(self) -> None:
+        """Finds the modules again: scripts may replace some between wrapping and the first step."""
         self.modules = dict(self.root.named_modules())
 
     def assign(self, stages: Mapping[str, int]) -> None:
-        """Place every module on its stage, and give up the parameters and buffers of those of other stages."""
+        """Places every module on its stage, and frees the parameters and buffers of other stages.
+
+        Args:
+            stages: The stage of every module, by name.
+        """
         self.stages = dict(stages)
         for name, module in self.modules.items():
             parent = name.rpartition(".")[0]
             spans = name != "" and self._spans(parent)
-            module.__dict__[_PLACE] = Place(name, stages[name], spans)
+            module.__dict__[_PLACEMENT] = Placement(name, stages[name], spans)
             if self._spans(name):
-                _leave_fast_path(module)
-        _route_calls(self)
-        self.give_up()
+                _disable_fast_path(module)
+        self.release_remote_tensors()
 
     def is_local(self, name: str) -> bool:
         """Whether the module of that name is on this stage."""
         return self.stages[name] == self.index
 
-    def place_of(self, module: nn.Module) -> int | None:
-        """The stage of a module; None: it is not of this model, or not placed."""
+    def stage_of(self, module: nn.Module) -> int | None:
+        """The stage of a module; None if it does not belong to this model, or is not placed."""
         name = next((name for name, known in self.modules.items() if known is module), None)
         return None if name is None else self.stages.get(name)
 
     def stages_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """The stages of those of these that are parameters of the model; all ranks find the same."""
+        """The stages of the given tensors that are parameters of the model. All ranks find the same."""
         owners = {
             id(p): self.stages[name] for name, module in self.modules.items() for p in module._parameters.values()
         }
         return {owners[id(tensor)] for tensor in tensors if id(tensor) in owners}
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields names and modules of this stage."""
         return ((name, module) for name, module in self.modules.items() if self.is_local(name))
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of modules of this stage, each once, by its first name."""
+        """Yields names and parameters of this stage's modules; a shared one once, by its first name."""
         yield from self._tensors(lambda module: module._parameters)
 
     def local_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and buffers of this stage's modules; a shared one once, by its first name."""
         yield from self._tensors(lambda module: module._buffers)
 
-    def call(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module, which is on another stage."""
+    def call_remote(self, place: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a module that is on another stage."""
         self._require_step(place)
         return self._stage().call([(place.stage, (place.name,))], args, kwargs)
 
-    def chain(self, place: Place, module: nn.Sequential, value: Any) -> Any:
-        """Run a sequence that spans stages: what other stages have of it goes from each to the next."""
-        hops = list(self._hops(place.name, module))
+    def call_sequence(self, place: Placement, module: nn.Sequential, value: Any) -> Any:
+        """Runs a sequence that spans stages. Between two other stages the value is sent directly."""
+        hops = list(self._hops(module))
         while hops:
             stage, names = hops[0]
             if stage == self.index:
-                value = self.run(names, value, marked(module))
+                value = self.run(names, value, active_checkpointing(module))
                 del hops[0]
                 continue
             self._require_step(place)
@@ -108,14 +121,23 @@ class ModuleManager:
         return value
 
     def run(self, names: Sequence[str], value: Any, how: Checkpointing | None) -> Any:
-        """Call modules of this stage one after the other."""
-        return run([self.modules[name] for name in names], value, how)
+        """Calls modules of this stage one after the other, checkpointed if `how` is given."""
+        return run_sequence([self.modules[name] for name in names], value, how)
 
-    def boundary(self, kind: schedule.Kind) -> None:
-        """A part of the model begins here."""
-        self._stage().boundary(kind)
+    def make_way(self, kind: TurnKind) -> None:
+        """Lets more urgent turns go first, where a part of the model begins: see `Stage.make_way`."""
+        self._stage().make_way(kind)
 
-    def _hops(self, name: str, module: nn.Sequential) -> Iterator[Hop]:
+    def is_split(self, module: nn.Sequential) -> bool:
+        """Whether the children of a sequence are called one by one: some are remote, or checkpointed in groups.
+
+        Not if there are hooks on the sequence, which would not be called.
+        """
+        if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
+            return False
+        return bool(active_checkpointing(module)) or any(not self.is_local(self._name_of(child)) for child in module)
+
+    def _hops(self, module: nn.Sequential) -> Iterator[Hop]:
         names = [self._name_of(child) for child in module]
         begin = 0
         for end in range(1, len(names) + 1):
@@ -124,23 +146,23 @@ class ModuleManager:
                 begin = end
 
     def _name_of(self, module: nn.Module) -> str:
-        name: str = module.__dict__[_PLACE].name
+        name: str = module.__dict__[_PLACEMENT].name
         return name
 
     def _spans(self, name: str) -> bool:
-        """Whether the module and what is below it are on several stages."""
+        """Whether a module and its descendants are on several stages."""
         below = {stage for other, stage in self.stages.items() if not name or f"{other}.".startswith(f"{name}.")}
         return len(below) > 1
 
-    def _require_step(self, place: Place) -> None:
-        if current() is None:
+    def _require_step(self, place: Placement) -> None:
+        if current_task() is None:
             raise StepUsageError(
-                f"{place.name or 'The model'} is called outside a step: stages work together only inside a function "
+                f"{place.name or 'The model'} is called outside a step: stages call each other only inside a function "
                 "under @smp.step, which all ranks call."
             )
 
-    def give_up(self) -> None:
-        """Have the parameters and buffers of other stages' modules take no memory."""
+    def release_remote_tensors(self) -> None:
+        """Frees the memory of other stages' parameters and buffers. Parameter objects stay, without elements."""
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():
             if self.is_local(name):
@@ -149,8 +171,8 @@ class ModuleManager:
                 if parameter is not None and id(parameter) not in keep:
                     parameter.data = parameter.data.new_empty(0)
                     parameter.grad = None
-                    if parameter.requires_grad and parameter not in self._refusing:
-                        self._refusing.add(parameter)
+                    if parameter.requires_grad and parameter not in self._without_gradients:
+                        self._without_gradients.add(parameter)
                         _refuse_gradients(parameter, self.stages[name], self.index)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in keep:
@@ -165,9 +187,9 @@ class ModuleManager:
                     yield f"{name}.{key}" if name else key, tensor
 
 
-def _leave_fast_path(module: nn.Module) -> None:
-    """In evaluation torch would pass parameters of a layer's children, which are elsewhere, to one kernel, and nested
-    tensors, which are no messages, from layer to layer."""
+def _disable_fast_path(module: nn.Module) -> None:
+    """Keeps torch from its fast path in evaluation: it needs the parameters of all children on one stage, and passes
+    nested tensors from layer to layer, which cannot be sent."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder):
@@ -175,152 +197,17 @@ def _leave_fast_path(module: nn.Module) -> None:
 
 
 def _refuse_gradients(parameter: nn.Parameter, stage: int, here: int) -> None:
-    """Have a parameter of another stage raise StepUsageError in backward: only code beside its module can have used it.
+    """Makes a parameter of another stage raise StepUsageError in backward: it was used outside of its module.
 
-    It has no elements here. A sum of squares over all parameters, say, would lack those of the other stages.
+    It has no elements here. For example, a sum of squares over all parameters would miss those of other stages.
     """
 
     def refuse(_: torch.Tensor) -> None:
         if parameter.numel() == 0:
             raise StepUsageError(
-                f"The step on stage {here} uses a parameter of stage {stage} by itself, not by its module: its values "
-                "are not here. Fix: leave penalties on parameters to the optimizer's weight_decay, or compute them in "
+                f"The step on stage {here} uses a parameter of stage {stage} outside of its module: its values are not "
+                "here. Fix: leave penalties on parameters to the optimizer's weight_decay, or compute them in "
                 "the forward of the modules that have the parameters."
             )
 
     parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict[str, int]:
-    """The stages that `smp.partition` and `smp.set_partition` gave; the parent's, or the default, where they gave none.
-
-    Modules that share a parameter are on the stage of the first of them. Raises SMPConfigError for a stage that is not
-    there.
-    """
-    stages: dict[str, int] = {}
-    owners: dict[int, int] = {}
-    for name, module in manager.modules.items():
-        inherited = stages[name.rpartition(".")[0]] if name else default
-        stage = module.__dict__.get(_PARTITION, inherited)
-        if not 0 <= stage < partitions:
-            raise SMPConfigError(
-                f"{name or 'The model'} is put into partition {stage}: they count from 0 to {partitions - 1}."
-            )
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                stage = owners.setdefault(id(parameter), stage)
-        stages[name] = stage
-    return stages
-
-
-_current_partition: list[int] = []
-
-
-@contextmanager
-def partition(index: int) -> Iterator[None]:
-    """Put modules that are constructed inside `with` into that partition; of nested ones the innermost decides."""
-    _stamp_new_modules()
-    _current_partition.append(index)
-    try:
-        yield
-    finally:
-        _current_partition.pop()
-
-
-def set_partition(module: nn.Module, index: int) -> None:
-    """Put a module, and those below it that have no partition of their own, into that partition.
-
-    Raises SMPConfigError when it is placed already, in another one.
-    """
-    placed = _placed.place_of(module) if _placed else None
-    if placed is not None and placed != index:
-        raise SMPConfigError(
-            f"smp.set_partition: the module is in partition {placed} already, and cannot go to {index}. Fix: call it "
-            "before the model's first step, and with 1 partition for index 0 only."
-        )
-    module.__dict__[_PARTITION] = index
-
-
-def has_partition(module: nn.Module) -> bool:
-    """Whether `smp.partition` or `smp.set_partition` said where it is to be."""
-    return _PARTITION in module.__dict__
-
-
-def _stamp_new_modules() -> None:
-    if getattr(nn.Module.__init__, "_smp", False):
-        return
-    original = nn.Module.__init__
-
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        if _current_partition:
-            self.__dict__[_PARTITION] = _current_partition[-1]
-
-    __init__._smp = True  # type: ignore[attr-defined]
-    nn.Module.__init__ = __init__  # type: ignore[method-assign]
-
-
-_placed: ModuleManager | None = None
-"""The manager of the one model of the script, once it is placed."""
-
-
-def _route_calls(placed: ModuleManager) -> None:
-    """Have calls of modules ask first where the module is. Other modules pay for one look into a dictionary."""
-    global _placed
-    _placed = placed
-    if getattr(nn.Module.__call__, "_smp", False):
-        return
-    original = nn.Module.__call__
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        place, manager = self.__dict__.get(_PLACE), _placed
-        if place is None or manager is None:
-            return original(self, *args, **kwargs)
-        if place.stage != manager.index:
-            return manager.call(place, args, kwargs)
-        if place.part:
-            manager.boundary(schedule.Kind.FORWARD)
-        if isinstance(self, nn.Sequential) and _is_split(manager, self):
-            outputs = manager.chain(place, self, *args)
-        else:
-            outputs = run_checkpointed(original, self, args, kwargs)
-        if place.part:
-            _mark(outputs, lambda _: manager.boundary(schedule.Kind.BACKWARD))
-        return outputs
-
-    __call__._smp = True  # type: ignore[attr-defined]
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
-
-
-@contextmanager
-def calls_routed_by(manager: ModuleManager) -> Iterator[None]:
-    """Have another manager asked where modules are, inside `with`."""
-    global _placed
-    before, _placed = _placed, manager
-    try:
-        yield
-    finally:
-        _placed = before
-
-
-def _is_split(manager: ModuleManager, module: nn.Sequential) -> bool:
-    """Whether its children are called one by one: some are elsewhere, or they are checkpointed in groups.
-
-    Not if somebody has hooks on it, which would not be called.
-    """
-    if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    return bool(marked(module)) or any(not manager.is_local(manager._name_of(child)) for child in module)
-
-
-def _mark(outputs: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook` before the gradients of these outputs go on backward."""
-    if isinstance(outputs, torch.Tensor):
-        if outputs.requires_grad:
-            outputs.register_hook(hook)  # type: ignore[no-untyped-call]
-    elif isinstance(outputs, (tuple, list)):
-        for output in outputs:
-            _mark(output, hook)
-    elif isinstance(outputs, Mapping):
-        for output in outputs.values():
-            _mark(output, hook)

@@ -1,4 +1,4 @@
-"""Optimizers by the names that published scripts import. AWS's are apex's; these compute the same in plain torch.
+"""Optimizers that published scripts import. AWS's are from apex; these compute the same in plain torch.
 
 FusedLAMB: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962.
 FusedNovoGrad: "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv 1905.11286.
@@ -19,7 +19,7 @@ __all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """One step of each parameter on its own.
+    """The base of optimizers that update one parameter at a time.
 
     A group counts its steps in `step`, as apex's optimizers do: the schedule of AWS's BERT script reads it there.
     """
@@ -33,12 +33,19 @@ class _Layerwise(torch.optim.Optimizer):
         self._set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's. set_to_none: by default what `set_grad_none` says."""
+        """Resets gradients: see torch. `set_to_none` defaults to the constructor's `set_grad_none`."""
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; the stages of a model call it together."""
+        """Updates all parameters that have gradients. All stages of a model call it.
+
+        Args:
+            closure: Computes the loss again; called with gradients enabled.
+
+        Returns:
+            The result of `closure`; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,7 +59,7 @@ class _Layerwise(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> None:
-        """Called before the parameters are updated."""
+        """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -208,18 +215,18 @@ class FusedNovoGrad(_Layerwise):
 
 
 def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
-    """The 2-norm of all gradients; of all stages, if one of these ids is that of a parameter of the model."""
+    """The 2-norm of all gradients; over all stages, if `parameters` holds the id of a parameter of the model."""
     square = sum(float(gradient.float().square().sum()) for gradient in gradients)
-    if parameters & _updated():
+    if parameters & _updated_ids():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
         group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
-        square = sum(state.post.gather(square, state.group(group)))
+        square = sum(state.objects.gather(square, state.group(group)))
     return float(square**0.5)
 
 
-def _updated() -> set[int]:
+def _updated_ids() -> set[int]:
     """The ids of the placed model's parameters, and of their copies in single precision."""
     if not state.initialized or state.model is None or not state.model.partitioned:
         return set()
-    copies = state.optimizer.masters.values() if state.optimizer else ()
+    copies = state.optimizer.master_weights.copies.values() if state.optimizer else ()
     return set(map(id, (*state.model.module.parameters(), *copies)))

@@ -1,7 +1,7 @@
-"""Any picklable object as bytes and tensors apart: the tensors in it travel as they lie in memory.
+"""Packs any picklable object as a pickle and its tensors, which travel as raw bytes.
 
-Tensors are found wherever pickling finds them (in dataclasses, model outputs, caches), so that nothing has to be said
-about how an object is nested. Who unpacks it must trust who packed it.
+Tensors are found wherever pickling finds them: in dataclasses, model outputs, caches. Unpack only objects of
+authenticated ranks, because unpickling can run code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 _Tensor = torch.Tensor
 Meta = tuple[torch.dtype, tuple[int, ...], bool, bool]
-"""What the bytes of a tensor do not say: dtype, shape, whether it requires grad, whether it is on a GPU."""
+"""A tensor's dtype, shape, whether it requires grad, and whether it is on a GPU."""
 
 
 class _Pickler(pickle.Pickler):
@@ -48,9 +48,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(obj: object, known: Callable[[object], object] = lambda _: None) -> tuple[bytes, list[_Tensor]]:
-    """`obj` as bytes, and its tensors, which the bytes name by their places. The same tensor twice is there once.
+    """Packs an object.
 
-    known: gives a name for an object that both sides have (a module, a parameter), else None.
+    Args:
+        obj: Any object that can be pickled.
+        known: Returns a name for an object that both sides have (a module, a parameter), otherwise None.
+
+    Returns:
+        A pickle, and the tensors in it, each once. The pickle refers to them by their places.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known)
@@ -59,7 +64,16 @@ def pack(obj: object, known: Callable[[object], object] = lambda _: None) -> tup
 
 
 def unpack(body: bytes, tensors: Sequence[_Tensor], known: Callable[[Any], object] = lambda name: name) -> Any:
-    """What `pack` was given, with these tensors in it."""
+    """Unpacks an object.
+
+    Args:
+        body: The pickle that `pack` returned.
+        tensors: Its tensors, or copies of them.
+        known: Returns the object of a name that `pack` got from its `known`.
+
+    Returns:
+        The object, with these tensors in it.
+    """
     return _Unpickler(io.BytesIO(body), tensors, known).load()
 
 
@@ -68,14 +82,14 @@ def meta_of(tensor: _Tensor) -> Meta:
 
 
 def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
-    """The tensor's bytes in the order of its elements, and what must live as long as they are read."""
-    flat = tensor.detach().cpu().contiguous()
+    """Returns a tensor's bytes, contiguous, and the object that owns them: keep it while they are read."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = flat.numel() * flat.element_size()
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"", flat
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Those of a contiguous tensor; torch's own way costs as much as a message."""
+    """The strides of a contiguous tensor. torch's own function takes as long as a message."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -84,7 +98,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
-    """A tensor on these bytes, without a copy."""
+    """Makes a tensor of these bytes, without a copy."""
     dtype, shape = meta[:2]
     tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
     if buffer:  # not as a view: modules may change what they get in place

@@ -1,8 +1,8 @@
-"""What a configuration would do to a model, found without running it: memory of each stage, idle time, the partition.
+"""Estimates a configuration for a model without running it: the partition, each stage's memory, and idle time.
 
 The model is constructed and traced on the meta device. Memory counts parameters, gradients, the optimizer's state and
-what autograd keeps of the microbatches in flight; time counts operations, and takes all devices as equally fast. Both
-are models: they compare configurations, and do not replace a measurement.
+what autograd keeps for the microbatches in flight. Time counts operations, and assumes that all devices are equally
+fast. Both are estimates: they compare configurations, and do not replace a measurement.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPEr
 from smdistributed.modelparallel.backend.partition import Partition
 from smdistributed.modelparallel.torch.auto_partition import partition
 from smdistributed.modelparallel.torch.half_precision import dtype_of
-from smdistributed.modelparallel.torch.optimizer import share
+from smdistributed.modelparallel.torch.optimizer_shards import assign_owners
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
-"""Tensors of the size of the parameters that an optimizer keeps."""
+"""How many tensors of a parameter's size an optimizer keeps for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One configuration. stage_bytes: the memory of each stage. idle: the share of a step in which a device idles."""
+    """One configuration, estimated.
+
+    Attributes:
+        config: The configuration.
+        partition: The stage of every module.
+        stage_bytes: The memory of each stage, in bytes.
+        idle: The share of a step in which a device idles, from 0 to 1.
+    """
 
     config: Config
     partition: Partition
@@ -47,7 +54,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on the meta device, the size of its batch, and what a run of it found."""
+    """A model on the meta device.
+
+    Attributes:
+        module: The model.
+        batch: The size of its batch.
+        found: The trace of one call with that batch.
+    """
 
     module: nn.Module
     batch: int
@@ -55,9 +68,14 @@ class Model:
 
 
 def load(factory: str) -> Model:
-    """Construct the model that `FILE.py:NAME` or `MODULE:NAME` makes: it gives a module, arguments and named arguments.
+    """Constructs a model on the meta device and traces it.
 
-    Raises SMPError when it is not there, gives something else, or cannot run on the meta device.
+    Args:
+        factory: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or
+            `(module, args, kwargs)`.
+
+    Raises:
+        SMPError: If there is no such function, it returns something else, or the model cannot run on the meta device.
     """
     where, _, name = factory.rpartition(":")
     if not where:
@@ -86,11 +104,18 @@ def load(factory: str) -> Model:
 
 
 def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 1) -> Plan:
-    """What this configuration would do. Raises SMPConfigError when the model has too few modules for it.
+    """Estimates a configuration.
 
-    replicas: how many share the optimizer's state, with `shard_optimizer_state`.
+    Args:
+        model: The model.
+        config: The configuration.
+        optimizer: A key of OPTIMIZER_STATES.
+        replicas: How many replicas share the optimizer's state, with `shard_optimizer_state`.
+
+    Raises:
+        SMPConfigError: If the model has fewer modules than there are stages.
     """
-    found = model.found.of_each(config.microbatches)  # what the first step of a run would trace
+    found = model.found.of_part(config.microbatches)  # the first step of a run would trace one microbatch
     cut = partition(model.module, config, found)
     stages, count = cut.stages, config.partitions
     seen: set[int] = set()
@@ -109,10 +134,19 @@ def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 
 
 
 def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
-    """Of parameters, gradients, and what smp.DistributedOptimizer has beside them. Frozen ones have nothing else.
+    """Counts the bytes of parameters, gradients and the optimizer's state. Frozen parameters have neither of the two.
 
-    With `fp16` or `bf16` parameters have two bytes, and are updated in single precision: a copy, and its gradient. With
+    With `fp16` or `bf16` a parameter has two bytes, and a single-precision copy with a gradient. With
     `shard_optimizer_state` a replica has the state of its share, but all copies.
+
+    Args:
+        parameters: The parameters of one stage.
+        config: The configuration.
+        optimizer: A key of OPTIMIZER_STATES.
+        replicas: How many replicas share the optimizer's state.
+
+    Returns:
+        The bytes of the replica that has most.
     """
     trained = [p for p in parameters if p.requires_grad]
     dtype = dtype_of(config)
@@ -123,24 +157,41 @@ def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: s
     updated = [p.numel() * (4 if is_cast(p) else p.element_size()) for p in trained]
     copies = sum(2 * size for p, size in zip(trained, updated) if is_cast(p))
     states = [0] * (replicas if config.shard_optimizer_state else 1)
-    for size, owner in zip(updated, share(trained, len(states))):
+    for size, owner in zip(updated, assign_owners(trained, len(states))):
         states[owner] += size * OPTIMIZER_STATES[optimizer]
     own = sum(p.numel() * (2 if is_cast(p) else p.element_size()) for p in (*parameters, *trained))
     return own + copies + max(states)
 
 
 def idle(stage_times: Sequence[float], microbatches: int) -> float:
-    """The share of a step in which a device idles, when stages take these times for a batch."""
+    """Estimates the share of a step in which a device idles.
+
+    Args:
+        stage_times: The time of each stage for a batch, in any unit.
+        microbatches: How many the batch is split into.
+
+    Returns:
+        From 0 to 1.
+    """
     whole = sum(stage_times) + (microbatches - 1) * max(stage_times)
     return 1 - microbatches * sum(stage_times) / len(stage_times) / whole if whole else 0.0
 
 
 def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
-    """Plans for powers of two of partitions, up to `devices`, and for microbatches that divide the batch; `given` wins.
+    """Yields plans for powers of two of partitions, and for numbers of microbatches that divide the batch.
 
-    More microbatches than 8 a partition are not tried: they would hardly idle less, and small ones compute slowly. For
-    active_microbatches there are the default, and as many as there are partitions: fewer would leave stages idle. With
-    `ddp`, the devices that are left have replicas.
+    More than 8 microbatches for each partition are not tried: devices would hardly idle less, and small microbatches
+    compute slowly. active_microbatches is the default, or the number of partitions: fewer would leave stages idle. With
+    `ddp`, the remaining devices have replicas.
+
+    Args:
+        model: The model.
+        given: `mp_parameters` that are decided; they are not varied.
+        devices: How many there are.
+        optimizer: A key of OPTIMIZER_STATES.
+
+    Raises:
+        SMPConfigError: If `given` is not allowed, or its partitions are more than the model has modules.
     """
     named = [given[name] for name in ("partitions", "pipeline_parallel_degree") if name in given]
     for partitions in named[:1] or _powers(devices):
@@ -160,7 +211,15 @@ def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str
 
 
 def recommended(plans: Sequence[Plan], memory: int | None) -> Plan | None:
-    """The plan that idles least with the fewest devices whose memory, in bytes, is enough; None: none fits."""
+    """Recommends the plan that idles least, of those that fit the fewest devices.
+
+    Args:
+        plans: The plans to choose from.
+        memory: The memory of a device, in bytes; None: any plan fits.
+
+    Returns:
+        A plan; None if none fits.
+    """
     fitting = [found for found in plans if memory is None or found.largest <= memory]
     fewest = min((found.config.partitions for found in fitting), default=0)
     few = [found for found in fitting if found.config.partitions == fewest]
@@ -176,7 +235,7 @@ def _batch(given: Sequence[Any]) -> int:
 
 
 def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
-    """Numbers of microbatches: powers of two, or where those do not divide the batch, what does and is next to them."""
+    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch."""
     most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
     if str(given.get("uneven_microbatches")).lower() == "true":
         return _powers(most)

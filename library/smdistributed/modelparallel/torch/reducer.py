@@ -1,8 +1,8 @@
-"""With `ddp`: gradients of the same stage averaged over the replicas, in buckets, while later ones are computed.
+"""Averages gradients over the replicas of a stage (`ddp`), in buckets, while later gradients are computed.
 
-torch's DistributedDataParallel needs a forward of the whole model on each rank, which no rank has. Here a parameter's
-gradient counts as complete when it was accumulated as often as in the steps before; at the end of the step the replicas
-tell each other which buckets went too early, and those go again.
+torch's DistributedDataParallel needs a forward of the whole model on each rank, which no rank has. Here a gradient
+counts as complete when it was accumulated as often as in earlier steps. At the end of a step the replicas agree on
+which buckets were sent too early, and send those again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ class _Bucket:
 
 
 class Reducer:
-    """Averages over `group`, of these ranks.
+    """Averages the gradients of parameters over replicas.
 
-    overlap: begin as soon as a bucket is complete. bucket_bytes: their size. every: how many steps one average is for.
+    Args:
+        parameters: Names and parameters of this stage.
+        group: torch.distributed's group of the replicas.
+        ranks: The replicas' ranks in the job.
+        overlap: Whether a bucket is sent as soon as it is complete, or at the end of the step.
+        bucket_bytes: The size of a bucket.
+        every: How many steps are accumulated before they are averaged.
     """
 
     def __init__(
@@ -57,39 +63,39 @@ class Reducer:
         self._take_trained()
 
     def _take_trained(self) -> None:
-        """Put parameters that train by now into buckets: scripts unfreeze layers while they train."""
+        """Puts parameters that are trained by now into buckets: scripts may unfreeze layers during training."""
         trained = [parameter for parameter in self._frozen if parameter.requires_grad]
         if not trained:
             return
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        new = [_Bucket(part) for part in _cut(trained, self._bucket_bytes)]
+        new = [_Bucket(part) for part in _split_into_buckets(trained, self._bucket_bytes)]
         self._buckets += new
         self._bucket_of.update((parameter, bucket) for bucket in new for parameter in bucket.parameters)
-        self._kept += [self._watch(parameter) for parameter in trained]
+        self._kept += [self._hook_gradient(parameter) for parameter in trained]
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy those of the first replica to the others."""
+        """Copies tensors of the first replica to the others, which pass tensors of the same shapes."""
         broadcast_in_buckets(tensors, self._group, self._ranks[0])
 
     def begin(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         self._take_trained()
         self._seen.clear()
         self._next = 0
 
     @property
     def saw_gradients(self) -> bool:
-        """Whether a parameter had a gradient added in this step."""
+        """Whether a gradient was accumulated in this step."""
         return bool(self._seen)
 
     def end(self) -> None:
-        """A step with backwards has ended: have the averages in place, if it is the last of `every`."""
+        """Ends a step that had a backward. If it is the last of `every` steps, replaces gradients by their averages."""
         self._steps += 1
         if self._steps == self._every:
             self._average()
 
     def finish(self) -> None:
-        """Average the gradients of steps that wait for more: an epoch may end sooner, and the optimizer goes on."""
+        """Averages now, even after fewer than `every` steps: an epoch may end earlier."""
         if self._steps:
             self._average()
 
@@ -98,7 +104,7 @@ class Reducer:
         if not self._buckets:
             return
         self._send_next(lambda _: True)
-        early, trained = self._agree()
+        early, trained = self._agree_on_flags()
         for bucket in self._buckets:
             bucket.work.wait()
             if bucket in early:
@@ -109,14 +115,14 @@ class Reducer:
             self._put_back(bucket, trained)
         self._expected |= self._seen
 
-    def _is_last(self) -> bool:
+    def _is_last_step(self) -> bool:
         return self._steps + 1 == self._every
 
-    def _agree(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
-        """The buckets that went too early on any replica, and the parameters that have a gradient on any."""
+    def _agree_on_flags(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
+        """Finds the buckets that any replica sent too early, and the parameters that have a gradient on any replica."""
         parameters = list(self._bucket_of)
-        told = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
-        flags = torch.tensor([float(flag) for flag in told], device=device_of(self._group))
+        own = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
+        flags = torch.tensor([float(flag) for flag in own], device=device_of(self._group))
         dist.all_reduce(flags, group=self._group)
         found = flags.tolist()  # waits for the device, if they are on one
         return (
@@ -124,8 +130,8 @@ class Reducer:
             {parameter for parameter, flag in zip(parameters, found[len(self._buckets) :]) if flag},
         )
 
-    def _watch(self, parameter: nn.Parameter) -> Any:
-        """Have `_accumulated` called after each accumulation; what must be kept for that (torch 2.0 knows this way)."""
+    def _hook_gradient(self, parameter: nn.Parameter) -> Any:
+        """Calls `_accumulated` after each accumulation of a gradient. Keep the result: the hook ends with it."""
         grad_fn: Any = parameter.expand_as(parameter).grad_fn
         accumulator = grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self._accumulated(parameter))
@@ -137,15 +143,15 @@ class Reducer:
             bucket = self._bucket_of[parameter]
             if bucket.flat is not None:
                 bucket.is_early = True
-            if self._overlap and self._is_last():
+            if self._overlap and self._is_last_step():
                 self._send_next(self._is_complete)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
         return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
 
-    def _send_next(self, may_go: Callable[[_Bucket], bool]) -> None:
-        """Send buckets, in the order that all replicas have, until one may not go yet."""
-        while self._next < len(self._buckets) and may_go(self._buckets[self._next]):
+    def _send_next(self, may_send: Callable[[_Bucket], bool]) -> None:
+        """Sends buckets in the order of all replicas, until one may not be sent yet."""
+        while self._next < len(self._buckets) and may_send(self._buckets[self._next]):
             self._send(self._buckets[self._next])
             self._next += 1
 
@@ -162,7 +168,7 @@ class Reducer:
             part = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
             if parameter not in trained:
-                continue  # as in one process: optimizers leave alone what has no gradient
+                continue  # as in one process: optimizers skip parameters without a gradient
             if parameter.grad is None:
                 parameter.grad = part.clone()
             else:
@@ -171,14 +177,20 @@ class Reducer:
 
 
 def broadcast_in_buckets(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
-    """Copy the tensors of a rank of the job to the others of a group, many in one message. All pass the same shapes."""
+    """Copies one rank's tensors to the other ranks of a group, many in one message.
+
+    Args:
+        tensors: On every rank of the same shapes; empty ones are left out.
+        group: torch.distributed's group.
+        source: The rank, in the job, to copy from.
+    """
     given = [tensor.detach() for tensor in tensors if tensor.numel()]
     if given:
         dist._broadcast_coalesced(group, given, _BROADCAST_BYTES, dist.get_group_rank(group, source))  # type: ignore[attr-defined]
 
 
-def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of the same dtype and device, each of about `bucket_bytes`."""
+def _split_into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yields consecutive parameters of the same dtype and device, about `bucket_bytes` at a time."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

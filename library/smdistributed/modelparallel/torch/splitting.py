@@ -1,4 +1,4 @@
-"""What torch adds to splitting and merging (`backend.splitting`): its tensors, and StepOutput."""
+"""Splitting and merging of torch tensors (see `backend.splitting`), and StepOutput."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from smdistributed.modelparallel.backend.splitting import like
 
 
 class StepOutput:
-    """What a function under `smp.step` returned: a tensor for each microbatch (AWS API).
+    """The tensors that a function under `smp.step` returned, one for each microbatch (AWS API).
 
-    `outputs` is the list of them, in the order of the microbatches.
+    Attributes:
+        outputs: The tensors, in the order of the microbatches.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self.outputs = list(outputs)
 
     def reduce_sum(self) -> torch.Tensor:
-        """Their sum, of the shape of each."""
+        """The sum of the microbatches' tensors, which must have the same shape."""
         return torch.stack(self.outputs).sum(0)
 
     def reduce_mean(self) -> torch.Tensor:
-        """Their mean, of the shape of each."""
+        """The mean of the microbatches' tensors, which must have the same shape."""
         return torch.stack(self.outputs).mean(0)
 
     def concat(self) -> torch.Tensor:
-        """All, one after the other along axis 0; scalars as a vector."""
+        """The microbatches' tensors concatenated along axis 0; scalars become a vector."""
         return torch.cat([output.reshape(1) if output.dim() == 0 else output for output in self.outputs])
 
     def stack(self) -> torch.Tensor:
-        """All, along a new axis 0."""
+        """The microbatches' tensors along a new axis 0."""
         return torch.stack(self.outputs)
 
     def detach(self) -> StepOutput:
-        """The same values without a graph; transformers' Trainer asks for it."""
+        """The same values without a graph. transformers' Trainer calls it."""
         return StepOutput([output.detach() for output in self.outputs])
 
     def __repr__(self) -> str:
@@ -45,7 +46,7 @@ class StepOutput:
 
 
 class Splitter(splitting.Splitter):
-    """Of torch's tensors."""
+    """Splits torch tensors."""
 
     def is_tensor(self, value: Any) -> bool:
         return _is_tensor(value)
@@ -58,12 +59,12 @@ class Splitter(splitting.Splitter):
 
 
 def merge(results: Sequence[Any]) -> Any:
-    """What the microbatches returned as one: StepOutput in place of tensors, lists in place of anything else."""
+    """Merges the results of microbatches: StepOutput in place of tensors, lists in place of other values."""
     return splitting.merge(results, _is_tensor, StepOutput)
 
 
 def detach(result: Any) -> Any:
-    """`result` with tensors that have no graph."""
+    """Detaches all tensors in nested containers from their graph."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, Mapping):

@@ -1,589 +1,352 @@
-"""What a rank does in a step: it calls what other stages have, and serves what they call here.
+"""The protocol between the stages of a pipeline: how a rank calls modules on other stages, and serves calls to its own.
 
-The step's body runs on the first stage, a thread for each microbatch in flight; the other stages serve until it says
-that the step has ended. Threads take turns (see `backend.slot`): one computes, the others wait for answers. A failure
-anywhere ends the step on all stages, with the traceback of where it happened.
+The body of a step runs on the first stage, on one thread for each microbatch in flight. The other stages serve calls
+until the first stage ends the step. See `scheduler` for threads and turns, and `failures` for what ends a step early.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import threading
-import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from smdistributed.core.handshake import HandshakeError
-from smdistributed.core.mail import Mail, Waiter
-from smdistributed.modelparallel.backend import schedule
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import LONGER
-from smdistributed.modelparallel.backend.schedule import Schedule, Turn
-from smdistributed.modelparallel.backend.slot import Job, Slot, Workers
+from smdistributed.modelparallel.backend.limits import TIMEOUT_FIX
+from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
+from smdistributed.modelparallel.backend.slot import Slot
+from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch import devices
-from smdistributed.modelparallel.torch.calls import Arrived, RemoteCall
-from smdistributed.modelparallel.torch.messages import Kind, Message, send
+from smdistributed.modelparallel.torch.calls import ReceivedInputs, RemoteCall
+from smdistributed.modelparallel.torch.failures import Failures
+from smdistributed.modelparallel.torch.messages import Kind, Message
 from smdistributed.modelparallel.torch.observation import Observer
 from smdistributed.modelparallel.torch.packing import pack, unpack
-from smdistributed.modelparallel.torch.work import Generators, Modes, Work, current, draw_seed, mix, working_on
+from smdistributed.modelparallel.torch.peers import Peers
+from smdistributed.modelparallel.torch.random_numbers import derive_seed, draw_seed
+from smdistributed.modelparallel.torch.scheduler import Reply, Scheduler, Step, require_task
+from smdistributed.modelparallel.torch.tasks import Task
+from smdistributed.modelparallel.torch.thread_modes import ThreadModes
+from smdistributed.modelparallel.torch.transfers import Transfers
 
-_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, ())
-_REASON_SECONDS = 1.0
-_TELL_SECONDS = 5.0
+_MICROBATCH_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
 Hop = tuple[int, tuple[str, ...]]
-"""A stage, and the modules, by name, that it calls one after the other."""
-
-
-class _Reply(Waiter):
-    """What a thread waits for. Without a turn it keeps the one that it has."""
-
-    __slots__ = ("message", "turn")
-
-    def __init__(self, turn: Turn | None) -> None:
-        super().__init__()
-        self.turn = turn
-        self.message: Message | None = None
-
-
-class _Idle(Waiter):
-    """The thread of the script, which waits for an event, or for work to do meanwhile."""
-
-    __slots__ = ("do",)
-
-    def __init__(self, receives: bool) -> None:
-        super().__init__(receives)
-        self.do: Callable[[], None] | None = None
-
-
-class _Step:
-    """What belongs to one step."""
-
-    def __init__(self, number: int, slot: Slot, in_order: bool) -> None:
-        self.number, self.slot, self.in_order = number, slot, in_order
-        self.generators = Generators()
-        self.replies: dict[int, _Reply] = {}
-        self.arrived: dict[int, dict[Any, Arrived]] = defaultdict(dict)
-        self.at_backward: list[_Reply] = []
-        self.forwards = 0
-        """How many forwards all backwards wait for."""
-        self.counted: set[int] = set()
-        self.had_backward = False
+"""A stage, and the modules, by name, that a call runs there one after the other."""
 
 
 class Stage:
-    """This rank's place in the pipeline.
+    """This rank's stage of the pipeline.
 
-    ranks: the ranks of the job that hold the stages, in order. `module` gives a module by its name. seconds: how long
-    this stage waits for others of which it hears nothing.
+    Args:
+        transport: Carries messages between the ranks.
+        ranks: The ranks of the job that hold the stages, in order.
+        rank: This rank.
+        module: Finds a module by its name.
+        seconds: How long this stage waits without a message from another stage.
     """
 
     def __init__(
-        self, mail: Mail, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
+        self, transport: Transport, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
     ) -> None:
-        self._mail, self.ranks, self._module, self._seconds = mail, tuple(ranks), module, seconds
-        self.index = self.ranks.index(rank)
-        self._workers = Workers(devices.use)
+        self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
+        self.ranks, self.index = self._peers.ranks, self._peers.index
+        self.failures = Failures(self._peers, self._stop)
+        self.transfers: Transfers | None = None
+        """Sends large tensors from device to device, if the job asks for it. Set after construction."""
+        self._observer = Observer(
+            f"stage {self.index} (rank {rank})", seconds, self._fail_by_timeout, self._report_working
+        )
+        self._scheduler = Scheduler(transport, self.failures, self._observer, receives_events=self.index > 0)
         self._calls = itertools.count()
         self._lock = threading.Lock()
-        self._held: list[Message] = []
-        self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._step: _Step | None = None
         self.steps = 0
-        self._failure: BaseException | None = None
-        self._told = False
-        self._telling = threading.Lock()
-        self._failed = threading.Event()
-        self._gone: set[int] = set()
-        self._idle: _Idle | None = None
-        self._tellers: list[threading.Thread] = []
-        self._beats: list[threading.Thread] = []
-        self._observer = Observer(f"stage {self.index} (rank {rank})", seconds, self._wait_no_longer, self._beat)
+        """How many steps this rank has entered."""
+        self._is_in_step = self._had_backward = False
+        self._early: list[Message] = []
+        self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
+        self._working_reports: list[threading.Thread] = []
 
-    # --- the step, on the thread of the script
+    # --- the step, on the script's thread
 
     def begin(self, config: Config) -> None:
-        """Enter the next step."""
-        self._raise_failure()
-        devices.note()
+        """Enters the next step. Raises the pipeline's failure, if there was one."""
+        self.failures.raise_if_failed()
+        devices.remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
         slot = Slot(Schedule(window, config.deterministic_server))
+        step = Step(slot, config.deterministic_server, forwards=microbatches if simple else 0)
         with self._lock:
             self.steps += 1
-            self._step = _Step(self.steps, slot, config.deterministic_server)
-            held, self._held = self._held, []
-        self._step.forwards = microbatches if simple else 0
+            self._had_backward = False
+            self._received = defaultdict(dict)
+            self._scheduler.begin_step(step)
+            self._is_in_step = True
+            early, self._early = self._early, []
+        if self.transfers:
+            self.transfers.begin(self.steps)
         self._observer.step_begins(self.steps)
-        for message in held:
+        for message in early:
             self._handle(message)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
-        """Run the body for every microbatch; what it returned for each. On the first stage."""
-        results: list[Any] = [None] * microbatches
-        modes = Modes.now()
+        """Runs the body of the step for every microbatch. Only on the first stage.
 
-        def one(microbatch: int) -> None:
-            with modes.set():
+        Args:
+            body: Called with the number of a microbatch, on a thread of its own.
+            microbatches: How many there are.
+
+        Returns:
+            The result of each microbatch, in order.
+        """
+        results: list[Any] = [None] * microbatches
+        modes = ThreadModes.current()
+
+        def run_microbatch(microbatch: int) -> None:
+            with modes.apply():
                 results[microbatch] = body(microbatch)
             self._finish(microbatch)
-            self._put_event(_DONE)
+            self._scheduler.add_event(_MICROBATCH_DONE)
 
-        works = [
-            Work(i, schedule.Kind.FORWARD, self.seed_of(i)) for i in range(microbatches)
-        ]  # before one sets another
-        for microbatch in range(microbatches):
-            self._submit(works[microbatch], functools.partial(one, microbatch))
+        tasks = [Task(i, TurnKind.FORWARD, self.seed_of(i)) for i in range(microbatches)]  # before one sets a seed
+        for task in tasks:
+            self._scheduler.submit(task, functools.partial(run_microbatch, task.microbatch))
         for _ in range(microbatches):
-            self._next_event()
+            self._scheduler.next_event()
         return results
 
     def seed_of(self, microbatch: int) -> int:
-        """Of the random numbers of the function's run for this microbatch, in the step that runs or ran last."""
-        return mix(torch.initial_seed(), self.steps, microbatch)
+        """The seed of a microbatch's random numbers in the step that runs, or that ran last."""
+        return derive_seed(torch.initial_seed(), self.steps, microbatch)
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
-        """Serve until the first stage ends the step; what it packed to say with that."""
+        """Serves calls until the first stage ends the step. On all other stages.
+
+        Args:
+            on_partition: Called with the stage of every module, by name, when the first stage has decided it.
+
+        Returns:
+            What the first stage passed to `end`.
+        """
         while True:
-            message = self._next_event()
+            message = self._scheduler.next_event()
             if message.kind is Kind.END:
-                body, self._in_step().had_backward = message.about
+                body, self._had_backward = message.about
                 return body, [tensor for tensor in message.all_here() if tensor is not None]
             on_partition(message.about)
             self._send(message.source, Kind.ANSWER, message.step, call=message.call)
 
     def partition(self, about: object) -> None:
-        """Tell the other stages how the model is cut, and wait until all have it. On the first stage, with the slot."""
-        step = self._in_step()
+        """Sends the partition to the other stages and waits until all have applied it. On the first stage, in a task.
+
+        Args:
+            about: The stage of every module, by name.
+        """
         calls = {rank: next(self._calls) for rank in self.ranks[1:]}
-        replies = [step.replies.setdefault(call, _Reply(None)) for call in calls.values()]
+        replies = [self._scheduler.step.replies.setdefault(call, Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
-            self._send(rank, Kind.PARTITION, step.number, call=call, about=about)
-        work = _working()
-        self._observer.turn_ends(work)  # from now on it waits, no longer than the limit
-        for reply in replies:
-            self._mail.wait(reply)
-        self._raise_failure()
-        self._observer.turn_begins(work)
+            self._send(rank, Kind.PARTITION, self.steps, call=call, about=about)
+        self._scheduler.wait_in_turn(replies)
 
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
-        """Tell the other stages that the step has ended, with its results. On the first stage."""
+        """Ends the step on the other stages, and sends them its packed results. On the first stage."""
         for rank in self.ranks[1:]:
-            about = (packed[0], self._in_step().had_backward)
-            self._send(rank, Kind.END, self._in_step().number, about=about, tensors=packed[1])
+            self._send(rank, Kind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
 
     def leave(self) -> bool:
-        """Leave the step: what is served later waits for the next. Whether a backward ran in it.
+        """Leaves the step. Calls that arrive later wait for the next one.
 
-        After a failure, wait until the other stages have been told of it, as this process may end next; for a stage
-        that takes no messages, no longer than `_TELL_SECONDS`.
+        After a failure it waits until the other stages have been told, as this process may end next.
+
+        Returns:
+            Whether a backward ran in the step.
         """
         with self._lock:
-            step, self._step = self._step, None
-        if step:
-            step.generators.take_back()
+            was_in_step, self._is_in_step = self._is_in_step, False
+        self._scheduler.end_step()
         self._observer.step_ends()
-        deadline = time.monotonic() + _TELL_SECONDS
-        for teller in self._tellers:
-            teller.join(max(0, deadline - time.monotonic()))
-        return step is not None and step.had_backward
+        self.failures.wait_until_reported()
+        return was_in_step and self._had_backward
 
-    # --- calls, on the threads of works
+    # --- calls, on the threads of tasks
 
     def call(self, route: Sequence[Hop], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call modules that other stages have, one stage after the other; what the last gives.
+        """Calls modules on other stages, one stage after the other.
 
-        The inputs go to the first stage of the route, and from each stage to the next, without coming back between.
+        The inputs go to the first stage of the route, and from each stage directly to the next.
+
+        Args:
+            route: The stages, and the modules to run on each. The first module gets `args` and `kwargs`, every other
+                one the output of the module before it.
+            args: Positional arguments; tensors may be anywhere in them.
+            kwargs: Named arguments.
+
+        Returns:
+            The output of the last module, in this thread's autograd graph.
         """
-        work, step = _working(), self._in_step()
+        task = require_task()
         body, tensors = pack((args, kwargs))
         call, ranks = (self.index, next(self._calls)), [self.ranks[stage] for stage, _ in route]
-        answer: list[bytes] = []
-        modes = Modes.now()
+        answers: list[bytes] = []
+        replies: list[Reply] = []
+        modes = ThreadModes.current()
 
-        def ask(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
+        def send_forward(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
             about = (0, tuple(route), modes, draw_seed(), body)
-            reply = self._expect(call[1], work)
-            self._observer.waits(call[1], lambda: _told(work, route, self.ranks, "forward"))
-            self._send(ranks[0], Kind.FORWARD, step.number, work.microbatch, call, about, inputs)
-            message = self._wait(reply)
-            self._observer.waits_no_more(call[1])
-            answer.append(message.about)
+            reply = self._scheduler.expect_reply(call[1], task)
+            self._observer.call_begins(call[1], lambda: self._describe_call(task, route, "forward"))
+            self._send(ranks[0], Kind.FORWARD, self.steps, task.microbatch, call, about, inputs)
+            message = self._scheduler.wait_for(reply)
+            self._observer.call_ends(call[1])
+            answers.append(message.about)
             return message.for_autograd()
 
-        def send_back(gradients: Sequence[torch.Tensor | None]) -> None:
-            work.is_backward = True  # on a GPU this is autograd's thread, which works on nothing itself
-            replies.append(self._expect(call[1], work, is_backward=True))
-            self._observer.waits(call[1], lambda: _told(work, route[::-1], self.ranks, "backward"))
+        def send_backward(gradients: Sequence[torch.Tensor | None]) -> None:
+            task.is_backward = True  # on a GPU this is autograd's thread, which has no task itself
+            replies.append(self._scheduler.expect_reply(call[1], task, is_backward=True))
+            self._observer.call_begins(call[1], lambda: self._describe_call(task, route[::-1], "backward"))
             about = (len(route) - 1, tuple(route))
-            self._send(ranks[-1], Kind.BACKWARD, step.number, work.microbatch, call, about, gradients)
+            self._send(ranks[-1], Kind.BACKWARD, self.steps, task.microbatch, call, about, gradients)
 
-        def ask_back() -> Sequence[torch.Tensor | None]:
-            gradients = self._wait(replies.pop()).all_here()
-            self._observer.waits_no_more(call[1])
+        def receive_backward() -> Sequence[torch.Tensor | None]:
+            gradients = self._scheduler.wait_for(replies.pop()).all_here()
+            self._observer.call_ends(call[1])
             return gradients
 
-        replies: list[_Reply] = []
-        outputs = RemoteCall(ask, send_back, ask_back).run(tensors)
-        return unpack(answer[0], outputs)
+        outputs = RemoteCall(send_forward, send_backward, receive_backward).run(tensors)
+        return unpack(answers[0], outputs)
 
-    def boundary(self, kind: schedule.Kind) -> None:
-        """Called where a part of the model begins: let work go first that another stage waits for.
+    def _describe_call(self, task: Task, route: Sequence[Hop], direction: str) -> str:
+        hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
+        return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
 
-        Who was only to go on after an answer, and comes to something to compute here, asks for a turn to do so.
-        """
-        work, step = current(), self._step
-        if work is None or step is None:
-            return
-        if work.kind is not kind:
-            work.kind = kind
-            self._exchange(step, work, Turn(kind, work.microbatch))
-        elif step.slot.urgent:
-            self._exchange(step, work, Turn(schedule.Kind.INTERRUPTED, work.microbatch))
+    def make_way(self, kind: TurnKind) -> None:
+        """Called where a part of the model begins: lets tasks go first that another stage waits for."""
+        self._scheduler.make_way(kind)
 
     def before_backward(self) -> None:
-        """Called before the first backward of a microbatch: the simple pipeline waits for all forwards."""
-        step, work = self._in_step(), _working()
-        work.is_backward = step.had_backward = True
-        if not step.forwards or work.microbatch in step.counted:
-            return
-        reply = _Reply(Turn(schedule.Kind.BACKWARD, work.microbatch))
-        work.kind = schedule.Kind.BACKWARD
-        self._at_backward(step, work.microbatch, reply)
-        self._sleep(step, work, reply)
+        """Called before the backward of a microbatch: in the simple pipeline it waits for all forwards."""
+        task = require_task()
+        task.is_backward = self._had_backward = True
+        self._scheduler.wait_for_all_forwards(task)
 
-    # --- what comes, on receiving threads
+    def _finish(self, microbatch: int) -> None:
+        """Ends a microbatch on all stages: its received inputs are not needed any more. On the first stage."""
+        for rank in self.ranks[1:]:
+            self._send(rank, Kind.FINISHED, self.steps, microbatch)
+        self._scheduler.count_forward(microbatch)
+        self._scheduler.finish_microbatch(microbatch)
+
+    # --- messages, on receiving threads
 
     def deliver(self, message: Message) -> None:
-        """Take a message of another stage."""
+        """Takes a message from another stage. One of a later step waits until this stage enters that step."""
         try:
-            self._observer.hears()
+            self._observer.message_received()
             if message.kind is Kind.WORKING:
                 return
             if message.kind is Kind.FAILED:
-                self._told = True  # the others as well
-                self._fail(SMPRuntimeError(f"{self._who(message.source)} failed:\n{message.about}"))
+                self.failures.fail_by_report(message.source, message.about)
                 return
             with self._lock:
-                if self._step is None or message.step != self._step.number:
-                    self._held.append(message)
+                if not self._is_in_step or message.step != self.steps:
+                    self._early.append(message)
                     return
             self._handle(message)
         except BaseException as error:  # a receiving thread has no caller
-            self.fail(error)
-
-    def lost(self, source: int) -> None:
-        """A stage's connection has ended: it exits, or died."""
-        self._gone.add(source)
-        if source in self.ranks:
-            self._fail(self._is_gone(source))
-
-    def _is_gone(self, rank: int) -> SMPRuntimeError:
-        return SMPRuntimeError(f"{self._who(rank)} is gone: its own error says why.")
-
-    def fail(self, error: BaseException) -> None:
-        """End the step on all stages because of this, and every later one. Waits for nobody.
-
-        That a stage is gone is told too, by those in a step: others may know nothing of it, and wait for one of these.
-        """
-        try:
-            with self._telling:  # before any thread of this process learns of it, and ends it; see `leave`
-                is_told, self._told = self._told, True
-                if not is_told:
-                    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                    self._tellers = self._tell_all(Kind.FAILED, text)
-        finally:
-            self._fail(error)
-
-    def _tell_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
-        """Tell each other stage, on a thread of its own: one whose socket is full must not keep it from the others."""
-        others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self._gone]
-        tellers = [threading.Thread(target=self._tell_one, args=(rank, kind, about), daemon=True) for rank in others]
-        for teller in tellers:
-            teller.start()
-        return tellers
-
-    def _tell_one(self, rank: int, kind: Kind, about: object) -> None:
-        with suppress(OSError):  # gone as well
-            send(self._mail, rank, kind, self.steps, about=about)
-
-    def _beat(self) -> None:
-        """Let the other stages hear of this one, which computes for long."""
-        if not any(beat.is_alive() for beat in self._beats):
-            self._beats = self._tell_all(Kind.WORKING)
-
-    def _wait_no_longer(self, what: str) -> None:
-        """The other stages have been silent for too long."""
-        who = f"{self._who(self.ranks[self.index])} has heard of no other stage for {self._seconds:g} s"
-        self.fail(SMPRuntimeError(f"{who}, in step {self.steps}: {what}. {LONGER}"))
+            self.failures.fail(error)
 
     def _handle(self, message: Message) -> None:
-        step = self._in_step()
         if message.kind is Kind.FORWARD:
-            work = Work(message.microbatch, schedule.Kind.FORWARD, message.about[3])
-            self._submit(work, lambda: self._serve_forward(step, message))
+            task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
+            self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
         elif message.kind is Kind.BACKWARD:
-            work = Work(message.microbatch, schedule.Kind.BACKWARD, mix(step.number, message.microbatch))
-            self._submit(work, lambda: self._serve_backward(step, message))
+            task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(message.step, message.microbatch))
+            self._scheduler.submit(task, functools.partial(self._serve_backward, self._received, message))
         elif message.kind is Kind.ANSWER:
-            reply = step.replies.pop(message.call)
-            reply.message = message
-            self._resume(step, reply)
+            self._scheduler.receive_reply(message.call, message)
         elif message.kind is Kind.FINISHED:
-            step.arrived.pop(message.microbatch, None)
-            self._dispatch(step.slot.finish(message.microbatch))
+            self._received.pop(message.microbatch, None)
+            self._scheduler.finish_microbatch(message.microbatch)
         else:
-            self._put_event(message)
+            self._scheduler.add_event(message)
 
-    def _serve_forward(self, step: _Step, message: Message) -> None:
+    def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
+        """Runs the modules of one hop, and sends the output to the next hop or back to the caller."""
         hop, route, modes, seed, body = message.about
         came = message.for_autograd()
-        arrived = Arrived(len(came))
-        with modes.set():
-            args, kwargs = unpack(body, arrived.tensors(came))
+        inputs = ReceivedInputs(len(came))
+        with modes.apply():
+            args, kwargs = unpack(body, inputs.tensors(came))
             value = self._module(route[hop][1][0])(*args, **kwargs)
             for name in route[hop][1][1:]:
                 value = self._module(name)(value)
         is_last = hop == len(route) - 1
-        answer, arrived.outputs = pack(value if is_last else ((value,), {}))
-        if any(tensor.requires_grad for tensor in arrived.outputs):
-            step.arrived[message.microbatch][message.call, hop] = arrived
-        origin, call = message.call
-        about: Any = answer if is_last else (hop + 1, route, modes, mix(seed), answer)
+        answer, inputs.outputs = pack(value if is_last else ((value,), {}))
+        if any(tensor.requires_grad for tensor in inputs.outputs):
+            received[message.microbatch][message.call, hop] = inputs
         if is_last:
-            self._tell(self.ranks[origin], (Kind.ANSWER, call), message, about, arrived.outputs)
+            self._answer(message, answer, inputs.outputs)
         else:
-            self._tell(self.ranks[route[hop + 1][0]], (Kind.FORWARD, message.call), message, about, arrived.outputs)
+            about = (hop + 1, route, modes, derive_seed(seed), answer)
+            self._pass_on(route[hop + 1][0], message, about, inputs.outputs)
 
-    def _serve_backward(self, step: _Step, message: Message) -> None:
+    def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
+        """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller."""
         hop, route = message.about
-        unfinished = step.arrived[message.microbatch]
-        arrived = unfinished.pop((message.call, hop), None)
+        unfinished = received[message.microbatch]
+        inputs = unfinished.pop((message.call, hop), None)
         given = message.all_here()
-        if arrived is None:
+        if inputs is None:
             raise SMPRuntimeError(
                 f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
                 "Add the losses, and call model.backward once for each microbatch."
             )
-        gradients = arrived.backward(given)
-        origin, call = message.call
+        gradients = inputs.backward(given)
         if hop:
-            self._tell(
-                self.ranks[route[hop - 1][0]], (Kind.BACKWARD, message.call), message, (hop - 1, route), gradients
-            )
+            self._pass_on(route[hop - 1][0], message, (hop - 1, route), gradients)
         else:
-            self._tell(self.ranks[origin], (Kind.ANSWER, call), message, None, gradients)
+            self._answer(message, None, gradients)
         if not unfinished:
-            self._dispatch(step.slot.finish(message.microbatch))
+            self._scheduler.finish_microbatch(message.microbatch)
 
-    def _tell(
-        self,
-        to: int,
-        what: tuple[Kind, Any],
-        message: Message,
-        about: Any,
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Send on what a message led to."""
-        self._send(to, what[0], message.step, message.microbatch, what[1], about, tensors)
+    def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        origin, call = message.call
+        self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
+
+    def _pass_on(self, stage: int, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Sends a call to its next hop."""
+        step, microbatch = message.step, message.microbatch
+        self._send(self.ranks[stage], message.kind, step, microbatch, message.call, about, tensors)
 
     def _send(self, to: int, *args: Any, **kwargs: Any) -> None:
-        """`messages.send`. Where that stage is gone, raises why: it may have said so, and that be on its way."""
+        """Sends a message to a stage. If that fails, raises the reason, which the other stage may have reported."""
         try:
-            send(self._mail, to, *args, **kwargs)
-        except (HandshakeError, TimeoutError) as error:
-            raise SMPRuntimeError(f"{self._who(to)} cannot be reached: {error}") from error
+            self._peers.send(to, *args, **kwargs, transfers=self.transfers)
         except OSError as error:
-            self._gone.add(to)
-            self._failed.wait(_REASON_SECONDS)
-            self._raise_failure()
-            raise self._is_gone(to) from error
+            reason = self.failures.explain_send_error(to, error)
+            self.failures.raise_if_failed()
+            raise reason from error
 
-    # --- turns
+    def _stop(self) -> None:
+        """Wakes all threads of this stage, because the pipeline has failed."""
+        if self.transfers:
+            self.transfers.stop()
+        self._scheduler.wake_all()
 
-    def _submit(self, work: Work, job: Callable[[], None]) -> None:
-        step = self._in_step()
+    # --- called by the observer's thread
 
-        def do() -> None:
-            try:
-                with working_on(work):
-                    self._raise_failure()
-                    self._take_turn(step, work)
-                    job()
-                    self._observer.turn_ends(work)
-            except BaseException as error:  # a worker has no caller
-                self.fail(error)
+    def _report_working(self) -> None:
+        """Lets the other stages know that this one is computing for long, not hanging."""
+        if not any(report.is_alive() for report in self._working_reports):
+            self._working_reports = self._peers.notify_all(Kind.WORKING)
 
-        self._dispatch(step.slot.add(Job(Turn(work.kind, work.microbatch), do=do)))
-
-    def _dispatch(self, job: Job | None) -> None:
-        """See to a job whose turn has come: wake who goes on, or the script's thread, or a worker, for new work."""
-        if job is None:
-            return
-        if job.waiter is not None:
-            self._mail.wake(job.waiter)
-            return
-        assert job.do is not None
-        with self._lock:
-            idle, self._idle = self._idle, None
-        if idle is None:
-            self._workers.run(functools.partial(self._work, job.do))
-        else:
-            idle.do = job.do
-            self._mail.wake(idle)
-
-    def _work(self, do: Callable[[], None] | None) -> None:
-        """Do this, and then what has its turn next, on this thread, as long as that is new work."""
-        step = self._step
-        while do is not None and step is not None:
-            do()
-            job = step.slot.release()
-            do = job.do if job else None
-            if do is None:
-                self._dispatch(job)
-
-    def _expect(self, call: int, work: Work, is_backward: bool = False) -> _Reply:
-        step = self._in_step()
-        kind = schedule.Kind.BACKWARD if is_backward and step.in_order else schedule.Kind.GO_ON
-        reply = step.replies[call] = _Reply(Turn(kind, work.microbatch))
-        return reply
-
-    def _wait(self, reply: _Reply) -> Message:
-        """Give up the turn until the answer is there."""
-        work = _working()
-        self._sleep(self._in_step(), work, reply)
-        work.kind = schedule.Kind.GO_ON
-        assert reply.message is not None
-        return reply.message
-
-    def _resume(self, step: _Step, reply: _Reply) -> None:
-        if reply.turn is None:
-            self._mail.wake(reply)
-        else:
-            self._dispatch(step.slot.add(Job(reply.turn, waiter=reply)))
-
-    def _exchange(self, step: _Step, work: Work, turn: Turn) -> None:
-        """Give up the turn for another one."""
-        waiter = Waiter()
-        self._observer.turn_ends(work)
-        job = step.slot.exchange(Job(turn, waiter=waiter))
-        if job is None or job.waiter is not waiter:
-            self._dispatch(job)
-            self._mail.wait(waiter)
-        self._raise_failure()
-        self._take_turn(step, work)
-
-    def _take_turn(self, step: _Step, work: Work) -> None:
-        step.generators.hand_to(work)
-        self._observer.turn_begins(work)
-
-    def _sleep(self, step: _Step, work: Work, reply: _Reply) -> None:
-        self._observer.turn_ends(work)
-        self._dispatch(step.slot.release())
-        if self._failure is None:
-            self._mail.wait(reply)
-        self._raise_failure()
-        self._take_turn(step, work)
-
-    def _finish(self, microbatch: int) -> None:
-        """A microbatch has ended on the first stage: nobody needs anything of it any more."""
-        step = self._in_step()
-        for rank in self.ranks[1:]:
-            self._send(rank, Kind.FINISHED, step.number, microbatch)
-        if step.forwards and microbatch not in step.counted:
-            self._at_backward(step, microbatch)
-        self._dispatch(step.slot.finish(microbatch))
-
-    def _at_backward(self, step: _Step, microbatch: int, *replies: _Reply) -> None:
-        """One more forward has ended: with its reply it waits for the others, without it needs no backward."""
-        with self._lock:
-            step.forwards -= 1
-            step.counted.add(microbatch)
-            step.at_backward.extend(replies)
-            waiting = () if step.forwards else tuple(step.at_backward)
-        for reply in waiting:
-            self._resume(step, reply)
-
-    # --- failure
-
-    def _next_event(self) -> Message:
-        """What comes next for the thread of the script. Events are in order: what came before a failure counts."""
-        while self._events.empty():
-            self._be_idle()
-        message = self._events.get()
-        if message is None:
-            assert self._failure is not None
-            raise self._failure
-        return message
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            step = self._step
-        self._failed.set()
-        self._put_event(None)
-        if step:
-            for reply in (*step.replies.values(), *step.at_backward):
-                self._mail.wake(reply)
-            for job in step.slot.drain():
-                self._dispatch(job)
-
-    def _put_event(self, event: Message | None) -> None:
-        self._events.put(event)
-        with self._lock:
-            idle, self._idle = self._idle, None
-        if idle is not None:
-            self._mail.wake(idle)
-
-    def _be_idle(self) -> None:
-        """Wait for an event, and do what work comes before."""
-        idle = _Idle(receives=self.index > 0)  # to the first stage come answers alone, for threads that wait
-        with self._lock:
-            if not self._events.empty():
-                return
-            self._idle = idle
-        self._mail.wait(idle)
-        self._work(idle.do)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _in_step(self) -> _Step:
-        if self._step is None:
-            raise SMPRuntimeError("This is part of a step, and none runs: call it inside a function under smp.step.")
-        return self._step
-
-    def _who(self, source: int) -> str:
-        return f"Stage {self.ranks.index(source)} (rank {source})" if source in self.ranks else f"Rank {source}"
-
-
-def _told(work: Work, route: Sequence[Hop], ranks: Sequence[int], what: str) -> str:
-    """A call as a person names it."""
-    stages = ", then ".join(f"{', '.join(names)} on stage {stage} (rank {ranks[stage]})" for stage, names in route)
-    return f"microbatch {work.microbatch} waits for the {what} of {stages}"
-
-
-def _working() -> Work:
-    """What this thread works on.
-
-    Raises SMPRuntimeError where it works on nothing: on a GPU, backward runs in a thread of autograd's, which all
-    microbatches have in common. It must not wait for another stage.
-    """
-    work = current()
-    if work is None:
-        raise SMPRuntimeError(
-            "A part of the model that is on another stage is called in a thread that the step did not start. On a GPU, "
-            "a checkpointed module is computed again in such a thread. Fix: checkpoint modules that are on one stage "
-            "each (smp.set_activation_checkpointing of the parts), and call the model in the step's own thread."
-        )
-    return work
+    def _fail_by_timeout(self, waits_for: str) -> None:
+        stage = self._peers.describe(self.ranks[self.index])
+        silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
+        self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))

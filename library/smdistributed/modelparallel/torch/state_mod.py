@@ -1,40 +1,61 @@
-"""What `smp.init` sets up, for the rest of the package and for scripts that look (`smp.state.cfg`)."""
+"""The state of this process after `smp.init`. `state` is the one instance: public functions read it, others get it.
+
+Scripts read it too: `smp.state.cfg`, `smp.state.module_manager`.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from smdistributed.core.launch import fill_in, read_launch
-from smdistributed.core.mail import Access, Mail
+from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
-from smdistributed.core.torch.devices import take_device
-from smdistributed.modelparallel.backend.config import read_config, read_verify_steps
+from smdistributed.core.torch.devices import select_device
+from smdistributed.modelparallel.backend.config import read_verify_steps
+from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
-from smdistributed.modelparallel.backend.job import Job, refuse_dataparallel
 from smdistributed.modelparallel.backend.limits import timeout_seconds
-from smdistributed.modelparallel.backend.meeting import meet
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
-from smdistributed.modelparallel.backend.recording import start_timeline
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.torch import devices
-from smdistributed.modelparallel.torch.comm import open_post
+from smdistributed.modelparallel.torch.carrier import open_carrier
+from smdistributed.modelparallel.torch.master_weights import MasterWeights
 from smdistributed.modelparallel.torch.messages import Kind, receive
+from smdistributed.modelparallel.torch.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.objects import open_object_exchange
 from smdistributed.modelparallel.torch.stage import Stage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from smdistributed.modelparallel.torch.model import DistributedModel
-    from smdistributed.modelparallel.torch.module_manager import ModuleManager
-    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.step_gradients import StepGradients
+from smdistributed.modelparallel.torch.transfers import Transfers
 
 
-class State(Job):
-    """Set by `init`; before, only `initialized` may be asked."""
+class WrappedModel(nn.Module):
+    """What the optimizer and the steps use of the script's model. `DistributedModel` is the only subclass."""
+
+    module: nn.Module
+    """The script's own model."""
+    manager: ModuleManager
+    gradients: StepGradients
+    partitioned: bool
+    """Whether it is decided which stage has which module."""
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What the model uses of the script's optimizer. `DistributedOptimizer` is the only subclass."""
+
+    optimizer: torch.optim.Optimizer
+    """The script's own optimizer."""
+    master_weights: MasterWeights
+
+
+class State(Context):
+    """Set by `init`; before, only `initialized` may be read."""
 
     stage: Stage
 
@@ -42,47 +63,53 @@ class State(Job):
         super().__init__()
         self.is_tracing = False
         self.verify_steps = 0
-        self.model: DistributedModel | None = None
-        self.optimizer: DistributedOptimizer | None = None
+        """How many steps are run again without stages."""
+        self.model: WrappedModel | None = None
+        self.optimizer: WrappedOptimizer | None = None
+        self.transfers: Transfers | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
     def module_manager(self) -> ModuleManager:
-        """The modules of the script's model, by name, and their stages."""
-        return self.the_model().manager
-
-    def the_model(self) -> DistributedModel:
-        """The model that the script wrapped. Raises StepUsageError when it has none."""
+        """The modules of the script's model, by name, and their stages. Raises StepUsageError without a model."""
         if self.model is None:
             raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
-        return self.model
+        return self.model.manager
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Read the configuration and meet the other ranks. Calling it again does nothing."""
+        """Reads the configuration, and connects to the other ranks. Calling it again does nothing.
+
+        It makes torch's process groups, selects this rank's GPU, and starts the threads of the transport.
+
+        Args:
+            argument: `mp_parameters` of the script.
+
+        Raises:
+            SMPConfigError: If the configuration is not allowed.
+            LaunchError: If the environment does not say which rank this is.
+        """
         if self.initialized:
             return
-        refuse_dataparallel()
-        fill_in(os.environ)
-        self.cfg = read_config(argument, os.environ)
+        set_torch_environment(os.environ)
+        launch = self.configure(argument)
         self.verify_steps = read_verify_steps(os.environ)
-        launch = read_launch()
         register()
-        self._meet(launch.rank, launch.world_size)
+        self._start_process_group(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
-        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size or launch.world_size
         self.grid = Grid.of(self.cfg, dist.get_world_size())
         for name in GROUPS:
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         if torch.cuda.is_available():
-            take_device()
-        devices.note()
+            select_device()
+        devices.remember_device()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        meet(store, self.rank, self.grid.size, master, is_on_one_host, self._open_mail)
+        transport = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_transport)
+        self._open_transfers(transport, PrefixStore("transfers", store))
         start_timeline(self.rank, self.grid.size)
-        # A launch by AWS's mpirun has no LOCAL_RANK. By it accelerate takes every rank for a replica, with other data.
+        # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ.pop("LOCAL_RANK", None)
         self.begin()
@@ -91,7 +118,11 @@ class State(Job):
         """torch.distributed's group of the ranks of `group(name)`."""
         return self._process_groups[self.group(name)]
 
-    def _meet(self, rank: int, size: int) -> None:
+    def gather_over_stages(self, obj: object) -> list[Any]:
+        """Exchanges one object between the stages of this rank's pipeline, which all call it; in their order."""
+        return self.objects.gather(obj, self.group("PP_GROUP"))
+
+    def _start_process_group(self, rank: int, size: int) -> None:
         if dist.is_initialized():
             return
         if self.cfg.ddp_port is not None:
@@ -103,7 +134,7 @@ class State(Job):
 
     @property
     def _backend(self) -> str:
-        """That of the groups: of itself `smddp`, which uses NCCL for CUDA tensors where every rank has a device."""
+        """The groups' backend. `smddp` uses NCCL for CUDA tensors if every rank has a device of its own."""
         return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
     def _open_group(self, ranks: tuple[int, ...]) -> None:
@@ -113,33 +144,41 @@ class State(Job):
         group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
         self._process_groups[ranks] = group
 
-    def _open_mail(self, access: Access) -> Mail:
+    def _open_transport(self, access: Access) -> Transport:
         seconds = timeout_seconds()
-        mail = Mail(self.rank, access, self._deliver, self._lost, seconds)
-        self.post = open_post(mail, self.rank, seconds)
-        self.stage = Stage(mail, self.group_of("PP_GROUP"), self.rank, self._module, seconds)
-        return mail
+        transport = Transport(self.rank, access, self._deliver, self._lose, seconds)
+        self.objects = open_object_exchange(transport, self.rank, seconds)
+        self.stage = Stage(transport, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
+        return transport
 
-    def group_of(self, name: str) -> tuple[int, ...]:
-        return self.grid.group(name, self.rank)
+    def _open_transfers(self, transport: Transport, store: PrefixStore) -> None:
+        """Makes large tensors go from device to device, if the job asks for it and can."""
+        seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
+        carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
+        if carrier is None:
+            return
+        self.transfers = Transfers(carrier, transport, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
+        self.stage.transfers = self.transfers
+        carrier.warm_up(self.rank, self.grid.size, seconds)
+        self.transfers.start()
 
-    def _module(self, name: str) -> Any:
+    def _find_module(self, name: str) -> nn.Module:
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
         try:
             message = receive(source, head, bodies)
         except Exception as error:  # a receiving thread has no caller
-            self.stage.fail(error)
+            self.stage.failures.fail(error)
             return
         if message.kind is Kind.OBJECT:
-            self.post.deliver(source, message.call, message)
+            self.objects.deliver(source, message.call, message)
         else:
-            self.stage.deliver(message)
+            (self.transfers.take if self.transfers else self.stage.deliver)(message)
 
-    def _lost(self, source: int) -> None:
-        self.stage.lost(source)
-        self.post.lost(source)
+    def _lose(self, source: int) -> None:
+        self.stage.failures.fail_by_loss(source)
+        self.objects.lost(source)
 
 
 state = State()

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.torch.model import script_model
 from smdistributed.modelparallel.torch.packing import pack, unpack
 from smdistributed.modelparallel.torch.splitting import Splitter, detach, merge
+from smdistributed.modelparallel.torch.stage import Stage
 from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.tasks import current_task
 from smdistributed.modelparallel.torch.verification import Verification
-from smdistributed.modelparallel.torch.work import current
 
 
 def step(
@@ -21,18 +23,26 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
-    """Run a function once for each microbatch: forward and backward go inside, `optimizer.step()` outside (AWS API).
+    """Makes a function run once for each microbatch: forward and backward go inside, `optimizer.step()` outside.
 
-    Tensors among the arguments, also inside lists, tuples, dicts and sets, are split along axis 0; objects with a
-    method `smp_slice(num_mb, mb, axis)` split themselves. All ranks call the function; its body runs on the first
-    stage, and what it returns is returned on all: StepOutput in place of tensors, lists in place of anything else.
+    A decorator, with or without arguments (AWS API). All ranks call the decorated function; its body runs on the first
+    stage.
 
-    non_split_inputs: names of arguments that every microbatch gets whole.
-    input_split_axes: the axis along which an argument is split, by its name.
-    detach_outputs: whether what is returned has no graph. Elsewhere than on the first stage it never has one.
+    Tensors among the arguments, also inside lists, tuples, dicts and sets, are split along axis 0. Objects with a
+    method `smp_slice(num_mb, mb, axis)` split themselves.
 
-    Raises MicrobatchError when an axis does not divide by the number of microbatches, SMPRuntimeError on all stages
-    when one of them fails.
+    Args:
+        function: The function.
+        non_split_inputs: Names of arguments that every microbatch gets whole.
+        input_split_axes: The axis along which an argument is split, by its name.
+        detach_outputs: Whether returned tensors have no graph. On other stages than the first they never have one.
+
+    Returns:
+        A function that returns, on all ranks, what the body returned: StepOutput in place of tensors, lists of the
+        microbatches' values in place of anything else. It raises:
+        MicrobatchError if an axis does not divide by the number of microbatches,
+        SMPRuntimeError on all stages if one of them fails,
+        StepUsageError inside another step, or without a model.
     """
     options = (tuple(non_split_inputs), dict(input_split_axes or {}), detach_outputs)
     if function is None:
@@ -48,26 +58,26 @@ def _decorate(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         state.require()
-        if current() is not None:
+        if current_task() is not None:
             raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
         splitter.uneven = state.cfg.uneven_microbatches
-        model = state.the_model()
+        model, stage = script_model(state), state.stage
         model.before_step()
-        verification = Verification(model) if state.stage.steps < state.verify_steps else None
+        verification = Verification(state, model) if stage.steps < state.verify_steps else None
         try:
-            state.stage.begin(state.cfg)
-            if state.stage.index:
-                parts, (body, tensors) = [], state.stage.serve(model.apply_partition)
+            stage.begin(state.cfg)
+            if stage.index:
+                parts, (body, tensors) = [], stage.serve(model.apply_partition)
                 results = unpack(body, tensors)
             else:
                 parts = splitter.split(args, kwargs, state.cfg.microbatches)
                 model.weights = splitter.weights(parts)
-                results = _run(function, parts, detach_outputs)
+                results = _run(stage, function, parts, detach_outputs)
         except BaseException as error:
-            state.stage.fail(error)
+            stage.failures.fail(error)
             raise
         finally:
-            had_backward = state.stage.leave()
+            had_backward = stage.leave()
         if verification:
             verification.compare(function, parts, results)
         model.after_step(had_backward)
@@ -77,9 +87,12 @@ def _decorate(
 
 
 def _run(
-    function: Callable[..., Any], parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], detach_outputs: bool
+    stage: Stage,
+    function: Callable[..., Any],
+    parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    detach_outputs: bool,
 ) -> list[Any]:
-    results = state.stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
+    results = stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
     detached = detach(results)
-    state.stage.end(pack(detached))
+    stage.end(pack(detached))
     return detached if detach_outputs else results

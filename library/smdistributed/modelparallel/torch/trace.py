@@ -1,6 +1,6 @@
-"""What a model does, found by running it on the meta device: no memory, no arithmetic, any control flow.
+"""Runs a model on the meta device, without memory or arithmetic, to find out what its modules do.
 
-Found are the order in which modules are called, what each costs, and which use parameters or buffers of others.
+It finds the order in which modules are called, what each costs, and which use parameters or buffers of others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from smdistributed.modelparallel.torch.activations import marked
+from smdistributed.modelparallel.torch.activations import active_checkpointing
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
-"""What may be asked of a parameter or buffer that is elsewhere."""
+"""What a module may read of another module's parameter or buffer, on whatever stage it is."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
-_MOST_READS = 10_000
-"""Of values, in one run: a loop that ends by what it computes would never end."""
+_MAX_READS = 10_000
+"""Of values, in one run: a loop that waits for a computed value would never end."""
 
 
 class Trace:
-    """By names of modules. order: of first calls. operations, activation_bytes: what one run costs, and what it leaves
-    for backward, without modules below. uses: for each module, those whose parameters or buffers it uses itself."""
+    """What one run of a model found, by the names of its modules.
+
+    Attributes:
+        order: The order of the modules' first calls.
+        operations: The operations of each module, without its children.
+        activation_bytes: The bytes that each module keeps for backward, without its children.
+        uses: For each module, the modules whose parameters or buffers it uses itself.
+    """
 
     def __init__(self) -> None:
         self.order: dict[str, int] = {}
@@ -40,8 +46,8 @@ class Trace:
         self.activation_bytes: dict[str, float] = defaultdict(float)
         self.uses: dict[str, set[str]] = defaultdict(set)
 
-    def of_each(self, parts: int) -> Trace:
-        """What a run of one of so many equal parts of the batch would have found."""
+    def of_part(self, parts: int) -> Trace:
+        """Estimates the trace of one of `parts` equal parts of the batch."""
         part = Trace()
         part.order, part.uses = self.order, self.uses
         part.operations.update((name, operations / parts) for name, operations in self.operations.items())
@@ -50,11 +56,21 @@ class Trace:
 
 
 def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run `root` with arguments like these.
+    """Runs a model on the meta device.
 
-    A number that the model reads out of a tensor is 1, true: most masks have nothing but ones.
+    A number that the model reads from a tensor is 1, or true: most masks are all ones.
 
-    Raises whatever the model raises that cannot run without values, and RuntimeError when it reads too many of them.
+    Args:
+        root: The model.
+        args: Its positional arguments; their tensors' shapes and dtypes count, not their values.
+        kwargs: Its named arguments.
+
+    Returns:
+        What the run found.
+
+    Raises:
+        RuntimeError: If the model reads too many values.
+        Exception: Whatever the model raises if it cannot run without values.
     """
     with _without_modes():
         return _trace(root, args, kwargs)
@@ -62,7 +78,7 @@ def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tra
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    """Without what others do at every call of torch: a default device, or a rehearsal's pretended GPUs."""
+    """Turns off torch's function modes inside `with`: a default device, or a rehearsal's emulated GPUs."""
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
@@ -80,16 +96,23 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     args, kwargs = unpack(body, given)
     modes, kept = (
         (_Uses(found, stack, owners), _Operations(found, stack)),
-        _Kept(found, stack, [*state.values(), *given]),
+        _KeptActivations(found, stack, [*state.values(), *given]),
     )
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
-    with _calls(found, stack, names), modes[0], modes[1], hooks, torch.enable_grad(), _computed_again(root, kept):
+    with (
+        _call_stack(found, stack, names),
+        modes[0],
+        modes[1],
+        hooks,
+        torch.enable_grad(),
+        _checkpointed_modules_keep_less(root, kept),
+    ):
         functional_call(root, state, args, kwargs)
     return found
 
 
 def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:
-    """The modules that have each tensor, by the id under which it is traced: several may have the same."""
+    """The names of the modules that have each tensor, by the id of its traced copy. A shared one has several."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in root.named_modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -98,23 +121,25 @@ def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:
     return owners
 
 
-class _Kept:
-    """Adds up what is kept for backward, each piece of memory once, without parameters and the batch."""
+class _KeptActivations:
+    """Adds up the memory that is kept for backward, each storage once, without parameters and the batch."""
 
     def __init__(self, found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> None:
         self._found, self._stack, self._depth = found, stack, 0
-        self._seen = {_memory(tensor): tensor for tensor in known}
+        self._seen = {_storage_of(tensor): tensor for tensor in known}
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count the tensor, unless all is computed again here."""
-        if self._stack and not self._depth and _memory(tensor) not in self._seen:
-            self._seen[_memory(tensor)] = tensor  # while it lives no other has its memory
+        """Counts a tensor, unless a checkpointed module runs. Returns it, as torch's hook must."""
+        if self._stack and not self._depth and _storage_of(tensor) not in self._seen:
+            self._seen[_storage_of(tensor)] = tensor  # while it lives no other has its memory
             self._found.activation_bytes[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
-    def run(self, call: Callable[..., Any], keeps: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`call(*args, **kwargs)`, of which nothing is kept but, if it `keeps` them, the arguments."""
-        for value in tree_flatten((args, kwargs))[0] if keeps else ():
+    def run(
+        self, call: Callable[..., Any], keeps_arguments: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a checkpointed module: only its arguments are kept, if `keeps_arguments`."""
+        for value in tree_flatten((args, kwargs))[0] if keeps_arguments else ():
             if isinstance(value, torch.Tensor):
                 self.keep(value)
         self._depth += 1
@@ -125,10 +150,10 @@ class _Kept:
 
 
 @contextmanager
-def _computed_again(root: nn.Module, kept: _Kept) -> Iterator[None]:
-    """Have checkpointed modules keep what a run would."""
+def _checkpointed_modules_keep_less(root: nn.Module, kept: _KeptActivations) -> Iterator[None]:
+    """Replaces the forward of checkpointed modules inside `with`, so that they keep what a real run would."""
     own = {}
-    for module, keeps in _checkpointed(root).items():
+    for module, keeps in _find_checkpointed(root).items():
         own[module] = module.__dict__.get("forward")
         call = functools.partial(kept.run, module.forward, keeps)
         module.__dict__["forward"] = lambda *args, _call=call, **kwargs: _call(args, kwargs)
@@ -140,11 +165,11 @@ def _computed_again(root: nn.Module, kept: _Kept) -> Iterator[None]:
             module.__dict__.update({} if forward is None else {"forward": forward})
 
 
-def _checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
-    """Modules that are computed again in backward, and whether they keep their arguments: of a group the first does."""
+def _find_checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
+    """Checkpointed modules, and whether they keep their arguments: the first one of a group does."""
     found = {}
     for module in root.modules():
-        how = marked(module)
+        how = active_checkpointing(module)
         if how and type(module).forward is nn.Sequential.forward:
             children = list(module.children())
             found.update({child: place % (how.group or len(children)) == 0 for place, child in enumerate(children)})
@@ -153,7 +178,7 @@ def _checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
     return found
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -162,8 +187,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _calls(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
-    """Keep the stack of modules that run."""
+def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
+    """Keeps the stack of running modules inside `with`, and notes the order of first calls."""
 
     def enter(module: nn.Module, _: Any) -> None:
         name = names.get(id(module))
@@ -183,7 +208,7 @@ def _calls(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module uses whose parameters and buffers."""
+    """Notes which module uses parameters and buffers of which other module."""
 
     def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, list[str]]) -> None:
         super().__init__()
@@ -200,7 +225,7 @@ class _Uses(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operations for the module that runs."""
+    """Adds up operations for the running module."""
 
     def __init__(self, found: Trace, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -208,8 +233,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, dtype: torch.dtype) -> Any:
         self._reads += 1
-        if self._reads > _MOST_READS:
-            raise RuntimeError(f"it reads more than {_MOST_READS} values, each taken as 1: a loop may wait for another")
+        if self._reads > _MAX_READS:
+            raise RuntimeError(
+                f"it reads more than {_MAX_READS} values, each taken as 1: a loop may wait for another one"
+            )
         return torch.ones((), dtype=dtype, device="cpu").item()
 
     def __torch_dispatch__(
@@ -225,7 +252,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> float:
-    """Multiplications and additions, as far as one formula tells; an element of a result counts as one."""
+    """Counts multiplications and additions of the largest operations; of others, each element of the result as one."""
     name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
     size = float(sum(output.numel() for output in outputs))
     if name in _MATRIX_PRODUCTS:

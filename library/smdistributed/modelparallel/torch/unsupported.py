@@ -1,4 +1,4 @@
-"""Names of versions 1.6 and later that are not implemented: they exist, and say so when they are used."""
+"""Names of AWS API 1.6 and later that are not implemented: they can be imported, and raise an error when used."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MODULES = (
 )
 
 
-def refuse(name: str) -> NoReturn:
-    """Raises SMPUnsupportedError: this name belongs to tensor parallelism."""
+def raise_unsupported(name: str) -> NoReturn:
+    """Raises SMPUnsupportedError for a name that belongs to tensor parallelism."""
     raise SMPUnsupportedError(
         f"{name} came with version 1.6 of the interface, for tensor parallelism, and is not implemented. "
         "Fix: use pipeline parallelism ('pipeline_parallel_degree') and data parallelism ('ddp'). To AWS's GPT scripts "
@@ -32,26 +32,26 @@ def refuse(name: str) -> NoReturn:
     )
 
 
-def function(name: str) -> Callable[..., NoReturn]:
-    """A function of that name that refuses."""
+def unsupported_function(name: str) -> Callable[..., NoReturn]:
+    """Makes a function of that name that raises SMPUnsupportedError."""
 
     def refused(*_: Any, **__: Any) -> NoReturn:
-        refuse(f"smp.{name}")
+        raise_unsupported(f"smp.{name}")
 
     refused.__name__ = refused.__qualname__ = name
     refused.__doc__ = f"Not implemented (AWS API 1.6). Raises SMPUnsupportedError: see {__name__}."
     return refused
 
 
-def module(name: str) -> type[nn.Module]:
-    """A class of modules of that name that refuses to be instantiated; `isinstance` of it is always false."""
+def unsupported_module(name: str) -> type[nn.Module]:
+    """Makes a module class of that name. Instantiating it raises SMPUnsupportedError."""
 
     def __init__(self: Any, *_: Any, **__: Any) -> None:  # noqa: N807
-        refuse(f"smp.nn.{name}")
+        raise_unsupported(f"smp.nn.{name}")
 
     return type(name, (nn.Module,), {"__init__": __init__, "__doc__": "Not implemented (AWS API 1.6)."})
 
 
-tp_register = function("tp_register")
-tp_register_with_module = function("tp_register_with_module")
-prepare_optimizer = function("prepare_optimizer")
+tp_register = unsupported_function("tp_register")
+tp_register_with_module = unsupported_function("tp_register_with_module")
+prepare_optimizer = unsupported_function("prepare_optimizer")

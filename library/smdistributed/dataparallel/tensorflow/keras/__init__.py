@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.core.options import names_of, only_known, refuse_unknown
+from smdistributed.core.options import keyword_names, only_known, refuse_unknown
 from smdistributed.dataparallel.tensorflow import (
     Average,
     Compression,
@@ -47,7 +47,7 @@ def DistributedOptimizer(opt: Any, compression: Any = Compression.none, **kwargs
     Returns:
         The same optimizer.
     """
-    refuse_unknown("DistributedOptimizer", kwargs, ("opt", *names_of(_DistributedOptimizer)))
+    refuse_unknown("DistributedOptimizer", kwargs, ("opt", *keyword_names(_DistributedOptimizer)))
     return _DistributedOptimizer(opt, compression=compression, **kwargs)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn import huggingface
-from smdistributed.modelparallel.torch.unsupported import MODULES, module
+from smdistributed.modelparallel.torch.unsupported import MODULES, unsupported_module
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch's, which is one kernel too; published scripts look for this class to choose what decays."""
+    """torch's LayerNorm, which is one kernel too. Scripts look for this class to exclude it from weight decay."""
 
 
-globals().update({name: module(name) for name in MODULES})
+globals().update({name: unsupported_module(name) for name in MODULES})
 __all__ = ["FusedLayerNorm", "huggingface", *MODULES]

@@ -13,7 +13,17 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)`, whose activations are computed again in backward (AWS API)."""
+    """Calls a function whose activations are computed again in backward (AWS API).
+
+    Args:
+        fn: The function.
+        *args: Its positional arguments.
+        preserve_rng_state: Whether the second computation draws the same random numbers.
+        **kwargs: Its named arguments.
+
+    Returns:
+        The result of the function.
+    """
     return _checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
@@ -24,7 +34,18 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """The output of a sequence, checkpointed as `smp.set_activation_checkpointing` does (AWS API)."""
+    """Calls a sequence that is checkpointed as by `smp.set_activation_checkpointing` (AWS API).
+
+    Args:
+        sequential_module: The sequence.
+        input: Its input.
+        strategy: See `smp.set_activation_checkpointing`.
+        preserve_rng_state: Whether the second computation draws the same random numbers.
+        pack_args_as_tuple: Whether `input` is a tuple of positional arguments.
+
+    Returns:
+        The output of the sequence.
+    """
     from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
 
     set_activation_checkpointing(sequential_module, preserve_rng_state, strategy=strategy)

@@ -1,9 +1,9 @@
-"""`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` of a model's parameters: by the norm over all stages.
+"""Patches of torch.nn.utils.clip_grad_norm_ and clip_grad_value_, so that they clip by the norm over all stages.
 
-Scripts and trainers clip `model.parameters()`. By the norm of one stage alone each stage would scale its gradients by
-another factor, and nobody would notice. What is given decides: of parameters that are all on one stage (those of
-`local_parameters`, say) the norm is theirs, and no other stage has to call. With a loss scale, the gradients that are
-clipped are those without it, and all ranks call.
+Scripts and trainers clip `model.parameters()`. With the norm of one stage alone, each stage would scale its gradients
+by a different factor, without any error. If all given parameters are on one stage, such as those of
+`local_parameters`, the norm is theirs, and no other stage has to call. With a loss scale, gradients are unscaled before
+they are clipped, and all ranks must call.
 """
 
 from __future__ import annotations
@@ -14,33 +14,44 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
 
-from smdistributed.modelparallel.torch.optimizer import clip, models, updated
-from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.state_mod import State, state
 
 
 def install() -> None:
-    """Have torch's functions ask where the parameters are, under whatever name modules have imported them.
+    """Replaces torch's functions in every module that has imported them, under any name.
 
-    Doing so again finds what was imported since.
+    Calling it again patches modules that were imported since.
     """
-    for name, asking in (("clip_grad_norm_", _norm_asking), ("clip_grad_value_", _value_asking)):
+    for name, patch in (("clip_grad_norm_", _patch_norm), ("clip_grad_value_", _patch_value)):
         found: Any = getattr(clip_grad, name)
         original = getattr(found, "_smp_original", found)
-        by = asking(original) if found is original else found
-        by._smp_original = original
-        _replace(original, by)
+        patched = patch(original) if found is original else found
+        patched._smp_original = original
+        _replace(original, patched)
 
 
-def _replace(original: Any, by: Any) -> None:
+def updated_parameters(state: State, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Lists what the next update uses for these parameters: see `MasterWeights.updated`.
+
+    It finishes the averages over replicas, which all of them call.
+    """
+    if state.model is not None:
+        state.model.gradients.finish_averages()
+    return list(parameters) if state.optimizer is None else state.optimizer.master_weights.updated(parameters)
+
+
+def _replace(original: Any, patched: Any) -> None:
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is original]:
-            names[name] = by
+            names[name] = patched
 
 
-def _norm_asking(original: Any) -> Any:
+def _patch_norm(original: Any) -> Any:
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -50,10 +61,10 @@ def _norm_asking(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        given, stages = _placed(parameters)
+        given, stages = _find_updated(parameters)
         if len(stages) < 2:
             return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
-        norm = clip(given, float(max_norm), float(norm_type))
+        norm = clip_gradients(given, float(max_norm), float(norm_type), state.gather_over_stages)
         if error_if_nonfinite and not norm < float("inf"):
             raise RuntimeError(f"The norm of the gradients over all stages is {norm}: they have not been clipped.")
         return torch.tensor(norm)
@@ -61,17 +72,18 @@ def _norm_asking(original: Any) -> Any:
     return clip_grad_norm_
 
 
-def _value_asking(original: Any) -> Any:
+def _patch_value(original: Any) -> Any:
     @functools.wraps(original)
     def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return original(_placed(parameters)[0], *args, **kwargs)
+        return original(_find_updated(parameters)[0], *args, **kwargs)
 
     return clip_grad_value_
 
 
-def _placed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
-    """What has the gradients of these that the next step will apply, and the stages of those of the model."""
+def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
+    """What the next update uses for these parameters, and the stages of those that belong to the model."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    model = state.model
-    stages = set() if model is None or not model.partitioned else model.manager.stages_of(models(given))
-    return updated(given) if stages else given, stages
+    model, optimizer = state.model, state.optimizer
+    originals = optimizer.master_weights.model_parameters(given) if optimizer else given
+    stages = set() if model is None or not model.partitioned else model.manager.stages_of(originals)
+    return updated_parameters(state, given) if stages else given, stages

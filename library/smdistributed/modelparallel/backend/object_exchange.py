@@ -1,0 +1,134 @@
+"""Python objects between ranks, outside steps: send, receive, gather (AWS API). All calls block, up to a time limit.
+
+The front supplies two functions: `send(to, channel, obj)` puts an object on the wire, and `read` decodes a message.
+When a message arrives, the front passes it to `deliver`. `read` runs on the thread that calls `receive`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.limits import CONNECTION_LOST, TIMEOUT_FIX
+
+_LOST = object()
+
+
+class ObjectExchange:
+    """Sends and receives Python objects. There is one inbox for each sender and channel.
+
+    Args:
+        rank: This process's rank in the job.
+        send: Sends an object to a rank, on a channel. Raises OSError if the rank is lost.
+        read: Decodes a message given to `deliver`.
+        seconds: How long `receive` waits.
+    """
+
+    def __init__(
+        self, rank: int, send: Callable[[int, str, object], None], read: Callable[[Any], Any], seconds: float
+    ) -> None:
+        self._rank, self._send, self._read, self._seconds = rank, send, read, seconds
+        self._lock = threading.Lock()
+        self._inboxes: dict[tuple[int, str], queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self._lost: set[int] = set()
+
+    def send(self, obj: object, to: int, channel: str = "") -> None:
+        """Sends an object that can be pickled.
+
+        Args:
+            obj: The object.
+            to: The receiver's rank in the job.
+            channel: The receiver must name the same one.
+
+        Raises:
+            SMPRuntimeError: If `to` is this rank, or its connection is lost.
+        """
+        if to == self._rank:
+            raise SMPRuntimeError(f"Rank {to} sends to itself: name another rank.")
+        try:
+            self._send(to, channel, obj)
+        except OSError as error:
+            raise _connection_lost(to, f" ({error})") from error
+
+    def receive(self, source: int, channel: str = "") -> Any:
+        """Waits for the next object from a rank.
+
+        Args:
+            source: The sender's rank in the job.
+            channel: The one that the sender named.
+
+        Returns:
+            The object. Objects of one channel arrive in the order in which they were sent.
+
+        Raises:
+            SMPRuntimeError: If `source` is this rank, its connection is lost, or nothing arrives within the limit.
+        """
+        if source == self._rank:
+            raise SMPRuntimeError(f"Rank {source} waits for itself: name another rank.")
+        with self._lock:
+            inbox = self._inboxes[source, channel]
+            if source in self._lost:
+                inbox.put(_LOST)
+        try:
+            message = inbox.get(timeout=self._seconds)
+        except queue.Empty:
+            raise SMPRuntimeError(
+                f"Rank {self._rank} has waited {self._seconds:g} s for an object from rank {source}, which sent none. "
+                f"{TIMEOUT_FIX}"
+            ) from None
+        if message is _LOST:
+            raise _connection_lost(source)
+        return self._read(message)
+
+    def gather(self, obj: object, ranks: Sequence[int]) -> list[Any]:
+        """Exchanges one object between all ranks of a group; each of them calls this.
+
+        Args:
+            obj: This rank's object.
+            ranks: The group's ranks in the job.
+
+        Returns:
+            Every rank's object, in the order of `ranks`.
+
+        Raises:
+            SMPRuntimeError: As `receive`.
+        """
+        for rank in ranks:
+            if rank != self._rank:
+                self.send(obj, rank, "gather")
+        return [obj if rank == self._rank else self.receive(rank, "gather") for rank in ranks]
+
+    def gather_to_first(self, obj: object, ranks: Sequence[int], channel: str) -> list[Any]:
+        """Sends every rank's object to the first rank of a group; each of them calls this.
+
+        Returns:
+            On the first rank, every rank's object in the order of `ranks`; an empty list elsewhere.
+
+        Raises:
+            SMPRuntimeError: As `receive`.
+        """
+        if self._rank != ranks[0]:
+            self.send(obj, ranks[0], channel)
+            return []
+        return [obj, *(self.receive(rank, channel) for rank in ranks[1:])]
+
+    def deliver(self, source: int, channel: str, message: Any) -> None:
+        """Puts a message that has arrived into its inbox."""
+        with self._lock:
+            self._inboxes[source, channel].put(message)
+
+    def lost(self, source: int) -> None:
+        """Marks a rank as lost: after the objects that have arrived from it, `receive` raises."""
+        with self._lock:
+            self._lost.add(source)
+            for (rank, _), inbox in self._inboxes.items():
+                if rank == source:
+                    inbox.put(_LOST)
+
+
+def _connection_lost(rank: int, detail: str = "") -> SMPRuntimeError:
+    return SMPRuntimeError(f"Rank {rank}: {CONNECTION_LOST}{detail}")

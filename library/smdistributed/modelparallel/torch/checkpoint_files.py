@@ -1,0 +1,137 @@
+"""Files of checkpoints: written so that they are complete or absent, and loaded as data, not as code.
+
+Data are tensors, numbers, strings, and containers of them. Other objects are pickles, which run code of whoever wrote
+the file. They are refused unless the script or SMP_TRUST_CHECKPOINTS says that they are trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+
+TORCH_WEIGHTS, SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
+"""The full checkpoint that transformers' Trainer asks for, and the one that it has saved."""
+_TRUST_VARIABLE = "SMP_TRUST_CHECKPOINTS"
+_TRUSTS = {"": False, "0": False, "1": True}
+_NEWEST = "newest"
+
+
+def write_object(obj: Any, path: Path, **options: Any) -> None:
+    """Writes an object by torch.save. The file appears when it is complete and on disk.
+
+    Args:
+        obj: The object.
+        path: The file; one that exists is replaced.
+        **options: See torch.save.
+    """
+    unfinished = _unfinished(path)
+    with unfinished.open("wb") as file:
+        torch.save(obj, file, **options)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file. It appears when it is complete."""
+    unfinished = _unfinished(path)
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+
+
+def write_user_content(content: Any, path: Path) -> None:
+    """Writes an object of the script. Warns now, not only on resuming, if loading it will require trust."""
+    write_object(content, path)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        warnings.warn(
+            f"user_content holds more than tensors, numbers, strings and containers of them ({_first_line(error)}): to "
+            f"resume, give smp.resume_from_checkpoint weights_only=False, or set {_TRUST_VARIABLE}=1.",
+            stacklevel=2,
+        )
+
+
+def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None = None, **options: Any) -> Any:
+    """Loads what `write_object` wrote.
+
+    Args:
+        path: The file.
+        map_location: See torch.load.
+        weights_only: False: load any object. True: only tensors, numbers, strings and containers of them. None: True,
+            unless SMP_TRUST_CHECKPOINTS is 1.
+        **options: See torch.load.
+
+    Raises:
+        SMPRuntimeError: If there is no such file, or it holds more than `weights_only` allows.
+    """
+    if not path.is_file():
+        raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}.")
+    only = not _trusts_checkpoints() if weights_only is None else weights_only
+    try:
+        return torch.load(path, map_location=map_location, weights_only=only, **options)
+    except pickle.UnpicklingError as error:
+        if not only:
+            raise
+        raise SMPRuntimeError(
+            f"{path} holds more than tensors, numbers, strings and containers of them, or is damaged: "
+            f"{_first_line(error)} Loading any object runs code of whoever wrote the file. Fix: if you trust them, "
+            "give smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment variable "
+            f"{_TRUST_VARIABLE}=1."
+        ) from error
+
+
+def read_weights(path: Path, weights_only: bool | None) -> Any:
+    """Loads a model's state dict: a file of safetensors by its name, else as `read_object`."""
+    if path.name != SAFE_WEIGHTS:
+        return read_object(path, weights_only=weights_only)
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def write_newest(directory: Path, tag: str, kind: str) -> None:
+    """Notes the tag of the newest checkpoint of its kind, "partial" or "full"."""
+    for name in (f"{_NEWEST}_{kind}", _NEWEST):
+        write_text(directory / name, tag)
+
+
+def read_newest(directory: Path, kind: str) -> str:
+    """Returns the newest tag of a kind, "partial" or "full". Old directories note one for both kinds.
+
+    Raises:
+        SMPRuntimeError: If there is none.
+    """
+    for file in (directory / f"{_NEWEST}_{kind}", directory / _NEWEST):
+        if file.is_file():
+            return file.read_text()
+    raise SMPRuntimeError(f"There is no {kind} checkpoint in {directory}: it holds {list_files(directory)}.")
+
+
+def list_files(directory: Path) -> str:
+    """The names in a directory, for messages."""
+    return ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _trusts_checkpoints() -> bool:
+    text = os.environ.get(_TRUST_VARIABLE, "")
+    if text not in _TRUSTS:
+        raise SMPRuntimeError(
+            f"{_TRUST_VARIABLE} is {text!r}. Fix: set it to 1 to load any objects from checkpoints, or unset it."
+        )
+    return _TRUSTS[text]

@@ -1,0 +1,195 @@
+"""Partial checkpoints: a directory with a file for each stage.
+
+A checkpoint is written to another directory, which is renamed when it is complete: a job that is killed leaves the one
+before. Parameters have their names in it, so that another number of stages can read it.
+
+It notes which stage has which module. With as many stages, the model is placed as it was, and a rank reads the files of
+its stage alone. With another number of stages, or if `smp.set_partition` places modules differently, every rank reads
+the files of all stages.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from smdistributed.modelparallel.backend.api import barrier, dp_rank, pp_rank, pp_size
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.checkpoint_files import (
+    list_files,
+    read_object,
+    write_newest,
+    write_object,
+    write_text,
+    write_user_content,
+)
+from smdistributed.modelparallel.torch.model import DistributedModel, script_model
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.state_mod import State
+
+USER_CONTENT = "user_content.pt"
+_STAGES, _SEEN = "stages.json", ".seen_by_"
+
+
+def save_partial(
+    state: State,
+    directory: Path,
+    tag: str,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    content: Any,
+) -> bool:
+    """Saves a partial checkpoint; every rank calls it.
+
+    Args:
+        state: This rank, and the configuration.
+        directory: The directory of checkpoints.
+        tag: The name of this one.
+        model: Its parameters and buffers are saved.
+        optimizer: Its state is saved.
+        content: Anything that can be pickled.
+
+    Returns:
+        Whether this rank is the first of those that see `directory`: it renames and removes checkpoints there.
+    """
+    final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
+    leads = _make_empty(state, unfinished)
+    _write_stage(unfinished, state, model, optimizer)
+    if leads:
+        write_user_content(content, unfinished / USER_CONTENT)
+        if model:
+            placement = {"partitions": state.cfg.partitions, "stages": model.manager.stages}
+            write_text(unfinished / _STAGES, json.dumps(placement))
+    barrier()
+    if leads:
+        for mark in unfinished.glob(f"{_SEEN}*"):
+            mark.unlink()
+        old = directory / f".{tag}_partial.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        unfinished.rename(final)
+        write_newest(directory, tag, "partial")
+        shutil.rmtree(old, ignore_errors=True)
+    return leads
+
+
+def load_partial(
+    state: State, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
+) -> Path:
+    """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
+
+    Args:
+        state: The script's model and optimizer.
+        directory: The directory of checkpoints.
+        tag: The name of the checkpoint.
+        strict: Whether missing and unexpected parameters are errors.
+        load_optimizer: Whether the optimizer's state is loaded too.
+        weights_only: See `checkpoint_files.read_object`.
+
+    Returns:
+        The directory of this checkpoint.
+
+    Raises:
+        SMPRuntimeError: If there is no such checkpoint, or a file holds more than `weights_only` allows.
+    """
+    own = directory / f"{tag}_partial"
+    finish_rename(own)
+    files = {kind: sorted(own.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
+    if not any(files.values()):
+        raise SMPRuntimeError(f"There is no partial checkpoint {own}: it holds {list_files(own.parent)}.")
+    if _has_same_stages(state, own):
+        files = {kind: [own / f"{kind}_{pp_rank()}.pt"] if found else [] for kind, found in files.items()}
+    parameters: dict[str, Any] = {}
+    for file in files["model"]:
+        parameters.update(read_object(file, weights_only=weights_only))
+    if parameters:
+        script_model(state).load_state_dict(parameters, strict)
+    if load_optimizer and state.optimizer is not None and files["optimizer"]:
+        parts = [read_object(file, weights_only=weights_only) for file in files["optimizer"]]
+        state.optimizer.load_state_dict(_merge_parts(parts, _parameter_names(state)))
+    return own
+
+
+def remove_old(directory: Path, kept: int | None) -> None:
+    """Removes all but the newest `kept` partial checkpoints, at least one; None: removes none."""
+    if kept is None:
+        return
+    partial = sorted(_list_partial(directory), key=lambda path: path.stat().st_mtime_ns)
+    for path in partial[: max(0, len(partial) - max(1, kept))]:
+        shutil.rmtree(path)
+
+
+def finish_rename(directory: Path) -> None:
+    """Restores the checkpoint that a job has renamed and not replaced, because it was killed. All ranks call it."""
+    old = directory.with_name(f".{directory.name}.old")
+    if not directory.exists() and old.is_dir():
+        with suppress(FileNotFoundError):  # another rank was faster
+            old.rename(directory)
+
+
+def _write_stage(
+    directory: Path, state: State, model: DistributedModel | None, optimizer: DistributedOptimizer | None
+) -> None:
+    """Writes the files of this rank's stage, on the first replica."""
+    gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
+    if dp_rank() == 0 and model:
+        write_object(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")
+    if dp_rank() == 0 and gathered is not None:
+        write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{pp_rank()}.pt")
+
+
+def _make_empty(state: State, directory: Path) -> bool:
+    """Makes an empty directory on every host; every rank calls it.
+
+    Returns whether this rank is the first of those that see it: file systems are shared by all hosts, or by none.
+    """
+    if state.local_rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    barrier()
+    if state.local_rank == 0:
+        directory.mkdir(exist_ok=True)
+        (directory / f"{_SEEN}{state.rank}").touch()
+    barrier()
+    return state.rank == min(int(mark.name.removeprefix(_SEEN)) for mark in directory.glob(f"{_SEEN}*"))
+
+
+def _has_same_stages(state: State, directory: Path) -> bool:
+    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved."""
+    saved = directory / _STAGES
+    if not saved.is_file():  # an old checkpoint, or one of an optimizer alone
+        return False
+    placement = json.loads(saved.read_text())
+    return placement["partitions"] == pp_size() and script_model(state).adopt_stages(placement["stages"])
+
+
+def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
+    """Makes one optimizer's state dict from those of all stages, whose parameters may have other numbers here."""
+    numbers = {name: number for number, name in names.items()}
+
+    def renumber(key: str) -> dict[int, Any]:
+        return {
+            numbers[part["names"][number]]: value
+            for part in parts
+            for number, value in part.get(key, {}).items()
+            if part["names"].get(number) in numbers
+        }
+
+    return {**parts[0], "state": renumber("state"), "masters": renumber("masters")}
+
+
+def _parameter_names(state: State) -> dict[int, str]:
+    """The names of the parameters by their numbers in the script's optimizer."""
+    assert state.optimizer is not None
+    weights = state.optimizer.master_weights
+    names = {id(parameter): name for name, parameter in script_model(state).named_parameters()}
+    originals = weights.model_parameters(weights.parameters())
+    return {number: names.get(id(parameter), str(number)) for number, parameter in enumerate(originals)}
+
+
+def _list_partial(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.glob("*_partial") if path.is_dir() and not path.name.startswith("."))

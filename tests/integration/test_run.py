@@ -87,7 +87,7 @@ def test_the_digits_job_on_two_hosts(
     assert "algo-1 | " in result.stdout
 
 
-def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
+def test_the_result_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
     (source / "train.py").write_text("import os, sys\nsys.exit(42 if os.environ['RANK'] == '1' else 0)\n")
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)

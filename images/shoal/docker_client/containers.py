@@ -95,7 +95,7 @@ def create_container(
     """Create a container without starting it. Raises `DockerError` if Docker does not have the image."""
     try:
         with delay_interrupts():
-            return client.containers.create_container(image, command, **settings)
+            return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
         raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
 

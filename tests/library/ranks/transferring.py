@@ -49,7 +49,7 @@ def main(words: list[str]) -> None:
     if words[0] == "--device":
         words = words[1:]
         os.environ[carrier.VARIABLE] = "nccl"
-        patched.open_group, patched.without_nccl = open_group, lambda *_: ""
+        patched.open_group, patched.nccl_problem = open_group, lambda *_: ""
         patched.Carrier = Counting
     else:
         state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]

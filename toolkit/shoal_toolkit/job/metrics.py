@@ -65,7 +65,7 @@ def _load_json(path: str) -> Any:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ContractError(f"{path} can't be read as JSON: {error}. It must be a list such as {_EXAMPLE}.") from None
+        raise ContractError(f"{path} cannot be read as JSON: {error}. It must be a list such as {_EXAMPLE}.") from None
 
 
 def _check_definition(item: Any, index: int, source: str) -> MetricDefinition:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core.torch.devices import leave_to_host, without_nccl
+from smdistributed.core.torch.devices import nccl_problem, publish_nccl_problem
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.torch.packing import Meta
 
@@ -167,9 +167,9 @@ def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: flo
     """
     choice = read_choice(os.environ)
     if choice == "host" or size == 1:
-        leave_to_host(store, rank, f"has {VARIABLE}=host")
+        publish_nccl_problem(store, rank, f"has {VARIABLE}=host")
         return None
-    problem = "the job has several replicas of the model" if replicas > 1 else without_nccl(store, rank, size)
+    problem = "the job has several replicas of the model" if replicas > 1 else nccl_problem(store, rank, size)
     if problem and choice == "nccl":
         raise SMPConfigError(
             f"{VARIABLE} is 'nccl', and NCCL cannot carry tensors between stages: {problem}. "

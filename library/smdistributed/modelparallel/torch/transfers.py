@@ -180,7 +180,7 @@ class Transfers:
 
     def _complete(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Delivers a message whose tensors have arrived, and the complete messages behind it."""
-        message.fill_in(tensors)
+        message.set_torch_environment(tensors)
         behind = self._behind[message.source]
         while behind and behind[0].is_complete:
             self._deliver(behind.popleft())

@@ -10,8 +10,8 @@ also measured with a rank on each.
   torch's own NCCL group;
 - `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process;
 - `gpu-timeline-…`: a step while a timeline is recorded, with NCCL's collectives, against one that is not;
-- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU. Tensors are copied to the host, reduced there and copied
-  back. The rival is the two copies alone, through pinned memory, by both ranks together. The rates are printed;
+- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU. Tensors are copied to the host, reduced there and
+  copied back. The rival is the two copies alone, through pinned memory, by both ranks together. Rates are printed;
 - `gpu-amp-step`: a step under autocast on these two ranks, with gradients in fp16 against fp32;
 - `gpu-amp-bytes`: the bytes of the collectives of such a step, by our timeline;
 - `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;

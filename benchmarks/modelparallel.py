@@ -5,8 +5,8 @@ turns.
 
 - `partition-MODEL-P`: the largest of P stages by the automatic partition, as a multiple of an equal share. The rival is
   the published algorithm. The goal is 1.03 times the best contiguous cut;
-- `bubble-P-M`: the idle share of a step with P stages and M microbatches. The rivals are GPipe and 1F1B of torch. Modules
-  are virtual accelerators, which sleep 30 ms forward and 60 ms backward. The goal is 1.1 times the minimum,
+- `bubble-P-M`: the idle share of a step with P stages and M microbatches. The rivals are GPipe and 1F1B of torch.
+  Modules are virtual accelerators, which sleep 30 ms forward and 60 ms backward. The goal is 1.1 times the minimum,
   (P-1)/(M+P-1);
 - `held-4-16`: the most microbatches with activations on the first stage, against the simple pipeline;
 - `call-forward`, `call-backward`: a call of a module on another stage, with 64 KiB each way. The rival is torch's send

@@ -50,7 +50,7 @@ def run(hosts: list[Host], **variables: str) -> list[Finished]:
     return done
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def read_seconds(call: Callable[[], object]) -> float:
     """How long a call takes."""
     began = time.monotonic()
     call()
@@ -103,7 +103,7 @@ def test_the_launch_is_quick(hosts: list[Host]) -> None:
     on_one, on_two = [], []
     for _ in range(3):
         hosts[0].tree.hosts("algo-1", "algo-1", network_interface_name="eth0")
-        on_one.append(seconds_of(lambda: run(hosts[:1])))
+        on_one.append(read_seconds(lambda: run(hosts[:1])))
         hosts[0].tree.hosts("algo-1", "algo-1", "algo-2", network_interface_name="eth0")
         on_two.append(launch_seconds(hosts))
     assert min(on_two) < 3 * min(on_one) + 1
@@ -115,7 +115,7 @@ def launch_seconds(hosts: list[Host]) -> float:
     first = hosts[0].start()
     with running(first):
         wait_until(lambda: refusals(hosts[1]) > before)
-        seconds = seconds_of(lambda: run(hosts[1:]))
+        seconds = read_seconds(lambda: run(hosts[1:]))
         assert hosts[0].finished(first).code == 0
     return seconds
 

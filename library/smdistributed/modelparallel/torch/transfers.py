@@ -180,7 +180,7 @@ class Transfers:
 
     def _complete(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Fills a message with its tensors, and delivers it and the complete messages behind it."""
-        message.fill_in(tensors)
+        message.fill_tensors(tensors)
         behind = self._behind[message.source]
         while behind and behind[0].is_complete:
             self._deliver(behind.popleft())

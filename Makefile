@@ -70,12 +70,13 @@ test: setup engine
 	@$(PYTEST) tests
 endif
 
-check: setup ## run ruff, mypy and the prose rules; check that Dockerfiles and docs/api are fresh
+check: setup ## run ruff, mypy, the docstring and prose rules; check that Dockerfiles and docs/api are fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(SHOAL) render --check
 	@$(BIN)/python scripts/api_docs.py --check
+	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
 test-fast: setup ## run the tests that need no Docker

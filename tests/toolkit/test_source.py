@@ -198,7 +198,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
         (entry("x", type=tarfile.FIFOTYPE), "a FIFO"),
         (entry("x", type=b"Z"), "unknown kind"),
         (entry(".", b"x"), "it has no name"),
-        (entry("x", b"0" * (MiB + 1)), "at most 500,000 members and 1,048,576 bytes"),
+        (entry("x", b"0" * (MiB + 1)), "Allowed are 500,000 members of 1,048,576 bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[0].name,
 )

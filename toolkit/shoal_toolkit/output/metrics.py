@@ -46,7 +46,7 @@ class MetricsFile:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             self._broken = True
-            write_log(f"{self._path} can't be written any more: {error.strerror}. The job goes on without metrics.")
+            write_log(f"{self._path} cannot be written any more: {error.strerror}. The job goes on without metrics.")
 
     def close(self) -> None:
         if self._fd >= 0:

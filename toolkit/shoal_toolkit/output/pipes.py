@@ -139,7 +139,7 @@ class Sink:
             # The reader of the log is gone. The job goes on: its result is in the files and the exit code.
             self._broken = True
             self._clear()
-            write_log(f"descriptor {self._fd} can't be written any more ({error.strerror}): later output is lost")
+            write_log(f"descriptor {self._fd} cannot be written any more ({error.strerror}): later output is lost")
             return 0
 
     def _clear(self) -> None:

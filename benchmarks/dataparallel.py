@@ -1,17 +1,17 @@
 """Collectives and a training step on `smddp` against gloo and MPI, in one run: `make bench-dataparallel`.
 
-Figures are medians of the rounds, and the three take turns. A round takes as long as its slowest rank, after a
-barrier. Below 1 MB a round is 50 calls in a row, and counts as one. Ranks have one thread each, on one host. MPI is
-Open MPI's Allreduce through mpi4py, on the same memory.
+The figures are medians of the rounds. In each round the libraries take turns, after a barrier, and the slowest rank
+counts. Below 1 MB a round has 50 calls without a pause, and their mean counts. Ranks have one thread each, on one host.
+MPI is Open MPI's Allreduce through mpi4py, on the same memory.
 
-- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo.
-- `all-reduce-…-mpi`: the same against MPI. `all-reduce-…-copies`: against two copies of the same size.
-- `engine-SIZE-Nranks-mpi`: the communication engine called as mpi4py calls MPI, without torch.distributed.
-- `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in total, 2 ranks.
-- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks.
-- `ddp-mlp-least`: gloo's step against one without any reduction, which is the limit for a faster reduction.
-- `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 per rank, against the same ranks without reduction (`no_sync`).
-- `init`: from the start of the process to the end of the first all_reduce, 2 ranks, including the import of torch.
+- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo. `…-mpi` is against MPI.
+- `all-reduce-64MB-2ranks-copies`: against two copies of the same size;
+- `engine-SIZE-Nranks-mpi`: our communication engine without torch.distributed, against MPI;
+- `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in all, 2 ranks;
+- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks;
+- `ddp-mlp-least`: such a step without reduction, against gloo's step: the limit of any speed-up;
+- `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction (`no_sync`);
+- `init`: from the start of the process to the end of the first all_reduce, 2 ranks, the import of torch included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(ranks: int, rounds: int, sizes: Iterable[int] = SIZES) -> dict[str, dict[str, float]]:
-    """Runs the ranks, and returns seconds by case and rival. With one size, it measures only all_reduce."""
+    """Run the ranks; returns seconds by case and library. With one size, only all_reduce is measured."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
         subprocess.run(mpirun(ranks, RANKS, out, rounds, *sizes), env=environment(), check=True)

@@ -29,7 +29,7 @@ _Times = dict[str, dict[str, float]]
 
 
 class Case:
-    """The setup of a rank's measurements."""
+    """The parameters of a rank, and how it measures."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.directory, self.rounds, self.size = Path(words[0]), int(words[1]), int(words[2])
@@ -66,7 +66,7 @@ class Case:
             torch.cuda.synchronize()
 
     def model(self) -> torch.nn.Sequential:
-        """Returns an MLP with about `size` bytes of float32 gradients."""
+        """Return an MLP with about `size` bytes of gradients in float32."""
         layers = [torch.nn.Linear(self.width, self.width, device=self.device) for _ in range(LAYERS)]
         return torch.nn.Sequential(*layers)
 
@@ -82,7 +82,7 @@ class Case:
 
 
 def own_device(case: Case) -> _Times:
-    """Ranks with a device each: the overhead of the backend over torch's own group that carries the tensors."""
+    """Ranks with a device each: the backend against the group of torch that carries its tensors."""
     times = {"all-reduce": case.measure(all_reduces(case, case.size))}
     times["short-all-reduce"] = case.measure(all_reduces(case, SHORT_BYTES))
     for name, step in (("ddp", ddp_step), ("compiled-ddp", compiled_step), ("fsdp2", fsdp2_step)):
@@ -102,7 +102,7 @@ def groups(case: Case) -> dict[str, Any]:
 
 
 def all_reduces(case: Case, size: int) -> _Runs:
-    """all_reduce of one tensor of the given bytes, by both groups."""
+    """all_reduce of one tensor of `size` bytes, by both groups."""
     tensor = torch.zeros(size // 4, device=case.device)
 
     def of(group: Any) -> Callable[[], object]:
@@ -176,7 +176,7 @@ def shared_device(case: Case) -> _Times:
 
 
 def staging(case: Case) -> _Runs:
-    """all_reduce of such ranks, and its copies alone."""
+    """A staged all_reduce, and its copies alone."""
     tensor = torch.zeros(case.size // 4, device=case.device)
     host = torch.empty(case.size // 4, pin_memory=case.device.type == "cuda")
     staged, options = carrier(case), dist.AllreduceOptions()
@@ -189,7 +189,7 @@ def staging(case: Case) -> _Runs:
 
 
 def carrier(case: Case) -> Any:
-    """Returns the group that carries tensors on a shared device."""
+    """Return the group that carries tensors of ranks which share a device."""
     group: Any = dist.group.WORLD
     if case.device.type != "cuda":
         return HostStaging(group)
@@ -200,7 +200,7 @@ def carrier(case: Case) -> Any:
 
 
 def stages(case: Case) -> _Times:
-    """Two stages of a pipeline on one device, against one process. Their losses must agree."""
+    """Two stages of a pipeline on one device, against one process. The losses must agree."""
     import smdistributed.modelparallel.torch as smp
 
     smp.init({"partitions": 2, "microbatches": 4})
@@ -235,7 +235,7 @@ def stages(case: Case) -> _Times:
 
 
 def transfers(case: Case) -> _Times:
-    """Two stages with a device each and tensors over NCCL, against the host's memory. Their losses must be the same."""
+    """Two stages with a device each: tensors by NCCL, against tensors through the host. The losses must be equal."""
     import smdistributed.modelparallel.torch as smp
     from smdistributed.modelparallel.torch import carrier, state_mod
 

@@ -20,7 +20,7 @@ WITHOUT_FRAMEWORK = {"SAGEMAKER_TRAINING_MODULE": ""}
 
 
 class Job(NamedTuple):
-    """A job through `train`, with a number of hosts and ranks per host. 0 ranks: the script alone, without MPI."""
+    """A job through `train`. ranks: on each host; 0 means the script alone, without MPI."""
 
     image: str
     script: str

@@ -1,23 +1,21 @@
-"""How fast `train` launches, against AWS's toolkit in its own image: `make bench-launch`.
+"""How fast `train` launches, against the stock toolkit in an image of its own: `make bench-launch`.
 
-The scripts do nothing. Figures are medians of the rounds, with exceptions below.
+The scripts do nothing. Figures are medians of the rounds, with the exceptions below:
 
-- `train-noop`: the command `train` from its start to its end, in a running container.
+- `train-noop`: the command `train` from its start to its end, in a container that runs already;
 - `launch-1host-2ranks`, `launch-2hosts-1rank`: MPI jobs, as SageMaker starts them. Time is from the start of the last
-  container until all have ended (State.StartedAt and FinishedAt). Docker's work on containers and networks is
-  excluded.
-- `with-engine`: the upper bound of these, from the request to start the first container.
-- `against-floor`: these against `mpirun` alone in one container.
-- `until-first-rank`: `launch_seconds` of our output/job.json.
-- `rank-failure-2hosts`: from the failure of a rank until both containers have ended.
-- `launcher-memory`: the most resident memory (VmHWM) of the `train` of an MPI job, when its ranks run.
-- `installed-size`: the files of our toolkit, and of AWS's with its requirements, without Python and the framework.
-  For code on S3, our images also have boto3, in its own row.
+  container until all have ended (State.StartedAt and FinishedAt). Docker's work on containers and networks does not
+  count. `with-engine` counts it, from the request to start the first container. `against-floor` compares with `mpirun`
+  alone in one container. `until-first-rank` is `launch_seconds` of our output/job.json;
+- `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
+- `launcher-memory`: the most resident memory (VmHWM) of the `train` of an MPI job, when its ranks run;
+- `installed-size`: the files of our toolkit, and of the stock one with all that it requires, Python and the framework
+  aside. The packages for code on S3 (boto3) are a row of their own.
 
-AWS's toolkit runs without a framework toolkit, which would import its framework first. It sleeps for half a minute
-after each MPI job. Those jobs run three times, in parallel, while nothing else is measured. Its workers miss a job
-that is shorter than a second. So on two hosts its script takes two seconds, which are subtracted. Its rank failure is
-measured once.
+The stock toolkit runs without a framework toolkit, which would import its framework first. It sleeps for half a minute
+after each MPI job: those jobs run three times, beside each other while nothing else is measured. Its workers miss a job
+that is shorter than a second, so on two hosts its script takes two, which are subtracted. Its rank failure is measured
+once.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ while pid:
     pid = int(re.search(r"PPid:\\s+(\\d+)", status)[1])
 pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], "kib").write_text(str(most))
 """
-# Runs in a container: `train`, several times.
+# Runs in a container: `train`, as often as the argument says.
 TIMES = """\
 import subprocess, sys, time
 for _ in range(int(sys.argv[1]) + 1):
@@ -138,13 +136,13 @@ def resolve(name: str) -> str:
 
 
 def oracle(image: str) -> str:
-    """Returns the tag of the image with AWS's toolkit, which extends ours. Builds it if it is missing."""
+    """Return the tag of the stock toolkit's image, which extends our image. Build it if it is missing."""
     command = [sys.executable, str(ORACLE), image]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> dict[str, float]:
-    """Measures AWS's toolkit, first the cases that need the whole machine."""
+    """Measure the stock toolkit. Figures that need the whole machine come first."""
     figures = {
         "train-noop": median("train-noop", "stock", commands(client, image, rounds)),
         "installed-size": installed(client, image, "sagemaker-training"),
@@ -190,12 +188,12 @@ def median(name: str, side: str, values: Sequence[float]) -> float:
 
 
 def job(described: Job) -> Ran:
-    """Runs a job with its own Docker client, one per thread."""
+    """Run a job with a Docker client of its own: each thread needs one."""
     return run(docker.from_env(timeout=600), described)
 
 
 def commands(client: Any, image: str, rounds: int) -> list[float]:
-    """Times `train` in a container for a number of rounds, after one to warm up the disk."""
+    """Time `train` in a container, after one run that warms the disk cache."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         tree = write_tree(Path(directory) / "ml", Job(image, NOTHING), "algo-1")
         command = ["python", "-c", TIMES, str(rounds)]

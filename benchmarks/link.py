@@ -1,14 +1,13 @@
 """all_reduce over a slow link between two hosts, on `smddp` against gloo, in one run: `make bench-link`.
 
-Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s in each direction. Figures are medians of
-the rounds, and the two take turns. A round takes as long as its slowest rank, after a barrier. gloo is torch's own
-group of all ranks, which ignores hosts. With R ranks on each of two hosts:
+Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s each way. The figures are medians
+of the rounds. In each round the libraries take turns, after a barrier, and the slowest rank counts. The rival
+is torch's own gloo group of all ranks, which does not know hosts. With R ranks on each of two hosts:
 
-- `link-all-reduce-64MB-2xR`: float32, against gloo.
-- `link-bytes-64MB-2xR`: the bytes on the wire, in the busier direction, against the least possible: the whole tensor.
-  The interface counts 64 KiB as one packet, so headers hardly count here. The rate limit counts them packet by
-  packet.
-- `link-float16-2xR`: the same number of float16 values, which are half the bytes, against float32.
+- `link-all-reduce-64MB-2xR`: float32, against gloo;
+- `link-bytes-64MB-2xR`: bytes on the wire, in the direction with more, against the minimum: the whole tensor. The
+  interface counts 64 KiB as one packet, so that headers hardly count here. For the rate they do, packet by packet;
+- `link-float16-2xR`: as many float16, which are half the bytes, against float32.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int]) -> Measured:
-    """Runs the given number of ranks on each host, and returns their measurements by size and rival."""
+    """Run ranks on each host. Returns their measurements, by size and library."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         out = Path(directory, "measured.json")
         started = []
@@ -101,7 +100,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def figures(ranks: int, measured: dict[str, dict[str, float]]) -> list[Figure]:
-    """The figures for the given number of ranks on each host."""
+    """The figures for a number of ranks on each host."""
     ours, gloo, half = (1000 * measured[engine]["seconds"] for engine in ("smddp", "gloo", "smddp-float16"))
     passed = max(measured["smddp"][way] for way in ("tx", "rx")) / MB
     grid, bound = f"2x{ranks}", BYTES / MB

@@ -1,16 +1,15 @@
 """A model of all_reduce, checked against this machine and drawn for 2,048 ranks: `make bench-scale`.
 
-It measures all_reduce of 1 KB to 64 MB through shared memory on 2, 4 and 8 ranks of this host. It takes the fastest
-tenth of the rounds, because the model knows no other load. It fits seconds = alpha + beta × bytes to every other
-size.
+Measures all_reduce of 1 KB to 64 MB through shared memory on 2, 4 and 8 ranks of this host (the fastest tenth of
+the rounds: the model knows no other load), and fits seconds = alpha + beta × bytes to every other size.
 
-- `scale-fit-Nranks`: the median relative error at the sizes that the fit has not seen.
-- `scale-fit-8ranks-from-2-and-4`: the error of a line for 8 ranks, extrapolated from 2 and 4 (information).
-- `scale-link-2xR-…`: with --link (the output of link.py --json), the relative error of the model's times between
+- `scale-fit-Nranks`: the median relative error at the sizes that the fit has not seen;
+- `scale-fit-8ranks-from-2-and-4`: the same error of a line for 8 ranks, extrapolated from 2 and 4 (information);
+- `scale-link-2xR-…`: with --link (what link.py --json has written), the relative error of the model's times between
   hosts. Its only constant is the link's rate.
 
-The picture is a MODEL, not a measurement. It uses the same formulas with the constants in data/scale.json, which has
-their sources.
+The picture is a MODEL, not a measurement: the same formulas with the constants in data/scale.json, which
+have their sources beside them.
 """
 
 from __future__ import annotations

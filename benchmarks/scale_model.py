@@ -32,7 +32,7 @@ def fit(seconds: Mapping[int, float]) -> Line:
 
 
 def errors(line: Line, seconds: Mapping[int, float]) -> list[float]:
-    """The relative error of the line at each measured size."""
+    """The relative error of the line, for each size."""
     return [abs(line(size) - time) / time for size, time in seconds.items()]
 
 

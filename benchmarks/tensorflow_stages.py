@@ -2,9 +2,9 @@
 
     tensorflow_stages.py MP_PARAMETERS loss|step
 
-`loss`: the largest difference of 20 losses. `step`: seconds of a step, the median of STEPS, with each operation on one
-thread. One stage computes one operation at a time. Several stages also have a thread that waits for messages. Rank 0
-prints JSON.
+`loss`: the largest difference of 20 losses. `step`: seconds of a step, the median of STEPS. Each operation runs on one
+thread. A stage computes one operation at a time; with several stages, another thread waits for messages. Rank 0 prints
+JSON.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The published algorithm of automatic partition, the rival of `smdistributed.modelparallel`'s own.
 
-It follows a summary of the publication (arXiv 2111.05972), not code. Devices go down the tree of modules, breadth
-first. If a node has several devices, its children are cut into as many contiguous segments, so that the largest costs
-least. D'Hondt's method distributes the node's devices over these. A segment of several modules with several devices
-is cut again. A single module passes its devices on to its children.
+It follows a summary of the publication (arXiv 2111.05972), not code. Devices go down the tree of modules, by level.
+If a node has several devices, its children are cut into that many contiguous segments, with the lowest possible maximum
+cost. D'Hondt's method deals the devices to the segments. A segment of several modules that gets several devices is cut
+again. A single module passes them on to its children.
 
-The summary leaves two questions open. A segment without a device is computed by the device before it. Modules that
-share a parameter count at the better end, as in the library.
+The summary leaves open who computes a segment that gets no device: here the device before it does. Nor does it say
+where modules count that share a parameter: here, as in the library, at the better end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.backend.balance import anchored
 def tree_partition(
     names: Sequence[str], costs: Sequence[float], together: Sequence[Sequence[int]], devices: int
 ) -> list[int]:
-    """The device of every module, with the arguments of `balance.cut`. As there, a group counts at its better end."""
+    """The device of every module; with the arguments of `balance.cut`. As there, a group counts at its better end."""
     found = [_anchored(names, costs, groups, devices) for groups in anchored(together)]
     return min(found, key=lambda placed: _largest(costs, placed, devices))
 
@@ -83,7 +83,7 @@ class _Tree:
 
 
 def segments(costs: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """The bounds of `count` contiguous segments, so that the largest costs least."""
+    """The bounds of `count` contiguous segments with the lowest possible maximum cost."""
     ends = range(len(costs) + 1)
     before = [sum(costs[:end]) for end in ends]
     # best[k][end]: the largest of k segments of the first `end`, and where the last of them begins.

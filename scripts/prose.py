@@ -42,6 +42,7 @@ _CODE = regex.compile(
     r"|(?<![\w-])--?[a-zA-Z][\w-]*(?:[= ]?<[^>]+>|=\S+)?"  # --option=value
     r"|\$?\{[^}\n]*\}|<[^>\n]+>"  # {name}, <name>
     r"|(?<!\w)[\w.~-]*[/\\][\w./*\\-]+"  # a path
+    r"|(?<=\n {4,})\*{0,2}\w+(?:, \*{0,2}\w+)*(?= ?(?:\([^)]*\))?: )"  # a parameter in a docstring's section
     r"|\w+(?:[._:=@-]+\w+)*(?:\.[a-z]\w+|_\w+|::\w+|=\w+|\(\))[\w.]*(?:\([^)\n]*\))?"  # a.b, a_b, a=b, a()
     r"|%[a-z]\b|\\n",
     regex.DOTALL,

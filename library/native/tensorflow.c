@@ -153,7 +153,7 @@ static void fail_kernel(TF_OpKernelContext *context, TF_Status *status)
     tf.DeleteStatus(status);
 }
 
-/* Returns memory for the received tensor, whose shape is in op; NULL if TensorFlow has none. */
+/* Returns memory for the received tensor, with the shape in op; NULL if TensorFlow has none. */
 void *operations_allocate(operation_t *op)
 {
     TF_Status *status = tf.NewStatus();
@@ -425,7 +425,7 @@ static bool find_tensorflow_functions(void)
     return true FUNCTIONS(FOUND);
 }
 
-/* 0: registered; 1: this process has no TensorFlow of a known kind; 2: TensorFlow rejected the operations. */
+/* 0: registered. 1: this process has no TensorFlow of a known kind. 2: TensorFlow rejected the operations. */
 static int registered = 1;
 
 __attribute__((constructor)) static void register_operations(void)

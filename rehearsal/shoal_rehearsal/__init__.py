@@ -1,7 +1,7 @@
 """Runs CUDA scripts on a CPU: with SHOAL_REHEARSE=1, PyTorch and TensorFlow see emulated GPUs.
 
 `shoal-rehearsal.pth` calls `activate` when a Python process starts, if the variable is set. Importing this package
-imports no framework; what emulates GPUs is in the packages `torch` and `tensorflow`.
+imports no framework; the emulation of GPUs is in the packages `torch` and `tensorflow`.
 """
 
 from __future__ import annotations

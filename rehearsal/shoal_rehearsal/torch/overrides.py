@@ -31,7 +31,7 @@ def translate_device(device: Any) -> tuple[Placement, Any]:
 
 
 def move(tensor: Tensor, placement: torch.device) -> Tensor:
-    """Returns a tensor on an emulated device: itself if it is there, else a copy."""
+    """Returns a tensor on an emulated device: itself if it is there, otherwise a copy."""
     if placement_of(tensor) == placement:
         return tensor
     moved = tensor.clone()
@@ -52,7 +52,7 @@ def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, tuple[Any, ...]]:
-    """Returns the device that Tensor.to is called with (by position, by name, or that of a tensor), and other args."""
+    """Returns the device that Tensor.to is called with (by position, by name, or from a tensor), and other args."""
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])
         return requested, args

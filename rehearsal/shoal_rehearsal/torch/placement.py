@@ -1,7 +1,7 @@
 """Records the emulated device of each tensor, its placement.
 
-A placement is a CUDA device, the CPU, or None: unknown, if the tensor was created where the mode sees nothing (in C++,
-or in another process). An unknown placement is never an error.
+A placement is a CUDA device, the CPU, or None for unknown. It is unknown if the mode cannot see how the tensor was
+created: in C++, or in another process. An unknown placement is never an error.
 
 Placements are in a dictionary: an attribute of the tensor would be saved in checkpoints.
 """
@@ -36,7 +36,7 @@ def set_placement(value: object, placement: Placement) -> None:
 
 
 def set_unknown_placement(value: object, placement: Placement) -> None:
-    """Sets the placement as `set_placement`, but only of tensors whose placement is unknown."""
+    """Sets the placement as `set_placement`, but only of tensors with an unknown placement."""
     if placement is not None:
         for tensor in tensors_in((value,)):
             if tensor not in _placements:

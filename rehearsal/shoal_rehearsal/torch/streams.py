@@ -92,7 +92,7 @@ class StreamContext:
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
-    """Returns a stream of the device; all are alike."""
+    """Returns a stream of the device; all are equal."""
     return Stream(device)
 
 

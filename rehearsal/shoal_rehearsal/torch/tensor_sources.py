@@ -27,7 +27,7 @@ def patch(_: int) -> None:
     function.apply = classmethod(_placing_with_arguments(function.__dict__["apply"].__func__))
     if hasattr(_device, "CURRENT_DEVICE"):
         _patch_default_device()
-    else:  # torch 2.0, whose mode does not see indexing either
+    else:  # in torch 2.0, the mode does not see indexing either
         tensor.__getitem__ = _placing_with_arguments(tensor.__getitem__)
     torch.from_numpy = _placing_on_cpu(torch.from_numpy)
     utils: Any = torch.utils

@@ -252,7 +252,7 @@ def refusals() -> None:
         ("no optimizer", lambda: sdp.DistributedOptimizer(object())),
         ("no global variables", lambda: sdp.broadcast_global_variables(0)),
         ("leave average out", lambda: sdp.allreduce(tf.constant(1), average=True, op="Sum")),
-        ("'Mean' is no reduction", lambda: sdp.DistributedGradientTape(tf.GradientTape(), op="Mean")),
+        ("'Mean' is not a reduction", lambda: sdp.DistributedGradientTape(tf.GradientTape(), op="Mean")),
         ("the training step", lambda: sdp.DistributedOptimizer(tf.keras.optimizers.SGD(), backward_passes_per_step=2)),
         ("as many steps", sdp.join),
         ("pass a scalar as", lambda: sdp.allgather(1.0)),

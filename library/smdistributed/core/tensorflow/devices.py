@@ -29,6 +29,6 @@ def take_gpu(local_rank: int) -> None:
     except RuntimeError as error:
         if tf.config.get_visible_devices("GPU") != [mine]:
             raise SMDDPError(
-                f"TensorFlow has begun to use its GPUs before init() could choose that of local rank {local_rank}: "
+                f"TensorFlow has begun to use its GPUs before init() could choose the GPU of local rank {local_rank}: "
                 f"call init() right after the imports. ({error})"
             ) from None

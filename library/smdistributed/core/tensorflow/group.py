@@ -35,7 +35,7 @@ class Group:
 
     Args:
         engine: The communication engine.
-        name: Of the engine, with the reason for choosing it.
+        name: Its name, with the reason for choosing it.
         store: Closed with the group.
         rank: This process's rank in the group.
     """
@@ -100,8 +100,8 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
         ranks: The group's ranks in the job. Default: all.
 
     Raises:
-        SMDDPError: If TensorFlow does not support the engine that SMDDP_ENGINE requests, or SMDDP_TIMEOUT_SECONDS is
-            not a number above 0.
+        SMDDPError: If TensorFlow does not support the communication engine that SMDDP_ENGINE requests, or
+            SMDDP_TIMEOUT_SECONDS is not a number above 0.
     """
     wanted = engine_selection.requested_engine(CHOICES)
     try:

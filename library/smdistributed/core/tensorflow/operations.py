@@ -1,7 +1,7 @@
 """Collectives and messages as operations of TensorFlow, in eager code and in graphs (library/native/tensorflow.c).
 
 All collectives take one resource, which nothing reads. TensorFlow runs operations on one resource in program order,
-also in branches and loops of a `tf.function`, so every rank calls the same collectives in the same order. Graphs of
+also in branches and loops of a `tf.function`. So every rank calls the same collectives in the same order. Graphs of
 version 1 have no such rule, and get control dependencies. Messages have the order that their caller gives them.
 """
 
@@ -56,7 +56,7 @@ class PendingOperation(ctypes.Structure):
         return DTYPES[tf.as_dtype(self.dtype)]
 
     def tensors(self) -> list[tuple[int, int, int]]:
-        """Returns for each tensor its address, that of its result (maybe the same), and its number of elements."""
+        """Returns for each tensor its address, the address of its result (maybe the same), and its elements."""
         return [(self.inputs[i] or 0, self.data[i] or 0, self.elements[i]) for i in range(self.count)]
 
 
@@ -106,7 +106,7 @@ def receive(anchors: Sequence[Any], dtype: Any, rank: int, label: str) -> Any:
         label: As in `send`.
 
     Returns:
-        The tensor, whose shape is not known in a graph.
+        The tensor. In a graph, its shape is unknown.
     """
     with tf.device("/CPU:0"):
         return load().module.smp_receive(anchors=list(anchors), T=dtype, rank=rank, label=label)
@@ -126,7 +126,7 @@ def serve_forever(handle: Callable[[PendingOperation], None], messages: bool = F
     """Runs this process's operations in the order in which TensorFlow starts them. Never returns.
 
     Args:
-        handle: Runs an operation; its error becomes that of the operation.
+        handle: Runs an operation; its error becomes the error of the operation.
         messages: Whether to run messages, instead of collectives.
     """
     functions = load().functions

@@ -166,7 +166,7 @@ def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
         return ReduceOp(op.lower() if isinstance(op, str) else op)
     except ValueError:
         raise SMDDPError(
-            f"op={op!r} is no reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX, or one of these names."
+            f"op={op!r} is not a reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX, or one of these names."
         ) from None
 
 
@@ -189,7 +189,7 @@ def _as_dense(tensor: Any) -> Any:
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Returns the tensors of one rank on all ranks. Raises SMDDPError if there is no such rank."""
     if not 0 <= root_rank < require_size():
-        raise SMDDPError(f"root_rank={root_rank} is no rank: there are {require_size()}, from 0.")
+        raise SMDDPError(f"root_rank={root_rank} is not a rank: there are {require_size()}, from 0.")
     results: list[Any] = [None] * len(tensors)
     for bucket in _buckets(dict(enumerate(tensors)), BUCKET_MB << 20):
         for index, tensor in zip(

@@ -82,7 +82,7 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
         root_rank: The rank, from 0.
 
     Raises:
-        SMDDPError: Inside a `tf.function`, if there is no such rank, and, if the job has a secret, for an object that
+        SMDDPError: Inside a `tf.function`, if there is no such rank. Also, if the job has a secret and the object
             was changed on its way.
     """
     if not tf.executing_eagerly():
@@ -134,7 +134,7 @@ def _all_parts(given: Any, lengths: Any) -> Any:
 
 
 def _differentiable(given: Any, lengths: Any) -> Any:
-    """Gathers with a gradient of its own: that of the broadcasts would not reduce on all ranks."""
+    """Gathers with its own gradient: the gradient of the broadcasts would not reduce on all ranks."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gathered(mine: Any) -> Any:

@@ -10,7 +10,7 @@ from smdistributed.dataparallel.tensorflow.collectives import broadcast_global_v
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Sets all global variables to those of one rank, after a session has initialized or restored them.
+    """Sets all global variables to the values of one rank, after a session has initialized or restored them.
 
     Args:
         root_rank: The rank, from 0.

@@ -14,7 +14,7 @@ _left = False
 def init() -> None:
     """Joins the job, and chooses the GPU of this local rank, if there is one. Call it before TensorFlow computes.
 
-    The ranks are those of mpirun, or of RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher this is a job of one rank.
+    The ranks come from mpirun, or from RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher this is a job of one rank.
 
     Raises:
         SMDDPError: If it was called before, or TensorFlow already uses other GPUs.

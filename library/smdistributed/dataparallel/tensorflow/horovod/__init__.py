@@ -95,7 +95,7 @@ def DistributedGradientTape(  # noqa: N802 (the published name)
 ) -> Any:
     """Wraps a tape, and reduces its gradients over the ranks.
 
-    Arguments and errors are those of `smdistributed.dataparallel.tensorflow.DistributedGradientTape`, but for
+    Arguments and errors are as in `smdistributed.dataparallel.tensorflow.DistributedGradientTape`, except for
     `sparse_as_dense`: both values give dense gradients.
     """
     return sdp.DistributedGradientTape(gradtape, device_dense, device_sparse, compression, op=op)
@@ -115,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 ) -> Any:
     """Makes an optimizer apply the gradients of all ranks.
 
-    Arguments and errors are those of `smdistributed.dataparallel.tensorflow.DistributedOptimizer`, but for
+    Arguments and errors are as in `smdistributed.dataparallel.tensorflow.DistributedOptimizer`, except for
     `sparse_as_dense`: both values give dense gradients.
     """
     return sdp.DistributedOptimizer(
@@ -131,7 +131,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 
 
 class BroadcastGlobalVariablesHook(_BroadcastGlobalVariablesHook):
-    """Sets all global variables to those of one rank, after a session has initialized or restored them.
+    """Sets all global variables to the values of one rank, after a session has initialized or restored them.
 
     Args:
         root_rank: The rank, from 0.

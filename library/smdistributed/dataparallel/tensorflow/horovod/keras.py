@@ -43,7 +43,7 @@ def allreduce(
     op: ReduceOp | str | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduces a value over the ranks. Arguments and errors are those of `horovod.allreduce`."""
+    """Reduces a value over the ranks. Arguments and errors are as in `horovod.allreduce`."""
     return horovod.allreduce(
         value,
         average=average,
@@ -69,7 +69,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 ) -> Any:
     """Makes a Keras optimizer apply the gradients of all ranks.
 
-    Arguments and errors are those of `horovod.DistributedOptimizer`. `average_aggregated_gradients` has no effect:
+    Arguments and errors are as in `horovod.DistributedOptimizer`. `average_aggregated_gradients` has no effect:
     every step has one backward pass.
     """
     return horovod.DistributedOptimizer(

@@ -13,7 +13,7 @@ __all__ = ["BroadcastGlobalVariablesCallback", "LearningRateWarmupCallback", "Me
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets all variables of model and optimizer to those of one rank, after the first batch: then all exist.
+    """Sets all variables of model and optimizer to the values of one rank, after the first batch: then all exist.
 
     Args:
         root_rank: The rank, from 0.

@@ -1,4 +1,4 @@
-"""What published TensorFlow scripts import beside `smdistributed.dataparallel`: `setBucketSize`, and nothing else.
+"""The module that published TensorFlow scripts import next to `smdistributed.dataparallel`: only `setBucketSize`.
 
 AWS documents nothing of this module. Its calls on raw pointers (`allReduce`, `wait`, for PyTorch before 1.10) are not
 here: `torch.distributed.all_reduce(tensor, async_op=True)` does the same.

@@ -73,7 +73,7 @@ REFUSED = {
     "branch": "SMPUnsupportedError: The model 'model' is called inside a loop, a branch or a tf.function",
     "variable": "SMPUnsupportedError: The model's call() uses the variable model/dense/kernel outside of the layer",
     "add_loss": "SMPUnsupportedError: 'model' adds a loss and is cut",
-    "again": "SMPUnsupportedError: What a model is called with comes from an earlier call",
+    "again": "SMPUnsupportedError: An input of a model comes from an earlier call",
     "nested": "StepUsageError: A function under smp.step is called inside a step",
     "frozen": "SMPRuntimeError: Stage 0 computes gradients, and stage 1, which uses output 0 of dense, computes none",
     "pinned": "SMPConfigError: smp.partition(2) puts layer 'dense_2' on a stage that there is not",

@@ -16,7 +16,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     It patches Keras: calls of layers, optimizers, gradient tapes. Calling it again does nothing.
 
     Args:
-        config: `mp_parameters`. Those of the launch (SM_HP_MP_PARAMETERS) take precedence. With `horovod` or `ddp`,
+        config: `mp_parameters`. The launch's values (SM_HP_MP_PARAMETERS) take precedence. With `horovod` or `ddp`,
             ranks beyond `partitions` are replicas: optimizers apply the mean of their gradients.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`smp.DistributedModel`: a Keras model whose layers are on stages."""
+"""`smp.DistributedModel`: a Keras model with its layers on stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
     """A Keras model that is split over stages. Subclass it as you would tf.keras.Model (AWS API).
 
     Call it in functions under `smp.step`. The first call assigns layers to stages, and creates the weights of this
-    rank's stage. After that call `variables`, `trainable_variables` and the like are those of this rank's stage.
+    rank's stage. After that call `variables`, `trainable_variables` and the like cover this rank's stage.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -75,7 +75,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
     @property
     def all_weights(self) -> list[Any]:
-        """The variables of all stages, in the same order on all ranks. Those of other stages have no value here."""
+        """The variables of all stages, in the same order on all ranks. Variables of other stages have no value here."""
         found: list[Any] = super().weights
         return found
 
@@ -121,7 +121,7 @@ def call_model(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str,
     step = current_step()
     if step is None:
         raise StepUsageError(
-            f"The model {model.name!r} is called outside of a step, where it has one stage only: call it in a function "
+            f"The model {model.name!r} is called outside of a step, and has one stage only there: call it in a function "
             "under smp.step."
         )
     return step.call_model(model, args, kwargs)
@@ -160,7 +160,7 @@ def _stage_assignment(model: Any) -> StageAssignment:
 
 
 def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAssignment) -> None:
-    """Gives this stage's variables their values; other replicas take those of the first one."""
+    """Gives this stage's variables their values; other replicas take the first one's."""
     for variable in [*model._smp_created, *trace.created]:
         variable.place(stages.has(variable, state.stage))
     model._smp_created.clear()
@@ -174,7 +174,7 @@ def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAs
 
 
 def _losses_of_this_stage(model: Any) -> list[Any]:
-    """Returns the losses that layers of this stage have computed, and those of this stage's weights."""
+    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights."""
     graph = tf.compat.v1.get_default_graph()
     found = []
     for layer in model._flatten_layers():

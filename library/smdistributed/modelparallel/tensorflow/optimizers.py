@@ -46,7 +46,7 @@ def patch_optimizers() -> None:
 
 
 def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of gradients, to warn: its norm is that of this stage's gradients."""
+    """Wraps a function of gradients, to warn: its norm covers only this stage's gradients."""
 
     @functools.wraps(function)
     def warns(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ class _WholeLayer:
 
     @property
     def variables(self) -> set[int]:
-        """Its own variables, and those of other layers that it uses, by `id`."""
+        """Its own variables, and variables of other layers that it uses, by `id`."""
         return {id(unwrap(variable)) for variable in self.layer.variables} | self.used
 
     @property
@@ -74,8 +74,8 @@ class StageAssignment:
             Their partition; None if all layers have a stage.
 
         Raises:
-            SMPConfigError: If the script requests a stage that does not exist, layers with common variables are on
-                different stages, or the model has fewer layers than stages.
+            SMPConfigError: If the script requests a stage that does not exist, or layers with common variables are on
+                different stages. Also if the model has fewer layers than stages.
         """
         layers = [layer for layer in _whole_layers(trace) if id(layer.layer) not in self._stages]
         if not layers:
@@ -105,7 +105,7 @@ class StageAssignment:
     def _assign_later(self, layers: Sequence[_WholeLayer]) -> Partition:
         """Assigns layers that the first trace did not call.
 
-        They join the layers whose variables they use; else the last stage, where the model ends.
+        They join the layers that own the variables they use. Otherwise they join the last stage, where the model ends.
         """
         count, stages = self._config.partitions, {}
         for layer in layers:
@@ -115,7 +115,7 @@ class StageAssignment:
 
 
 def may_be_split(call: LayerCall) -> bool:
-    """Whether a call may be split; what it computes itself is then computed wherever it is needed.
+    """Whether a call may be split. Its own computation then runs wherever it is needed.
 
     Not if the layer has weights, calls layers in loops or branches, or the script requests one stage for all of it.
     """

@@ -88,7 +88,7 @@ class Splitter(splitting.Splitter):
 
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         if value.shape.rank and -value.shape.rank <= axis < value.shape.rank and value.shape[axis] is None:
-            complaint = f"{name} has along axis {axis} what is no multiple of 'microbatches', {count}."
+            complaint = f"{name} has a size along axis {axis} that is not a multiple of 'microbatches', {count}."
             with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(value)[axis] % count, 0, complaint)]):
                 return self.cut(tf.identity(value), count, axis)
         return super()._split_tensor(name, value, count, axis)

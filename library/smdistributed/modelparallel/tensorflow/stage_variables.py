@@ -28,7 +28,7 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
     def place(self, is_on_this_stage: bool) -> None:
         """Computes its value if it is on this stage.
 
-        Must be called for all variables of a model in the order of their creation: initializers then draw the same
+        Must be called for all variables of a model in the order of their creation. Initializers then draw the same
         random numbers as in a model that is not split.
         """
         has_value = self.is_initialized()  # the script has set it, or read it

@@ -1,4 +1,4 @@
-"""What `smp.init` sets up. Scripts may read it, for example `smp.state.cfg`."""
+"""The state that `smp.init` sets up. Scripts may read it, for example `smp.state.cfg`."""
 
 from __future__ import annotations
 

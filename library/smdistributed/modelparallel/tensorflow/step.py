@@ -109,7 +109,7 @@ def _stage_context() -> StageContext:
 
 
 def _convert_with_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts Python branches and loops over tensors into those of TensorFlow, if autograph can."""
+    """Converts Python branches and loops over tensors into TensorFlow's, if autograph can."""
     try:
         converted: Callable[..., Any] = tf.autograph.to_graph(function)
     except Exception:  # any reason: the function is traced unchanged

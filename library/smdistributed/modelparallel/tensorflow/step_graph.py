@@ -43,7 +43,7 @@ _LAST = 1 << 30  # sorts before all transfers of a backward pass
 
 
 class StageContext(NamedTuple):
-    """The stage on which a step is traced, and what the step needs from the job."""
+    """The stage on which a step is traced, and the parts of the job that the step needs."""
 
     stage: int
     ranks: Sequence[int]
@@ -77,7 +77,7 @@ class StepGraph:
 
     Args:
         context: This stage.
-        number: Counts the traced steps of the job, alike on all stages.
+        number: Counts the traced steps of the job, equally on all stages.
     """
 
     def __init__(self, context: StageContext, number: int) -> None:
@@ -258,7 +258,7 @@ class StepGraph:
             [[message.event for message in program] for program in programs], self.context.active, self.context.simple
         )
         own = programs[self.context.stage]
-        first = self.context.next_in_order()  # after the previous step, whose messages are in another graph
+        first = self.context.next_in_order()  # after the previous step: its messages are in another graph
         chain = [self._begin_run(first), *(mine[own[place][:2]] for place in places[self.context.stage])]
         for before, after in zip(chain, chain[1:]):
             after._add_control_input(before)
@@ -319,8 +319,8 @@ class StepGraph:
             operation = rest.pop()
             if operation in self._outputs:
                 raise SMPUnsupportedError(
-                    "What a model is called with comes from an earlier call, of it or another one, in the same "
-                    "microbatch: make both one model's call(), or pass it through tf.stop_gradient."
+                    "An input of a model comes from an earlier call, of it or another model, in the same "
+                    "microbatch. Make both one model's call(), or pass it through tf.stop_gradient."
                 )
             if operation not in seen and operation.type != "StopGradient":
                 seen.add(operation)
@@ -329,7 +329,7 @@ class StepGraph:
     # --- losses that layers add
 
     def share_losses(self, mine: Sequence[Any]) -> list[Any]:
-        """Returns the losses of this stage's layers, and those of each other stage as one constant."""
+        """Returns the losses of this stage's layers, and the losses of each other stage as one constant."""
         if len(self.context.ranks) == 1 or not self._calls:
             return list(mine)
         self.require_own_graph("losses")
@@ -373,8 +373,8 @@ class _StageCall:
                 return call_layer(layer, args, kwargs)
             before = placed.call.layer.name if placed else "none"
             raise SMPRuntimeError(
-                f"The model calls layer {layer.name!r} where it called {before!r} when it was traced: its call() must "
-                "always do the same."
+                f"The model calls layer {layer.name!r}, but called {before!r} at this point when it was traced. "
+                "Its call() must always do the same."
             )
         self._step.require_own_graph(f"Layer {layer.name!r}")
         self._expected = next(self._rest, None)

@@ -99,7 +99,7 @@ def _unmatched(key: MessageKey, transfer: Transfer) -> str:
     if key.backward:
         return (
             f"Stage {transfer.source} computes gradients, and stage {transfer.target}, which uses {transfer.what}, "
-            "computes none: use a tape or the optimizer's get_gradients, which hand gradients on where a stage trains "
+            "computes none. Use a tape or the optimizer's get_gradients, which hand gradients on where a stage trains "
             "nothing, in place of tf.gradients."
         )
     return (

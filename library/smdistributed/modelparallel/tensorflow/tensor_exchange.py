@@ -1,7 +1,7 @@
 """Sends and receives tensors of a step's graph, and Python objects, between the ranks of a job.
 
-The head of a tensor's message is JSON. An object is a pickle in the head of its message: heads are authenticated as
-those of a rank of this job (see `backend.frames`), bodies are not.
+The head of a tensor's message is JSON. An object is a pickle in the head of its message. Heads prove that they
+come from a rank of this job (see `backend.frames`), bodies do not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class _Awaited(NamedTuple):
 
 
 class TensorExchange:
-    """Exchanges tensors by their labels, and Python objects by `objects`. Starts two threads and those of `transport`.
+    """Exchanges tensors by their labels, and Python objects by `objects`.
+
+    Starts two threads, and the threads of `transport`.
 
     `names` describes messages by label, for errors.
 

@@ -103,8 +103,8 @@ def _reject_losses(layers: Iterable[Any]) -> None:
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
-                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage: call add_loss() in a layer "
-                "that is on one stage, or return what the loss is computed from."
+                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage. Call add_loss() in a layer "
+                "that is on one stage, or return the inputs of the loss."
             )
 
 
@@ -121,7 +121,7 @@ def _inputs_of_side_effects(trace: ModelTrace, calls: Sequence[LayerCall]) -> li
 
 
 class _NeededOutputs:
-    """Collects which stages need which tensors: `stages`, by the place of a call and that of a tensor in it."""
+    """Collects which stages need which tensors: `stages`, by the place of a call and the place of a tensor in it."""
 
     def __init__(self, calls: Sequence[tuple[LayerCall, int]], trace: ModelTrace, count: int) -> None:
         self._calls, self._count = calls, count
@@ -138,7 +138,7 @@ class _NeededOutputs:
             self.stages[key].update(stages)
 
     def stage_of(self, tensors: Iterable[Any]) -> int:
-        """Returns the stage that computes tensors: that of the last layer whose outputs go into them."""
+        """Returns the stage that computes tensors: the stage of the last layer with outputs that go into them."""
         last = max((place for place, _ in self._outputs_behind(tensors)), default=None)
         return 0 if last is None else self._calls[last][1]
 
@@ -161,6 +161,6 @@ class _NeededOutputs:
     def _reject(self, handle: Any) -> None:
         name = next((variable.name for variable in variables_of([handle])), "a variable").partition(":")[0]
         raise SMPUnsupportedError(
-            f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage: "
-            "use it in the call() of a layer."
+            f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage. "
+            "Use it in the call() of a layer."
         )

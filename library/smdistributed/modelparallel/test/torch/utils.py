@@ -1,4 +1,4 @@
-"""What AWS's BERT example imports, and never calls: the names are published, and nothing else."""
+"""Names that AWS's BERT example imports but never calls. Only the names are published."""
 
 from __future__ import annotations
 

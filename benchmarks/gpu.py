@@ -35,7 +35,7 @@ from typing import Any
 from report import Figure, finish, make_parser, print_machine
 
 from shoal.report import trace
-from shoal.report.analysis import Analysis, analyse
+from shoal.report.timeline_analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
         for ranks in sorted({1, len(devices)}):
             figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
         shared = measure("shared", devices[:1] * 2, found, options)
-        recorded = {name: analyse(trace.read(trace.find([found / name]))) for name in ("fp16", "fp32")}
+        recorded = {name: analyse(trace.read_timeline(trace.find_files([found / name]))) for name in ("fp16", "fp32")}
         figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
         figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
         if len(devices) > 1 or options.device == "cpu":

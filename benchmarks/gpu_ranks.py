@@ -241,8 +241,8 @@ def transfers(case: Case) -> _Times:
 
     if case.device.type != "cuda":  # gloo, so that all but the device is tried
 
-        def open_on_cpu(store: Any, stage: int, stages: int, _: int, seconds: float) -> Any:
-            group = dist.ProcessGroupGloo(store, stage, stages, timedelta(seconds=seconds))  # type: ignore[call-arg]
+        def open_on_cpu(store: Any, rank: int, size: int, replicas: int, seconds: float) -> carrier.Carrier:
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
             return carrier.Carrier(group, case.device, 1)
 
         state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]

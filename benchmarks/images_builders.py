@@ -14,13 +14,13 @@ from pathlib import Path
 
 import docker
 
-from shoal import engine
-from shoal.build import base
-from shoal.engine.images import find
-from shoal.host import machine
+from shoal import docker_client
+from shoal.builds import base_image
+from shoal.docker_client.images import find_image
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
-from shoal.sources.pins import read_image
+from shoal.network.settings import read_network_settings
+from shoal.sources.pins import read_image_pins
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"
@@ -70,12 +70,12 @@ class Plain:
         directory.mkdir()
         for name in ("library", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        pins = read_image(project, load(project.buildspec), image).values()
+        pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
         (directory / "machine").mkdir()
-        for name, content in machine.read().files(image.system.suite).items():
+        for name, content in read_network_settings().build_files(image.system.suite).items():
             (directory / "machine" / name).write_bytes(content)
-        found = base.find(engine.connect(), image.system)
+        found = base_image.find_base(docker_client.connect(), image.system)
         assert found is not None
         file = Path(__file__).with_name("plain.Dockerfile")
         self._command = [_client(), "build", "--quiet", f"--tag={PLAIN}", f"--file={file}"]
@@ -123,8 +123,8 @@ def seconds(command: list[str | Path], directory: Path) -> float:
 @contextlib.contextmanager
 def kept(tags: list[str]) -> Iterator[None]:
     """Give the tags back to the images that have them now, and remove what was built meanwhile."""
-    client = engine.connect()
-    before = {tag: image for tag in tags if (image := find(client, tag))}
+    client = docker_client.connect()
+    before = {tag: image for tag in tags if (image := find_image(client, tag))}
     for number, image in enumerate(before.values()):
         image.tag(_KEPT.format(number))
     try:
@@ -134,12 +134,12 @@ def kept(tags: list[str]) -> Iterator[None]:
             _give_back(client, tag, before.get(tag))
         for number in range(len(before)):
             client.images.remove(_KEPT.format(number))
-        if find(client, PLAIN):
+        if find_image(client, PLAIN):
             client.images.remove(PLAIN)
 
 
 def _give_back(client: docker.DockerClient, tag: str, image: docker.models.images.Image | None) -> None:
-    built = find(client, tag)
+    built = find_image(client, tag)
     if built is None or (image is not None and built.id == image.id):
         return
     if image is None:

@@ -1,7 +1,7 @@
-"""Write docs/api/dataparallel.md from the library's signatures and docstrings; `--check` only says whether it is fresh.
+"""Writes docs/api/dataparallel.md from the library's signatures and docstrings. `--check` writes nothing.
 
-What objects do not tell, the environment variables, is in docs/api/variables.toml. A variable that the code names and
-the table does not, or the other way round, is an error; so is a public name without a docstring.
+The file docs/api/variables.toml describes environment variables. It is an error if a variable is in the code and not in
+that table, or in the table and not in the code. It is also an error if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODULES = (
     "smdistributed.core.launch",
 )
 NAMES = {"smdistributed.core.launch": ["LaunchError"]}
-"""The public names, where it is not all of them."""
+"""The public names of modules that document only some of them."""
 SOURCES = ("core", "dataparallel")
 LINE = 100
 
@@ -44,15 +44,23 @@ _VARIABLE = re.compile(
     r"(SMDDP|SMDATAPARALLEL|OMPI|PMIX|MASTER)_[A-Z_]+|(LOCAL_)?(RANK|WORLD_SIZE)"  # as a whole string
 )
 _PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): ")
-_HEAD = """# smdistributed.dataparallel: the interface
+_ENTRY = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*)(?: \([^)]*\))?: ", re.MULTILINE)
+_HEAD = """# smdistributed.dataparallel: Python API
 
-Written by `make docs` from the docstrings. How to begin: [the examples](../../examples/README.md). "AWS developer
-guide" and "published scripts" after a sentence say where a behaviour comes from.
+`make docs` writes this page from the docstrings. To begin, see [the examples](../../examples/README.md). "AWS developer
+guide" and "published scripts" name the source of a behaviour.
 """
 
 
 def page() -> str:
-    """The whole page. Raises SystemExit where a docstring or a variable is missing."""
+    """Returns the whole page.
+
+    Returns:
+        The page in Markdown.
+
+    Raises:
+        SystemExit: If a docstring or a variable is missing.
+    """
     parts = [_HEAD, *(text for module in MODULES for text in _module(module)), *_variables()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
@@ -67,7 +75,7 @@ def _module(name: str) -> Iterator[str]:
 
 
 def _public(module: ModuleType) -> list[str]:
-    """What `__all__` has, else what the module itself defines."""
+    """The names in `__all__`. If there is none: the names that the module itself defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     return [name for name in vars(module) if not name.startswith("_") and _is_of(module, name)]
@@ -93,7 +101,7 @@ def _named(module: ModuleType, name: str) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """As in the source: evaluated, the same would read differently with every version of the framework."""
+    """The signature from the source. Evaluated annotations would differ between versions of the framework."""
     node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
     if isinstance(node, ast.FunctionDef):
         return _shown("def ", node)
@@ -115,7 +123,7 @@ def _literal(value: object) -> str:
 
 
 def _shown(word: str, function: ast.FunctionDef) -> str:
-    """One line, or one for each parameter where that is too long."""
+    """One line. If that is too long: a line for each parameter."""
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
     given = function.args
     assert not given.kwonlyargs, f"{function.name}: say how to show arguments that are given by keyword only"
@@ -133,14 +141,40 @@ def _shown(word: str, function: ast.FunctionDef) -> str:
 
 
 def _docstring(value: Any, name: str) -> str:
-    text = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__  # not that of a base class
+    text = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__  # not inherited from a base class
     if not text:
-        raise SystemExit(f"{name} has no docstring: say shapes, dtypes, units, what it raises and where that is from.")
+        raise SystemExit(
+            f"{name} has no docstring: describe shapes, dtypes, units, errors and the source of the behaviour."
+        )
     return inspect.cleandoc(text)
 
 
 def _prose(text: str) -> str:
-    """A docstring as Markdown: lines that begin with parameters become a list."""
+    """A docstring as Markdown: its sections become lists."""
+    head, *sections = re.split(r"^(?=(?:Args|Attributes|Returns|Yields|Raises|Examples?):$)", text, flags=re.MULTILINE)
+    return "\n\n".join(part for part in (_paragraphs(head.rstrip()), *map(_section, sections)) if part)
+
+
+def _section(text: str) -> str:
+    """A section such as `Args:` with its indented body, as Markdown."""
+    heading, _, body = text.partition("\n")
+    body, name = textwrap.dedent(body).strip(), heading.rstrip(":")
+    if name.startswith("Example"):
+        return f"{heading}\n\n```python\n{body}\n```"
+    if name in ("Args", "Attributes", "Raises") and _ENTRY.match(body):
+        items = re.split(r"\n(?=\S)", body)
+        return f"{heading}\n\n" + "\n".join(
+            _ENTRY.sub(_item, re.sub(r"\n\s*", "\n  ", each), count=1) for each in items
+        )
+    return f"{heading} {' '.join(body.split())}" if "\n\n" not in body else f"{heading}\n\n{body}"
+
+
+def _item(entry: re.Match[str]) -> str:
+    return f"- {', '.join(f'`{name}`' for name in entry[1].split(', '))}: "
+
+
+def _paragraphs(text: str) -> str:
+    """Text before the sections. Lines that begin with parameters become a list."""
     lines: list[str] = []
     in_list = False
     for line in text.splitlines():
@@ -180,13 +214,13 @@ def _named_in_code() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is not fresh")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
     check = parser.parse_args().check
     text = page()
     if not check:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the docstrings say: run `make docs`, and commit the page.")
+        sys.exit(f"{PAGE.relative_to(ROOT)} is stale. Fix: run `make docs` and commit the page.")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for floor in (
         "errors",
         "matrix",
-        "host engine layers",
+        "network docker_client layers",
         "sources",
-        "build jobs inside report scaffold",
+        "builds jobs inspection report scaffold",
         "doctor",
         "commands",
         "cli",

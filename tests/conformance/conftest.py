@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal import engine
+from shoal import docker_client
 from shoal.matrix.spec import BuildSpec
 
 from . import lab, oracle
@@ -41,7 +41,7 @@ def images(matrix: BuildSpec) -> Images:
     """Our images, which exist (`make conformance` builds them), and the oracles on top of them, made here."""
     names = (SMALL_PYTORCH, TENSORFLOW)
     pytorch, tensorflow = (matrix.select(name).tag for name in names)
-    stock_pytorch, stock_tensorflow = oracle.ensure(engine.connect(), matrix, *names)
+    stock_pytorch, stock_tensorflow = oracle.ensure(docker_client.connect(), matrix, *names)
     return Images(
         stock={NONE: stock_pytorch, PYTORCH: stock_pytorch, TENSORFLOW: stock_tensorflow},
         ours={NONE: pytorch, PYTORCH: pytorch, TENSORFLOW: tensorflow},

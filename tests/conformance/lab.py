@@ -16,7 +16,7 @@ import docker
 import requests
 from docker.models.containers import Container
 
-from shoal import engine
+from shoal import docker_client
 
 from .layout import RECORD, Tree
 
@@ -55,7 +55,7 @@ Run = Mapping[str, HostRun]
 
 def run(image: str, tree: Tree, directory: Path) -> Run:
     """Run a job on all its hosts, in `directory`, until all have ended or its time is over."""
-    client = engine.connect()  # one a thread
+    client = docker_client.connect()  # one a thread
     with ExitStack() as undo:
         net = undo.enter_context(_network(client)) if len(tree.hosts) > 1 else None
         hosts = [host for host in tree.hosts if host not in tree.absent]

@@ -20,12 +20,12 @@ import docker
 import docker.errors
 import requests
 
-from shoal import engine
-from shoal.engine import archive
+from shoal import docker_client
+from shoal.docker_client import archive
 from shoal.errors import BuildError
-from shoal.host import machine
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
+from shoal.network.settings import read_network_settings
 
 RECIPE = Path(__file__).with_name("image")
 REPOSITORY = "shoal-oracle"
@@ -61,9 +61,9 @@ def _tag(client: docker.DockerClient, parent: ImageSpec) -> str:
 
 
 def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_parent: ImageSpec) -> None:
-    host = machine.read()
+    host = read_network_settings()
     files: dict[str, bytes | Path] = {path.name: path for path in RECIPE.iterdir()}
-    files |= {f"machine/{name}": content for name, content in host.files(parent.system.suite).items()}
+    files |= {f"machine/{name}": content for name, content in host.build_files(parent.system.suite).items()}
     arguments = {
         "PARENT": parent.tag,
         "PARTS_PARENT": parts_parent.tag,
@@ -71,7 +71,7 @@ def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_paren
         **dict(host.proxies),
     }
     with io.BytesIO() as sent:
-        archive.write(files, sent)
+        archive.write_tar(files, sent)
         sent.seek(0)
         answer = client.api.build(
             fileobj=sent, custom_context=True, tag=tag, buildargs=arguments, rm=True, forcerm=True, decode=True
@@ -102,7 +102,7 @@ def main(names: list[str]) -> int:
         print("usage: python tests/conformance/oracle.py IMAGE ...", file=sys.stderr)
         return 2
     spec = load(project.find(Path(__file__)).buildspec)
-    print("\n".join(ensure(engine.connect(), spec, *names)))
+    print("\n".join(ensure(docker_client.connect(), spec, *names)))
     return 0
 
 

@@ -68,7 +68,9 @@ def test_a_full_disk_fails_the_job(small_disk: Volume, start: StartJob, table: T
     job = start(text, PROCESS, options={host: keeper.options})
     (since,) = job.marks("full", 1).values()
     keeper.hand_over(job.hosts[host])
-    fault = f"the disk is full under /opt/ml/output of {WHICH[host]}" + ("" if raises else ", and the script minds not")
+    fault = f"the disk is full under /opt/ml/output of {WHICH[host]}" + (
+        "" if raises else ", and the script ignores the error"
+    )
     says = ["No space left on device"] if raises else ["cannot be recorded", "could not be written"]
     table.failed(fault, job, since, codes=1, says=says)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal.build import base
+from shoal.builds import base_image
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -28,7 +28,7 @@ from .test_run import job_objects
 
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 __all__ = ["checkout", "registry", "way"]
-MOMENTS = times(3, 20)
+MOMENTS = times(2, 20)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def manifest(matrix: BuildSpec, project: Project, filled: Path) -> Command:
 @pytest.fixture
 def size(client: docker.DockerClient, matrix: BuildSpec, project: Project, filled: Path) -> Command:
     """Of a small image."""
-    image = base.find(client, matrix.systems()[0])
+    image = base_image.find_base(client, matrix.systems()[0])
     assert image is not None
     return Command(["report", "size", image.reference, "-o", str(filled / "page.html"), "--json"], project.root, filled)
 

@@ -18,7 +18,7 @@ import docker
 import docker.errors
 import pytest
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
@@ -234,13 +234,13 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
         env={**os.environ, "COLUMNS": "200"},
     )
     assert result.returncode == 4
-    assert "the engine has no image nowhere:1" in result.stderr
+    assert "Docker has no image nowhere:1" in result.stderr
     assert job_objects(client, source.name) == set()
 
 
 def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: docker.DockerClient, pytorch: str) -> None:
-    name = containers.unique("shoal-attached")
-    with containers.removing(client, name):
+    name = containers.unique_name("shoal-attached")
+    with containers.remove_at_end(client, name):
         network = client.networks.create(name, labels={containers.JOB_LABEL: name})
         stranger = client.containers.run(pytorch, ["sleep", "60"], detach=True, network=name)
     try:

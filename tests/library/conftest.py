@@ -6,9 +6,31 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
-from tests.launching import Alone, Mpirun, Python, alone, clean_environment, free_port, mpirun, python, run
+from tests.launching import (
+    Alone,
+    Mpirun,
+    Python,
+    alone,
+    clean_environment,
+    free_port,
+    mpirun,
+    python,
+    run,
+    two_ranks,
+)
 
-__all__ = ["Alone", "Mpirun", "Python", "alone", "clean_environment", "free_port", "mpirun", "python", "run"]
+__all__ = [
+    "Alone",
+    "Mpirun",
+    "Python",
+    "alone",
+    "clean_environment",
+    "free_port",
+    "mpirun",
+    "python",
+    "run",
+    "two_ranks",
+]
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 shards_on_the_cpu = pytest.mark.skipif(TORCH < (2, 1), reason="needs torch 2.1: FSDP of 2.0 asks for a CUDA device")

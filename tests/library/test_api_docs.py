@@ -24,6 +24,14 @@ def test_the_page_is_fresh() -> None:
         ),
         ("Do it.\n\n    path: 3\n    rank\n\nDone.", "Do it.\n\n    path: 3\n    rank\n\nDone."),
         ("Do it\nwith this: that.", "Do it\nwith this: that."),
+        (
+            "Do it.\n\nArgs:\n    path: A file,\n        or none.\n    *rest: More.\n\nReturns:\n    The\n    sum.\n",
+            "Do it.\n\nArgs:\n\n- `path`: A file,\n  or none.\n- `*rest`: More.\n\nReturns: The sum.",
+        ),
+        (
+            "Do it.\n\nRaises:\n    SMDDPError: If not.\n\nExample:\n    if a:\n        b()",
+            "Do it.\n\nRaises:\n\n- `SMDDPError`: If not.\n\nExample:\n\n```python\nif a:\n    b()\n```",
+        ),
     ],
 )
 def test_parameters_become_a_list_and_code_stays(docstring: str, markdown: str) -> None:

@@ -167,12 +167,12 @@ def test_no_stranger_gets_through_a_handshake(begins_well: bool, data: bytes, pi
     stream = (Initiator(OTHER, 3, 5).hello if begins_well else b"") + data
     try:
         for piece in [*pieces, 100, 100]:
-            part, stream = stream[: min(piece, responder.wanted)], stream[min(piece, responder.wanted) :]
+            part, stream = stream[: min(piece, responder.missing_bytes)], stream[min(piece, responder.missing_bytes) :]
             assert len(responder.feed(part)) in (0, 64)
     except HandshakeError:
         pass
     assert not responder.session
-    assert responder.wanted <= 44
+    assert responder.missing_bytes <= 44
 
 
 @seed(SEED)

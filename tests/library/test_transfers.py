@@ -31,7 +31,7 @@ def transferred(said: str) -> int:
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.once)])
 def test_all_stages_send_to_all_others_at_once(mpirun: Mpirun, ranks: int) -> None:
-    words = ("traffic", SEED, times(40, 3000))
+    words = ("traffic", SEED, times(40, 400))
     said = mpirun(ranks, RANKS / "transferring.py", "transfers.py", *words, STAGES=str(ranks))
     assert len(re.findall(r"all \d+ messages", said)) == ranks
     assert transferred(said) > 0
@@ -72,7 +72,7 @@ def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
     ("how", "says"),
     [
         ("dies", r"rank 0 has ended: .*rank 1\): connection lost"),
-        ("hangs", r"rank 0 has ended: .*(received nothing|device)"),
+        ("hangs", r"(?s)rank 0 has ended: .*(received nothing|device)"),
     ],
 )
 def test_a_stage_that_is_gone_in_the_middle_of_a_transfer_ends_the_step(

@@ -38,8 +38,7 @@ def test_an_install_that_fails_ends_the_job_with_pips_reason(tree: Tree, run: Ru
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-@pytest.mark.parametrize("broken", [0, 1])
-@pytest.mark.parametrize("mpi", [False, True])
+@pytest.mark.parametrize(("broken", "mpi"), [(0, False), (1, True)])
 def test_an_install_that_fails_on_one_host_starts_nothing_on_any(hosts: list[Host], broken: int, mpi: bool) -> None:
     for host in hosts:
         host.tree.script(TOUCH)

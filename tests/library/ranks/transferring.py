@@ -55,7 +55,7 @@ def main(words: list[str]) -> None:
         state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]
     atexit.register(lambda: print(f"transferred {sum(_given)} tensors\n", end=""))
     sys.argv = words
-    runpy.run_path(str(Path(__file__).with_name(words[0])), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parent / words[0]), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.messages import Kind, Message, send
 
 LIMIT_S = 120
@@ -105,7 +107,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.drop(self.second(functional.relu_(self.first(value))))
+        result: torch.Tensor = value + self.drop(self.second(functional.relu_(self.first(value))))
+        return result
 
 
 @smp.step
@@ -154,10 +157,11 @@ def dies(how: str) -> None:
         transfers._carrier.receive = receive
     try:
         train_step(model, torch.cat([data] * 4096))
-    except smp.SMPRuntimeError as error:
+    except SMPRuntimeError as error:
         print(f"rank {smp.rank()} has ended: {error}", flush=True)
         os._exit(0)
 
 
 if __name__ == "__main__":
-    {"traffic": traffic, "pipeline": pipeline, "dies": dies}[sys.argv[1]](*sys.argv[2:])
+    cases: dict[str, Callable[..., None]] = {"traffic": traffic, "pipeline": pipeline, "dies": dies}
+    cases[sys.argv[1]](*sys.argv[2:])

@@ -41,14 +41,16 @@ class Carrier:
 
     def __init__(self, group: Any, device: torch.device, least_bytes: int = _LEAST_BYTES) -> None:
         self.group, self.device, self._least_bytes = group, device, least_bytes
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device, long enough, and a plain array."""
+        """Whether a tensor is on this very device, long enough, and a plain array."""
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized
         return (
             is_plain
-            and tensor.device.type == self.device.type
+            and tensor.device == self.device
             and tensor.numel() * tensor.element_size() >= max(self._least_bytes, 1)
         )
 
@@ -59,7 +61,9 @@ class Carrier:
             for tensor in tensors
         ]
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True)).synchronize()
+            computed: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self.device).record_event(computed)
+            computed.synchronize()
         return copies
 
     def allocate(self, metas: Sequence[Meta]) -> list[torch.Tensor]:

@@ -46,10 +46,9 @@ class ReceivedTensor(NamedTuple):
         """The tensor on this thread's GPU, if it came from a GPU."""
         if not self.meta[3]:
             return self.tensor
-        here = move_here(self.tensor)
-        if here is self.tensor:  # its memory belongs to the stream that received it
-            here.record_stream(torch.cuda.current_stream())
-        return here
+        if self.tensor.is_cuda:  # its memory belongs to the stream that received it
+            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+        return move_here(self.tensor)
 
 
 class PendingTensors(NamedTuple):
@@ -126,14 +125,14 @@ def send(
     Raises:
         OSError: If the rank cannot be reached, or takes nothing for too long.
     """
-    places = transfers.choose(tensors) if transfers and kind in _TRANSFERRED else []
-    large = transfers.prepare(to, [tensors[place] for place in places]) if transfers and places else None
+    chosen = transfers.choose(tensors) if transfers and kind in _TRANSFERRED else {}
+    transfer = transfers.prepare(to, list(chosen.values())) if transfers and chosen else None
     metas = [None if tensor is None else meta_of(tensor) for tensor in tensors]
-    held = [to_buffer(tensor) for place, tensor in enumerate(tensors) if tensor is not None and place not in places]
-    head = (int(kind), step, microbatch, call, about, metas, places, large.number if large else -1)
+    held = [to_buffer(tensor) for place, tensor in enumerate(tensors) if tensor is not None and place not in chosen]
+    head = (int(kind), step, microbatch, call, about, metas, list(chosen), transfer.number if transfer else -1)
     transport.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), [buffer for buffer, _ in held])
-    if transfers and large:
-        transfers.offer(large)
+    if transfers and transfer:
+        transfers.offer(transfer)
 
 
 def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:

@@ -79,9 +79,11 @@ class Transfers:
 
     # --- sending, on the threads of tasks
 
-    def choose(self, tensors: Sequence[torch.Tensor | None]) -> list[int]:
-        """Returns the places of the tensors to transfer."""
-        return [place for place, tensor in enumerate(tensors) if tensor is not None and self._carrier.takes(tensor)]
+    def choose(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Returns the tensors to transfer, by their places."""
+        return {
+            place: tensor for place, tensor in enumerate(tensors) if tensor is not None and self._carrier.takes(tensor)
+        }
 
     def prepare(self, to: int, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Copies tensors for a transfer, and waits until the device has done so. The message's head has its number."""

@@ -65,17 +65,18 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 	$(PYTEST) $$files
 else
 # The first steps of the images wait for downloads. The checks compute meanwhile.
-test: setup engine ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only tests that the change can affect
+test: setup engine
 	@$(MAKE) --no-print-directory -j 2 check images
 	@$(PYTEST) tests
 endif
 
-check: setup ## run ruff, mypy and the prose rules; check that Dockerfiles and docs/api are fresh
+check: setup ## run ruff, mypy, the docstring and prose rules; check that Dockerfiles and docs/api are fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(SHOAL) render --check
 	@$(BIN)/python scripts/api_docs.py --check
+	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
 test-fast: setup ## run the tests that need no Docker

@@ -1,8 +1,8 @@
 """Checks that documented public functions describe their arguments, results and errors, and counts other functions.
 
 The documented functions are in the modules that scripts/api_docs.py lists. Each needs `Args` with every parameter,
-`Returns` if it returns something, and `Raises` if its body raises something. In the other modules, the functions that
-another module imports are counted.
+`Returns` if it returns something, and `Raises` if its body raises something. A first line that begins with "Returns" is
+enough for the result. In the other modules, the functions that another module imports are counted.
 """
 
 from __future__ import annotations
@@ -63,11 +63,8 @@ def missing(function: Function, docstring: str) -> list[str]:
         and not re.search(rf"^\s+[\w, *]*\b{name}\b[\w, *]*(?:\([^)]*\))?: ", listed, re.M)
     ]
     returns = function.returns
-    if (
-        returns is not None
-        and ast.unparse(returns) not in ("None", "NoReturn")
-        and not _has(docstring, "Returns|Yields")
-    ):
+    described = docstring.startswith(("Returns ", "Yields ")) or _has(docstring, "Returns|Yields")
+    if returns is not None and ast.unparse(returns) not in ("None", "NoReturn") and not described:
         found.append("Returns")
     if any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(function)) and not _has(docstring, "Raises"):
         found.append("Raises")

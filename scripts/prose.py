@@ -58,7 +58,7 @@ _BLOCK = regex.compile(
 )
 _FENCE = regex.compile(r"^([ \t]*)(```+|~~~+).*?^\1\2[ \t]*$", regex.DOTALL | regex.MULTILINE)
 _CODE_STRING = regex.compile(
-    r"(?m)^\s*(?:import |from \w+ import |#!|def |set -e)|=> |\bself\.|\(\?[:P<!=]|\[\^|\\[bdsw]"
+    r"(?m)^\s*(?:import |from \w+ import |#!|def |set -e)|=> |\$[\w({]|\bself\.|\(\?[:P<!=]|\[\^|\\[bdsw]"
 )
 
 
@@ -179,7 +179,7 @@ def extract(path: Path) -> Iterator[Text]:
 def _of_python(path: Path, content: str) -> Iterator[Text]:
     nodes = list(ast.walk(ast.parse(content)))
     docstrings = {id(node.value): node.value for node in nodes if isinstance(node, ast.Expr) and _is_string(node.value)}
-    yield from (Text(path, each.lineno, _flat(each)) for each in docstrings.values())
+    yield from (Text(path, each.lineno, _without_examples(_flat(each))) for each in docstrings.values())
     formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     patterns = [node for node in nodes if isinstance(node, ast.Call) and _is_pattern(node)]
     known = {id(part) for node in (*formatted, *patterns) for part in ast.walk(node)} | docstrings.keys()
@@ -188,6 +188,15 @@ def _of_python(path: Path, content: str) -> Iterator[Text]:
         if _is_prose(text := _flat(node)):
             yield Text(path, node.lineno, text, False)
     yield from _of_python_comments(path, content)
+
+
+def _without_examples(docstring: str) -> str:
+    """The docstring with blanks in place of paragraphs that are indented as code. Line breaks stay."""
+    lines = docstring.split("\n")
+    base = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
+    paragraphs = regex.split(r"(\n[ \t]*(?=\n))", docstring)
+    code = [bool(regex.match(rf"\n {{{base + 4},}}\S", each)) for each in paragraphs]
+    return "".join(regex.sub(r"[^\n]", " ", each) if skip else each for each, skip in zip(paragraphs, code))
 
 
 def _is_string(node: ast.AST) -> bool:
@@ -380,7 +389,8 @@ def main() -> None:
     if not files:
         sys.exit(f"prose: no files with prose under {' '.join(paths)}. Fix: name files that git knows.")
     findings = sorted(
-        {*check((text for path in files for text in extract(path)), rules)}, key=lambda each: (each.path, each.line)
+        {*check((text for path in files for text in extract(path)), rules)},
+        key=lambda each: (each.path, each.line, each.rule, each.message),
     )
     if options.count:
         for of in (Counter(each.rule for each in findings), Counter(str(each.path) for each in findings)):

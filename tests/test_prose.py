@@ -101,3 +101,14 @@ def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_newcomers_path_leads_to_functions_that_exist_in_at_most_three_files() -> None:
+    rows = re.findall(r"^\| [^|]+\? \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        files = re.findall(r"`([\w./]+/[\w.]+)`(?: \(([^)]+)\))?", row)
+        assert len(files) <= 3
+        for path, remark in files:
+            names = re.findall(r"`(\w+)`", remark)
+            assert [name for name in names if name not in (ROOT / path).read_text()] == []

@@ -1,8 +1,8 @@
-"""Compiles the engine, and its operations for TensorFlow, into the package when its wheel is built.
+"""Build hook: compiles the C engine and the TensorFlow operations into the package when its wheel is built.
 
-The compiler is `cc`, or what CC names, with the options in options.txt. The results know no Python, and no
-TensorFlow before they run in one: one wheel serves all versions. They are compiled anew only when a source, or the
-command, has changed. Images compile the same in a stage of their build (dockerfiles/base.j2).
+The compiler is `cc`, or the command in CC, with the options in options.txt. The results are linked to neither Python
+nor TensorFlow. So one wheel serves all versions. They are recompiled only when a source or the command has changed.
+Image builds compile the same sources in a stage of their own (dockerfiles/macros.j2).
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE = Path(__file__).parent
 CORE = HERE.parent / "smdistributed" / "core"
 RESULTS = {
-    CORE / "_engine.so": ("engine.c", "meeting.c", "reduce.c"),
+    CORE / "_engine.so": ("engine.c", "counter.c", "reduce.c"),
     CORE / "tensorflow" / "_operations.so": ("tensorflow.c",),
 }
-PTH = "shoal-rehearsal.pth"
 OPTIONS = HERE / "options.txt"
 
 
 class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Called by hatchling."""
+    """The hook that hatchling calls."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and make the wheel one of this platform."""
+        """Compile, and tag the wheel for this platform."""
         compile_engine()
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"] += [str(result.relative_to(HERE.parent)) for result in RESULTS]
-        build_data["force_include_editable"][str(HERE.parent / PTH)] = PTH
 
 
 def compile_engine() -> None:
-    """Compile what has changed since. Raises SystemExit where there is no compiler, or it fails."""
+    """Compile what has changed. Raises SystemExit if there is no compiler, or it fails."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.read_text().split()]
     digest = hashlib.sha256(repr(command).encode())
     for path in sorted(HERE.glob("*.[ch]")):
@@ -61,9 +59,9 @@ def _compile(command: list[str], result: Path, sources: tuple[str, ...]) -> None
         subprocess.run([*command, "-o", str(unfinished), *sources], cwd=HERE, check=True)
     except FileNotFoundError:
         raise SystemExit(
-            f"{command[0]}: there is no such C compiler, which the engine of smdistributed needs: "
-            "install one (Debian: apt-get install gcc libc6-dev), or name it in CC."
+            f"{command[0]}: C compiler not found; smdistributed's C engine needs one. "
+            "Fix: install one (Debian: apt-get install gcc libc6-dev), or name it in CC."
         ) from None
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"The engine of smdistributed does not compile: {error}") from None
+        raise SystemExit(f"The C engine of smdistributed does not compile: {error}") from None
     unfinished.replace(result)

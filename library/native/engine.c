@@ -5,52 +5,52 @@
 #include <string.h>
 
 #define DEPTH 4  /* slots of a rank */
-#define ALIGN 64 /* bytes: shards begin on lines of their own */
+#define ALIGN 64 /* bytes: shards start at cache lines */
 
 enum collective { BARRIER, ALL_REDUCE, REDUCE, BROADCAST, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL };
 
 typedef struct {
-    _Atomic int32_t broken; /* 1: somebody writes the reason, 2: it is there */
+    _Atomic int32_t aborted; /* 1: a rank writes the reason, 2: the reason is complete */
     char unused[LINE - 4];
     char reason[ENGINE_REASON_BYTES];
-} state_t;
+} group_state_t;
 
 typedef struct {
-    count_t given, reduced, asked, answered;
-    doing_t doing[DEPTH]; /* a rank for whom nobody waits may be three collectives ahead */
-    char answer[ENGINE_ANSWER_BYTES];
-} place_t;
+    counter_t progress, reduced, requested, reported;
+    collective_desc_t recent[DEPTH]; /* a rank that no other waits for may be three collectives ahead */
+    char report[ENGINE_REPORT_BYTES];
+} rank_area_t;
 
 struct engine {
     int rank, size;
     size_t slot_bytes, piece_bytes, short_bytes;
-    uint32_t given, reduced, first; /* this rank's counts, and the first when this collective began */
+    uint32_t progress, reduced, first; /* this rank's counters, and `progress` when this collective began */
     int64_t number;
-    uint64_t digest; /* of all collectives so far */
-    int differs;
-    patience_t patience;
-    state_t *state;
-    place_t *places;
+    uint64_t digest; /* of all collectives until now */
+    int mismatched_rank;
+    wait_policy_t policy;
+    group_state_t *state;
+    rank_area_t *areas;
     char *slots, *results;
 };
 
-static size_t smaller(size_t a, size_t b)
+static size_t min_size(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
-static size_t pages(size_t bytes)
+static size_t round_to_pages(size_t bytes)
 {
     return (bytes + 4095) & ~(size_t)4095;
 }
 
 size_t engine_bytes(int size, size_t slot_bytes)
 {
-    return pages(sizeof(state_t) + sizeof(place_t) * size) + DEPTH * slot_bytes * (size + 1);
+    return round_to_pages(sizeof(group_state_t) + sizeof(rank_area_t) * size) + DEPTH * slot_bytes * (size + 1);
 }
 
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
-                      int spins, double look_seconds, look_t look)
+                      int spins, double poll_seconds, poll_fn poll)
 {
     engine_t *e = calloc(1, sizeof *e);
     if (!e)
@@ -58,12 +58,12 @@ engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_
     e->rank = rank;
     e->size = size;
     e->slot_bytes = slot_bytes;
-    e->piece_bytes = smaller(piece_bytes, slot_bytes);
-    e->short_bytes = smaller(short_bytes, slot_bytes);
-    e->patience = (patience_t){spins, look_seconds, look};
+    e->piece_bytes = min_size(piece_bytes, slot_bytes);
+    e->short_bytes = min_size(short_bytes, slot_bytes);
+    e->policy = (wait_policy_t){spins, poll_seconds, poll};
     e->state = memory;
-    e->places = (place_t *)(e->state + 1);
-    e->slots = (char *)memory + pages(sizeof(state_t) + sizeof(place_t) * size);
+    e->areas = (rank_area_t *)(e->state + 1);
+    e->slots = (char *)memory + round_to_pages(sizeof(group_state_t) + sizeof(rank_area_t) * size);
     e->results = e->slots + DEPTH * slot_bytes * size;
     return e;
 }
@@ -73,70 +73,70 @@ void engine_close(engine_t *engine)
     free(engine);
 }
 
-void engine_doing(engine_t *e, int rank, doing_t *doing)
+void engine_last_collective(engine_t *e, int rank, collective_desc_t *desc)
 {
-    doing_t *all = e->places[rank].doing;
-    *doing = all[0];
+    collective_desc_t *recent = e->areas[rank].recent;
+    *desc = recent[0];
     for (int i = 1; i < DEPTH; i++)
-        if (all[i].number > doing->number)
-            *doing = all[i];
+        if (recent[i].number > desc->number)
+            *desc = recent[i];
 }
 
-int engine_differs(engine_t *e)
+int engine_mismatched_rank(engine_t *e)
 {
-    return e->differs;
+    return e->mismatched_rank;
 }
 
-void engine_break(engine_t *e, const char *reason)
+void engine_abort(engine_t *e, const char *reason)
 {
-    int32_t whole = 0;
-    if (atomic_compare_exchange_strong(&e->state->broken, &whole, 1)) {
+    int32_t running = 0;
+    if (atomic_compare_exchange_strong(&e->state->aborted, &running, 1)) {
         strncpy(e->state->reason, reason, sizeof e->state->reason - 1);
-        atomic_store(&e->state->broken, 2);
+        atomic_store(&e->state->aborted, 2);
     }
 }
 
-const char *engine_broken(engine_t *e)
+const char *engine_abort_reason(engine_t *e)
 {
-    return atomic_load(&e->state->broken) == 2 ? e->state->reason : NULL;
+    return atomic_load(&e->state->aborted) == 2 ? e->state->reason : NULL;
 }
 
-/* questions: what is a rank about that others wait for? */
+/* reports */
 
-uint32_t engine_ask(engine_t *e, int rank)
+uint32_t engine_request_report(engine_t *e, int rank)
 {
-    return count_add(&e->places[rank].asked);
+    return counter_increment(&e->areas[rank].requested);
 }
 
-static void go_on(int rank, double seconds, int *said)
+static void keep_waiting(int rank, double seconds, int *status)
 {
     (void)rank;
     (void)seconds;
-    *said = 0;
+    *status = 0;
 }
 
-uint32_t engine_await_question(engine_t *e, uint32_t answered)
+uint32_t engine_wait_for_request(engine_t *e, uint32_t reported)
 {
-    patience_t patience = {0, 3600, go_on};
-    count_t *asked = &e->places[e->rank].asked;
-    count_await(asked, answered + 1, e->rank, &patience);
-    return atomic_load(&asked->value);
+    wait_policy_t policy = {0, 3600, keep_waiting};
+    counter_t *requested = &e->areas[e->rank].requested;
+    counter_wait(requested, reported + 1, e->rank, &policy);
+    return atomic_load(&requested->value);
 }
 
-void engine_answer(engine_t *e, uint32_t question, const char *text)
+void engine_report(engine_t *e, uint32_t request, const char *text)
 {
-    place_t *mine = &e->places[e->rank];
-    strncpy(mine->answer, text, sizeof mine->answer - 1);
-    count_raise(&mine->answered, question);
+    rank_area_t *mine = &e->areas[e->rank];
+    strncpy(mine->report, text, sizeof mine->report - 1);
+    counter_set(&mine->reported, request);
 }
 
-const char *engine_answer_of(engine_t *e, int rank, uint32_t question)
+const char *engine_report_of(engine_t *e, int rank, uint32_t request)
 {
-    place_t *place = &e->places[rank];
-    return (int32_t)(atomic_load(&place->answered.value) - question) >= 0 ? place->answer : NULL;
+    rank_area_t *area = &e->areas[rank];
+    return (int32_t)(atomic_load(&area->reported.value) - request) >= 0 ? area->report : NULL;
 }
 
-/* slots and counts */
+/* slots and counters */
 
 static char *slot(engine_t *e, int rank, uint32_t piece)
 {
@@ -148,52 +148,52 @@ static char *result(engine_t *e, uint32_t piece)
     return e->results + (piece % DEPTH) * e->slot_bytes;
 }
 
-/* What a rank does, or did, in this collective. */
-static doing_t *doing_of(engine_t *e, int rank)
+/* A rank's description of this collective. */
+static collective_desc_t *desc_of(engine_t *e, int rank)
 {
-    return &e->places[rank].doing[e->number % DEPTH];
+    return &e->areas[rank].recent[e->number % DEPTH];
 }
 
-/* Waits for one of a rank's counts; at a collective's first piece, also for what that rank does to be the same. */
-static int await(engine_t *e, int rank, uint32_t value)
+/* Wait for another rank's progress. At the first piece, check that it runs the same collective. */
+static int await_progress(engine_t *e, int rank, uint32_t value)
 {
-    place_t *place = &e->places[rank];
-    int said = count_await(&place->given, value, rank, &e->patience);
-    if (!said && value == e->first + 1 && memcmp(doing_of(e, e->rank), doing_of(e, rank), sizeof(doing_t))) {
-        e->differs = rank;
-        said = DIFFERENT;
+    rank_area_t *area = &e->areas[rank];
+    int status = counter_wait(&area->progress, value, rank, &e->policy);
+    if (!status && value == e->first + 1 && memcmp(desc_of(e, e->rank), desc_of(e, rank), sizeof(collective_desc_t))) {
+        e->mismatched_rank = rank;
+        status = MISMATCH;
     }
-    return said ? said : atomic_load_explicit(&e->state->broken, memory_order_relaxed) == 2 ? BROKEN : 0;
+    return status ? status : atomic_load_explicit(&e->state->aborted, memory_order_relaxed) == 2 ? ABORTED : 0;
 }
 
-static int await_all(engine_t *e, uint32_t value)
+static int await_others(engine_t *e, uint32_t value)
 {
-    int said = 0;
-    for (int rank = 0; rank < e->size && !said; rank++)
+    int status = 0;
+    for (int rank = 0; rank < e->size && !status; rank++)
         if (rank != e->rank)
-            said = await(e, rank, value);
-    return said;
+            status = await_progress(e, rank, value);
+    return status;
 }
 
 static int await_reduced(engine_t *e, uint32_t value)
 {
-    int said = 0;
-    for (int rank = 0; rank < e->size && !said; rank++)
+    int status = 0;
+    for (int rank = 0; rank < e->size && !status; rank++)
         if (rank != e->rank)
-            said = count_await(&e->places[rank].reduced, value, rank, &e->patience);
-    return said;
+            status = counter_wait(&e->areas[rank].reduced, value, rank, &e->policy);
+    return status;
 }
 
-/* Wait until nobody reads slot `piece` any more. */
+/* Wait until no rank reads slot `piece` any more. */
 static int await_free(engine_t *e, uint32_t piece)
 {
-    return await_all(e, piece - 1);
+    return await_others(e, piece - 1);
 }
 
-/* Raise this rank's count: its slot `piece` is filled, or that of another has been read. */
-static void give(engine_t *e, uint32_t piece)
+/* Raise this rank's counter: it has filled its slot for `piece`, or read another rank's. */
+static void publish_progress(engine_t *e, uint32_t piece)
 {
-    count_raise(&e->places[e->rank].given, piece + 1);
+    counter_set(&e->areas[e->rank].progress, piece + 1);
 }
 
 static uint64_t mix(uint64_t digest, uint64_t word)
@@ -202,31 +202,32 @@ static uint64_t mix(uint64_t digest, uint64_t word)
     return digest ^ digest >> 32;
 }
 
+/* Describe the collective that this rank starts, for the other ranks. */
 static void begin(engine_t *e, enum collective collective, int dtype, int op, int root, size_t bytes)
 {
     e->number++;
-    e->first = e->given;
+    e->first = e->progress;
     uint64_t kind = (uint64_t)collective << 48 | (uint64_t)dtype << 40 | (uint64_t)op << 32 | (uint32_t)root;
     e->digest = mix(mix(e->digest, kind), bytes);
-    *doing_of(e, e->rank) = (doing_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
-                                      .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
+    *desc_of(e, e->rank) = (collective_desc_t){.number = e->number, .collective = collective, .dtype = dtype, .op = op,
+                                               .root = root, .bytes = (int64_t)bytes, .digest = e->digest};
 }
 
-/* How many pieces of `most` there are in `count`: an empty tensor is one. */
-static size_t pieces(size_t count, size_t most)
+/* The number of pieces in `count`; an empty tensor has one. */
+static size_t count_pieces(size_t count, size_t per_piece)
 {
-    return count ? (count + most - 1) / most : 1;
+    return count ? (count + per_piece - 1) / per_piece : 1;
 }
 
-static int wanted_here(engine_t *e, int root)
+static int receives_result(engine_t *e, int root)
 {
     return root < 0 || root == e->rank;
 }
 
-/* What a collective does with a piece: `step` 0 fills a slot, 1 reads those of the others, 2 reads their results. */
+/* A collective. Stage 0 of a piece fills a slot, stage 1 reads the others' slots, stage 2 reads their results. */
 typedef struct call {
     engine_t *engine;
-    size_t count, most; /* in all, and in a piece: elements, or bytes */
+    size_t count, per_piece; /* of the tensor, and of a piece: elements, or bytes */
     int (*stage)(const struct call *call, int stage, size_t index);
     int stages;
     const void *const *inputs;
@@ -239,26 +240,26 @@ typedef struct call {
     int root;
 } call_t;
 
-/* All pieces through all stages; a stage of one piece takes turns with the stage before of the next piece. */
+/* Take all pieces through all stages. Stage s of one piece alternates with stage s - 1 of the next. */
 static int run(const call_t *call)
 {
     engine_t *e = call->engine;
-    size_t count = pieces(call->count, call->most);
-    int said = 0;
-    for (size_t step = 0; step < count + call->stages - 1 && !said; step++)
-        for (int stage = 0; stage < call->stages && !said; stage++)
+    size_t count = count_pieces(call->count, call->per_piece);
+    int status = 0;
+    for (size_t step = 0; step < count + call->stages - 1 && !status; step++)
+        for (int stage = 0; stage < call->stages && !status; stage++)
             if (step >= (size_t)stage && step - stage < count)
-                said = call->stage(call, stage, step - stage);
-    e->given += (uint32_t)count;
+                status = call->stage(call, stage, step - stage);
+    e->progress += (uint32_t)count;
     if (call->stages == 3)
         e->reduced += (uint32_t)count;
-    return said;
+    return status;
 }
 
 static size_t length(const call_t *call, size_t index)
 {
-    size_t done = index * call->most;
-    return call->count > done ? smaller(call->most, call->count - done) : 0;
+    size_t done = index * call->per_piece;
+    return call->count > done ? min_size(call->per_piece, call->count - done) : 0;
 }
 
 /* barrier */
@@ -266,8 +267,8 @@ static size_t length(const call_t *call, size_t index)
 int engine_barrier(engine_t *e)
 {
     begin(e, BARRIER, 0, 0, 0, 0);
-    give(e, e->given);
-    return await_all(e, ++e->given);
+    publish_progress(e, e->progress);
+    return await_others(e, ++e->progress);
 }
 
 /* all_reduce and reduce */
@@ -279,19 +280,20 @@ typedef struct {
 static shard_t shard(engine_t *e, size_t bytes, int rank)
 {
     size_t lines = (bytes + ALIGN - 1) / ALIGN, each = (lines + e->size - 1) / e->size * ALIGN;
-    return (shard_t){smaller(bytes, each * rank), smaller(bytes, each * (rank + 1))};
+    return (shard_t){min_size(bytes, each * rank), min_size(bytes, each * (rank + 1))};
 }
 
-/* Reduce one shard of a piece, into the tensor (where it is wanted) and into the results. offset: of the piece. */
+/* Reduce one shard of a piece into the tensor, if this rank receives the result, and into the result slot.
+   offset: the piece's, in bytes. */
 static void reduce_shard(const call_t *call, size_t offset, char *results, shard_t part, uint32_t piece)
 {
     engine_t *e = call->engine;
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++)
         sources[rank] = (rank == e->rank ? call->input + offset : slot(e, rank, piece)) + part.low;
-    int wanted = wanted_here(e, call->root);
-    void *first = wanted ? call->data + offset + part.low : results + part.low;
-    void *second = wanted && results ? results + part.low : NULL;
+    int receives = receives_result(e, call->root);
+    void *first = receives ? call->data + offset + part.low : results + part.low;
+    void *second = receives && results ? results + part.low : NULL;
     reduce(first, second, sources, e->size, (part.high - part.low) / dtype_bytes(call->dtype), call->dtype, call->op);
 }
 
@@ -299,35 +301,35 @@ static int fill_for_reduction(const call_t *call, size_t offset, size_t bytes, u
 {
     engine_t *e = call->engine;
     shard_t mine = bytes <= e->short_bytes ? (shard_t){0, 0} : shard(e, bytes, e->rank);
-    int said = await_free(e, piece);
-    if (said)
-        return said;
+    int status = await_free(e, piece);
+    if (status)
+        return status;
     const char *input = call->input + offset;
     memcpy(slot(e, e->rank, piece), input, mine.low);
     memcpy(slot(e, e->rank, piece) + mine.high, input + mine.high, bytes - mine.high);
-    give(e, piece);
+    publish_progress(e, piece);
     return 0;
 }
 
 static int reduce_mine(const call_t *call, size_t offset, size_t bytes, uint32_t piece, uint32_t reduced)
 {
     engine_t *e = call->engine;
-    int said = await_all(e, piece + 1);
-    if (!said)
-        said = await_reduced(e, reduced - 1);
-    if (said)
-        return said;
+    int status = await_others(e, piece + 1);
+    if (!status)
+        status = await_reduced(e, reduced - 1);
+    if (status)
+        return status;
     reduce_shard(call, offset, result(e, reduced), shard(e, bytes, e->rank), piece);
-    count_raise(&e->places[e->rank].reduced, reduced + 1);
+    counter_set(&e->areas[e->rank].reduced, reduced + 1);
     return 0;
 }
 
 static int copy_results(engine_t *e, char *data, size_t bytes, uint32_t reduced)
 {
     shard_t mine = shard(e, bytes, e->rank);
-    int said = await_reduced(e, reduced + 1);
-    if (said)
-        return said;
+    int status = await_reduced(e, reduced + 1);
+    if (status)
+        return status;
     memcpy(data, result(e, reduced), mine.low);
     memcpy(data + mine.high, result(e, reduced) + mine.high, bytes - mine.high);
     return 0;
@@ -337,70 +339,70 @@ static int all_reduce_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
     size_t bytes = length(call, index) * dtype_bytes(call->dtype);
-    size_t offset = index * call->most * dtype_bytes(call->dtype);
-    uint32_t piece = e->given + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
+    size_t offset = index * call->per_piece * dtype_bytes(call->dtype);
+    uint32_t piece = e->progress + (uint32_t)index, reduced = e->reduced + (uint32_t)index;
     if (stage == 0)
         return fill_for_reduction(call, offset, bytes, piece);
     if (stage == 1)
         return reduce_mine(call, offset, bytes, piece, reduced);
-    return wanted_here(e, call->root) ? copy_results(e, call->data + offset, bytes, reduced) : 0;
+    return receives_result(e, call->root) ? copy_results(e, call->data + offset, bytes, reduced) : 0;
 }
 
 static int reduce_short(const call_t *call, size_t bytes)
 {
     engine_t *e = call->engine;
-    int said = fill_for_reduction(call, 0, bytes, e->given);
-    if (!said && wanted_here(e, call->root)) {
-        said = await_all(e, e->given + 1);
-        if (!said)
-            reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->given);
+    int status = fill_for_reduction(call, 0, bytes, e->progress);
+    if (!status && receives_result(e, call->root)) {
+        status = await_others(e, e->progress + 1);
+        if (!status)
+            reduce_shard(call, 0, NULL, (shard_t){0, bytes}, e->progress);
     }
-    e->given++;
-    return said;
+    e->progress++;
+    return status;
 }
 
 int engine_all_reduce(engine_t *e, const void *input, void *data, size_t count, int dtype, int op, int root)
 {
     size_t bytes = count * dtype_bytes(dtype);
-    call_t call = {.engine = e, .count = count, .most = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
+    call_t call = {.engine = e, .count = count, .per_piece = e->piece_bytes / dtype_bytes(dtype), .stages = 3,
                    .stage = all_reduce_stage, .input = input, .data = data, .dtype = dtype, .op = op, .root = root};
     begin(e, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, bytes);
     return bytes <= e->short_bytes ? reduce_short(&call, bytes) : run(&call);
 }
 
-/* broadcast and scatter: the root fills its slot, the others read what is theirs */
+/* broadcast and scatter: the root fills its slot, the others read their parts */
 
 static int from_root_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
     (void)stage;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t bytes = length(call, index), offset = index * call->most;
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->per_piece;
     int is_scatter = call->inputs != NULL || call->outputs != NULL, is_root = call->root == e->rank;
-    int said = is_root ? await_free(e, piece) : await(e, call->root, piece + 1);
-    if (said)
-        return said;
+    int status = is_root ? await_free(e, piece) : await_progress(e, call->root, piece + 1);
+    if (status)
+        return status;
     for (int rank = 0; is_root && is_scatter && rank < e->size; rank++)
         if (rank != e->rank)
-            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset, bytes);
+            memcpy(slot(e, e->rank, piece) + rank * call->per_piece, (const char *)call->inputs[rank] + offset, bytes);
     if (is_root && !is_scatter)
         memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
     if (!is_root)
-        memcpy(call->data + offset, slot(e, call->root, piece) + (is_scatter ? e->rank * call->most : 0), bytes);
-    give(e, piece);
+        memcpy(call->data + offset, slot(e, call->root, piece) + (is_scatter ? e->rank * call->per_piece : 0), bytes);
+    publish_progress(e, piece);
     return 0;
 }
 
 int engine_broadcast(engine_t *e, void *data, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 1, .stage = from_root_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = e->piece_bytes, .stages = 1, .stage = from_root_stage,
                    .data = data, .root = root};
     begin(e, BROADCAST, 0, 0, root, bytes);
     return run(&call);
 }
 
-/* The largest share of a piece, for each of the ranks. */
-static size_t share(engine_t *e)
+/* The largest part of a piece that each rank can have, in bytes. */
+static size_t rank_share(engine_t *e)
 {
     size_t each = e->piece_bytes / e->size;
     return each > ALIGN ? each / ALIGN * ALIGN : each / 8 * 8;
@@ -408,7 +410,7 @@ static size_t share(engine_t *e)
 
 int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = share(e), .stages = 1, .stage = from_root_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = rank_share(e), .stages = 1, .stage = from_root_stage,
                    .inputs = inputs, .outputs = &output, .data = output, .root = root};
     begin(e, SCATTER, 0, 0, root, bytes);
     if (root == e->rank)
@@ -416,36 +418,36 @@ int engine_scatter(engine_t *e, const void *const *inputs, void *output, size_t 
     return run(&call);
 }
 
-/* gather, all_gather, all_to_all and reduce_scatter: all fill a slot, then read what is theirs from those of the others */
+/* gather, all_gather, all_to_all and reduce_scatter: each rank fills a slot, then reads its parts of the others' */
 
 static int gather_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t bytes = length(call, index), offset = index * call->most;
-    int said = stage ? 0 : await_free(e, piece);
-    if (said || (stage && !wanted_here(e, call->root)))
-        return said;
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t bytes = length(call, index), offset = index * call->per_piece;
+    int status = stage ? 0 : await_free(e, piece);
+    if (status || (stage && !receives_result(e, call->root)))
+        return status;
     if (stage == 0) {
         memcpy(slot(e, e->rank, piece), call->data + offset, bytes);
-        give(e, piece);
+        publish_progress(e, piece);
         return 0;
     }
-    for (int step = 1; step < e->size && !said; step++) {
+    for (int step = 1; step < e->size && !status; step++) {
         int rank = (e->rank + step) % e->size;
-        said = await(e, rank, piece + 1);
-        if (!said)
+        status = await_progress(e, rank, piece + 1);
+        if (!status)
             memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece), bytes);
     }
-    return said;
+    return status;
 }
 
 int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t bytes, int root)
 {
-    call_t call = {.engine = e, .count = bytes, .most = e->piece_bytes, .stages = 2, .stage = gather_stage,
+    call_t call = {.engine = e, .count = bytes, .per_piece = e->piece_bytes, .stages = 2, .stage = gather_stage,
                    .data = (char *)input, .outputs = outputs, .root = root};
     begin(e, GATHER, 0, 0, root, bytes);
-    if (wanted_here(e, root))
+    if (receives_result(e, root))
         memmove(outputs[e->rank], input, bytes);
     return run(&call);
 }
@@ -453,12 +455,12 @@ int engine_gather(engine_t *e, const void *input, void *const *outputs, size_t b
 static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
+    uint32_t piece = e->progress + (uint32_t)index;
     size_t each = dtype_bytes(call->dtype), bytes = length(call, index) * each;
-    size_t offset = index * call->most * each, room = call->most * each;
-    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
-    if (said)
-        return said;
+    size_t offset = index * call->per_piece * each, room = call->per_piece * each;
+    int status = stage ? await_others(e, piece + 1) : await_free(e, piece);
+    if (status)
+        return status;
     const void *sources[e->size];
     for (int rank = 0; rank < e->size; rank++) {
         const char *mine = (const char *)call->inputs[rank] + offset;
@@ -467,7 +469,7 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
         sources[rank] = rank == e->rank ? mine : slot(e, rank, piece) + e->rank * room;
     }
     if (stage == 0)
-        give(e, piece);
+        publish_progress(e, piece);
     else
         reduce(call->data + offset, NULL, sources, e->size, length(call, index), call->dtype, call->op);
     return 0;
@@ -475,46 +477,48 @@ static int reduce_scatter_stage(const call_t *call, int stage, size_t index)
 
 int engine_reduce_scatter(engine_t *e, const void *const *inputs, void *output, size_t count, int dtype, int op)
 {
-    call_t call = {.engine = e, .count = count, .most = share(e) / dtype_bytes(dtype), .stages = 2,
-                   .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op, .root = -1};
+    call_t call = {.engine = e, .count = count, .per_piece = rank_share(e) / dtype_bytes(dtype), .stages = 2,
+                   .stage = reduce_scatter_stage, .inputs = inputs, .data = output, .dtype = dtype, .op = op,
+                   .root = -1};
     begin(e, REDUCE_SCATTER, dtype, op, -1, count * dtype_bytes(dtype));
     return run(&call);
 }
 
-/* How much of `bytes` belongs to a piece. */
-static size_t within(const call_t *call, size_t index, size_t bytes)
+/* The part of `bytes` that belongs to a piece. */
+static size_t bytes_in_piece(const call_t *call, size_t index, size_t bytes)
 {
-    size_t done = index * call->most;
-    return bytes > done ? smaller(call->most, bytes - done) : 0;
+    size_t done = index * call->per_piece;
+    return bytes > done ? min_size(call->per_piece, bytes - done) : 0;
 }
 
 static int all_to_all_stage(const call_t *call, int stage, size_t index)
 {
     engine_t *e = call->engine;
-    uint32_t piece = e->given + (uint32_t)index;
-    size_t offset = index * call->most;
-    int said = stage ? await_all(e, piece + 1) : await_free(e, piece);
-    for (int rank = 0; rank < e->size && !said; rank++) {
+    uint32_t piece = e->progress + (uint32_t)index;
+    size_t offset = index * call->per_piece;
+    int status = stage ? await_others(e, piece + 1) : await_free(e, piece);
+    for (int rank = 0; rank < e->size && !status; rank++) {
         if (rank == e->rank)
             continue;
         if (stage == 0)
-            memcpy(slot(e, e->rank, piece) + rank * call->most, (const char *)call->inputs[rank] + offset,
-                   within(call, index, call->input_bytes[rank]));
+            memcpy(slot(e, e->rank, piece) + rank * call->per_piece, (const char *)call->inputs[rank] + offset,
+                   bytes_in_piece(call, index, call->input_bytes[rank]));
         else
-            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->most,
-                   within(call, index, call->output_bytes[rank]));
+            memcpy((char *)call->outputs[rank] + offset, slot(e, rank, piece) + e->rank * call->per_piece,
+                   bytes_in_piece(call, index, call->output_bytes[rank]));
     }
-    if (!said && stage == 0)
-        give(e, piece);
-    return said;
+    if (!status && stage == 0)
+        publish_progress(e, piece);
+    return status;
 }
 
 int engine_all_to_all(engine_t *e, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
-                      const size_t *output_bytes, size_t most)
+                      const size_t *output_bytes, size_t largest_bytes)
 {
-    call_t call = {.engine = e, .count = most, .most = share(e), .stages = 2, .stage = all_to_all_stage,
-                   .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes, .output_bytes = output_bytes};
-    begin(e, ALL_TO_ALL, 0, 0, -1, most);
-    memmove(outputs[e->rank], inputs[e->rank], smaller(input_bytes[e->rank], output_bytes[e->rank]));
+    call_t call = {.engine = e, .count = largest_bytes, .per_piece = rank_share(e), .stages = 2,
+                   .stage = all_to_all_stage, .inputs = inputs, .outputs = outputs, .input_bytes = input_bytes,
+                   .output_bytes = output_bytes};
+    begin(e, ALL_TO_ALL, 0, 0, -1, largest_bytes);
+    memmove(outputs[e->rank], inputs[e->rank], min_size(input_bytes[e->rank], output_bytes[e->rank]));
     return run(&call);
 }

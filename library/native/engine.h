@@ -1,75 +1,78 @@
-/* Collectives of the ranks of one host through memory that they share.
+/* Collectives of the ranks of one host through shared memory.
 
-   Tensors travel in pieces. A rank copies a piece into a slot of its own and raises a count; the others read it there.
-   In a reduction each rank reduces its shard of the piece, from the others' slots and its own tensor, into its tensor
-   and a slot for results, from which the others copy it. Copying in the next piece, reducing this one and copying out
-   the last one take turns, so that nobody waits for long; and the slots are so small that they stay in the processor's
-   caches: memory sees each tensor read once and written once. A short message is reduced by each rank for itself.
+   Tensors travel in pieces. A rank copies a piece into one of its slots and raises its progress counter; the other
+   ranks read the piece there. In a reduction each rank reduces its shard of the piece, from the other ranks' slots and
+   its own tensor. The result goes into its tensor and into a result slot, from which the other ranks copy it. Three stages take turns, so
+   that no rank waits long: copy in the next piece, reduce this one, copy out the last one. The slots are so small that
+   they stay in the processor's caches: memory sees each tensor read once and written once. Each rank reduces a short
+   message for itself.
 
-   A slot is used again four pieces later: a rank writes piece k when all others have raised their counts for piece
-   k - 2, which they do after they have read piece k - 4.
+   A slot is reused four pieces later. A rank writes piece k when all others have raised their counters for piece k - 2.
+   They do that after they have read piece k - 4.
 
-   A rank that waits for another compares what the two do, and have done before: ranks that have come apart are told so,
-   at the latest when next all wait for all.
+   A rank that waits for another compares their collectives, and a digest of all earlier ones. So a mismatch is
+   reported at the latest when all ranks next wait for each other.
 
-   Functions return 0, or what `look` said when it ended a wait, or one of the codes below. After that the ranks do not
-   agree any more where they are: the engine is done with, on this rank; the others are told (BROKEN). */
+   Functions return 0, or the status with which `poll` ended a wait, or one of the codes below. After a status other
+   than 0 the ranks disagree about their position: this rank must stop using the C engine, and the others get ABORTED. */
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "meeting.h"
+#include "counter.h"
 #include "reduce.h"
 
-enum { BROKEN = -1, DIFFERENT = -2 };
+enum { ABORTED = -1, MISMATCH = -2 };
 
-/* What a rank does, as the others see it. Numbers as in smdistributed/core/native.py. */
+/* A rank's collective, as the other ranks see it. Numbers as in smdistributed/core/native.py. */
 typedef struct {
     int64_t number; /* of this collective, from 1 */
     int32_t collective, dtype, op, root;
     int64_t bytes;
-    uint64_t digest; /* of this and all collectives before: a root need not wait for those who differ */
+    uint64_t digest; /* of this and all earlier collectives: a root does not wait for ranks that differ */
     char unused[LINE - 40];
-} doing_t;
+} collective_desc_t;
 
 typedef struct engine engine_t;
 
-/* How many bytes `size` ranks share, with slots of `slot_bytes` (a multiple of 4096). */
+/* The bytes that `size` ranks share, with slots of `slot_bytes` (a multiple of 4096). */
 size_t engine_bytes(int size, size_t slot_bytes);
 
-/* Join in memory that was all zero when the first rank came; NULL: no memory. */
+/* Join the group in memory that was all zero when the first rank came. NULL: out of memory. */
 engine_t *engine_open(void *memory, int rank, int size, size_t slot_bytes, size_t piece_bytes, size_t short_bytes,
-                      int spins, double look_seconds, look_t look);
+                      int spins, double poll_seconds, poll_fn poll);
 void engine_close(engine_t *engine);
 
-/* Where another rank is; `rank` may be one's own. */
-void engine_doing(engine_t *engine, int rank, doing_t *doing);
-/* The rank that has differed after DIFFERENT. */
-int engine_differs(engine_t *engine);
-/* Tell all ranks that this one goes no further, and why; the first to do so is heard. */
+/* The latest collective of a rank, which may be this one. */
+void engine_last_collective(engine_t *engine, int rank, collective_desc_t *desc);
+/* After MISMATCH: the rank that called another collective. */
+int engine_mismatched_rank(engine_t *engine);
+/* End the group for all ranks, with a reason; the first reason is kept. */
 #define ENGINE_REASON_BYTES 4096
-void engine_break(engine_t *engine, const char *reason);
-/* What a rank has said when it broke the engine; NULL: none has. */
-const char *engine_broken(engine_t *engine);
+void engine_abort(engine_t *engine, const char *reason);
+/* The reason of the rank that ended the group; NULL: no rank has. */
+const char *engine_abort_reason(engine_t *engine);
 
-/* What a rank is about, in words. Each answers in a thread that waits for questions: how many there were comes back. */
-#define ENGINE_ANSWER_BYTES 4096
-uint32_t engine_ask(engine_t *engine, int rank);
-uint32_t engine_await_question(engine_t *engine, uint32_t answered);
-void engine_answer(engine_t *engine, uint32_t question, const char *text);
-/* NULL: there is none yet. */
-const char *engine_answer_of(engine_t *engine, int rank, uint32_t question);
+/* Reports: a rank asks another one where its script is. A thread of each rank waits for requests and writes reports;
+   requests are numbered from 1. */
+#define ENGINE_REPORT_BYTES 4096
+uint32_t engine_request_report(engine_t *engine, int rank);
+/* Blocks until there are more requests than `reported`; returns their number. */
+uint32_t engine_wait_for_request(engine_t *engine, uint32_t reported);
+void engine_report(engine_t *engine, uint32_t request, const char *text);
+/* NULL: that rank has not reported yet. */
+const char *engine_report_of(engine_t *engine, int rank, uint32_t request);
 
 int engine_barrier(engine_t *engine);
-/* root: the rank that gets the result, in `data`; -1: all do. input: this rank's elements; it may be `data`. */
+/* root: the rank that gets the result, in `data` (-1: all do). input: this rank's elements; it may be `data`. */
 int engine_all_reduce(engine_t *engine, const void *input, void *data, size_t count, int dtype, int op, int root);
 int engine_broadcast(engine_t *engine, void *data, size_t bytes, int root);
-/* outputs: of each rank, `bytes`; NULL where this rank wants none (root: who wants them; -1: all). */
+/* outputs: one for each rank, of `bytes`; NULL if this rank gets none. root: the rank that gets them (-1: all do). */
 int engine_gather(engine_t *engine, const void *input, void *const *outputs, size_t bytes, int root);
-/* inputs: for each rank, `bytes`; NULL on all ranks but the root. */
+/* inputs: one for each rank, of `bytes`; NULL on all ranks but the root. */
 int engine_scatter(engine_t *engine, const void *const *inputs, void *output, size_t bytes, int root);
 int engine_reduce_scatter(engine_t *engine, const void *const *inputs, void *output, size_t count, int dtype, int op);
-/* most: the largest of all ranks' sizes, the same on all. */
+/* largest_bytes: the largest of all ranks' sizes, the same on all. */
 int engine_all_to_all(engine_t *engine, const void *const *inputs, const size_t *input_bytes, void *const *outputs,
-                      const size_t *output_bytes, size_t most);
+                      const size_t *output_bytes, size_t largest_bytes);

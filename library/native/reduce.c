@@ -4,13 +4,13 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
-/* One function for each kind of processor; the right one is found when the library is loaded. */
+/* A function for each kind of processor; loading the library selects one. */
 #define VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define VECTORS
 #endif
 
-#define BLOCK 1024 /* elements: those of two sources stay in the first-level cache */
+#define BLOCK 1024 /* elements; two sources of them fit into the first-level cache */
 
 typedef void combine_t(void *total, const void *source, size_t count);
 
@@ -25,7 +25,7 @@ typedef void combine_t(void *total, const void *source, size_t count);
 
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define MORE(a, b) ((a) > (b) ? (a) : (b))
-/* What is not a number stays that, as in torch. */
+/* NaN stays NaN, as in torch. */
 #define LESS_OR_NAN(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
 #define MORE_OR_NAN(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 
@@ -35,7 +35,7 @@ typedef void combine_t(void *total, const void *source, size_t count);
     COMBINE(name##_min, type, LESS_OR_NAN(a[i], b[i]))   \
     COMBINE(name##_max, type, MORE_OR_NAN(a[i], b[i]))
 
-/* `wide` is unsigned: a sum that does not fit wraps. */
+/* `wide` is unsigned: an overflow wraps. */
 #define INTEGER_OPS(name, type, wide)                    \
     COMBINE(name##_sum, type, (wide)a[i] + (wide)b[i])   \
     COMBINE(name##_product, type, (wide)a[i] * (wide)b[i]) \
@@ -68,26 +68,26 @@ static combine_t *const COMBINERS[DTYPES][OPS] = {
     [BOOL] = {u8_bor, NULL, u8_band, u8_band, u8_bor, u8_band, u8_bor, u8_bxor},
 };
 
-static const size_t BYTES[DTYPES] = {[F32] = 4, [F64] = 8, [F16] = 2, [BF16] = 2, [I8] = 1, [U8] = 1, [I16] = 2,
+static const size_t DTYPE_BYTES[DTYPES] = {[F32] = 4, [F64] = 8, [F16] = 2, [BF16] = 2, [I8] = 1, [U8] = 1, [I16] = 2,
                                      [U16] = 2, [I32] = 4, [U32] = 4, [I64] = 8, [U64] = 8, [BOOL] = 1};
 
 size_t dtype_bytes(enum dtype dtype)
 {
-    return BYTES[dtype];
+    return DTYPE_BYTES[dtype];
 }
 
-/* Whether such elements are combined in float32. */
-static int is_wide(enum dtype dtype)
+/* Whether elements of this dtype are widened to float32 for a reduction. */
+static int reduces_in_float32(enum dtype dtype)
 {
     return dtype == F16 || dtype == BF16;
 }
 
-int reduces(enum dtype dtype, enum op op)
+int supports_reduction(enum dtype dtype, enum op op)
 {
     return dtype < DTYPES && op < OPS && COMBINERS[dtype][op] != NULL;
 }
 
-/* float16 and bfloat16, to and from float32; to the nearest, ties to even */
+/* float16 and bfloat16, to and from float32; rounded to nearest, ties to even */
 
 static float from_bits(uint32_t bits)
 {
@@ -121,7 +121,7 @@ VECTORS static void narrow_bf16(uint16_t *restrict narrow, const float *restrict
 static float widen_half(uint16_t half)
 {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
-    if (rest >= 0x7C00) /* infinite, or not a number */
+    if (rest >= 0x7C00) /* infinity or NaN */
         return from_bits(sign | 0x7F800000 | (rest & 0x3FF) << 13);
     if (rest < 0x400) /* subnormal: a multiple of 2^-24 */
         return from_bits(sign | to_bits((float)rest * 0x1p-24f));
@@ -154,7 +154,7 @@ static void narrow_f16_each(uint16_t *narrow, const float *wide, size_t count)
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,f16c"))) static void widen_f16_by_8(float *wide, const uint16_t *narrow, size_t count)
+__attribute__((target("avx2,f16c"))) static void widen_f16_f16c(float *wide, const uint16_t *narrow, size_t count)
 {
     size_t i = 0;
     for (; i + 8 <= count; i += 8)
@@ -162,22 +162,23 @@ __attribute__((target("avx2,f16c"))) static void widen_f16_by_8(float *wide, con
     widen_f16_each(wide + i, narrow + i, count - i);
 }
 
-__attribute__((target("avx2,f16c"))) static void narrow_f16_by_8(uint16_t *narrow, const float *wide, size_t count)
+__attribute__((target("avx2,f16c"))) static void narrow_f16_f16c(uint16_t *narrow, const float *wide, size_t count)
 {
     size_t i = 0;
     for (; i + 8 <= count; i += 8)
-        _mm_storeu_si128((__m128i *)(narrow + i), _mm256_cvtps_ph(_mm256_loadu_ps(wide + i), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128((__m128i *)(narrow + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(wide + i), _MM_FROUND_TO_NEAREST_INT));
     narrow_f16_each(narrow + i, wide + i, count - i);
 }
 
-static int by_8(void)
+static int has_f16c(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 }
 #else
-#define by_8() 0
-#define widen_f16_by_8 widen_f16_each
-#define narrow_f16_by_8 narrow_f16_each
+#define has_f16c() 0
+#define widen_f16_f16c widen_f16_each
+#define narrow_f16_f16c narrow_f16_each
 #endif
 
 static void widen(float *wide, const void *narrow, size_t count, enum dtype dtype)
@@ -185,7 +186,7 @@ static void widen(float *wide, const void *narrow, size_t count, enum dtype dtyp
     if (dtype == BF16)
         widen_bf16(wide, narrow, count);
     else
-        (by_8() ? widen_f16_by_8 : widen_f16_each)(wide, narrow, count);
+        (has_f16c() ? widen_f16_f16c : widen_f16_each)(wide, narrow, count);
 }
 
 static void narrow(void *narrow, const float *wide, size_t count, enum dtype dtype)
@@ -193,7 +194,7 @@ static void narrow(void *narrow, const float *wide, size_t count, enum dtype dty
     if (dtype == BF16)
         narrow_bf16(narrow, wide, count);
     else
-        (by_8() ? narrow_f16_by_8 : narrow_f16_each)(narrow, wide, count);
+        (has_f16c() ? narrow_f16_f16c : narrow_f16_each)(narrow, wide, count);
 }
 
 /* averages */
@@ -235,7 +236,7 @@ static void divide_wide(char *data, int by, size_t count, enum dtype dtype)
 
 void divide(void *data, int by, size_t count, enum dtype dtype)
 {
-    if (is_wide(dtype))
+    if (reduces_in_float32(dtype))
         divide_wide(data, by, count, dtype);
     else
         divide_total(data, by, count, dtype);
@@ -261,7 +262,7 @@ static void reduce_block(char *result, char *copy, const void *const *sources, i
                          enum dtype dtype, enum op op)
 {
     _Alignas(64) char total[BLOCK * 8];
-    size_t bytes = count * BYTES[dtype];
+    size_t bytes = count * DTYPE_BYTES[dtype];
     memcpy(total, (const char *)sources[0] + offset, bytes);
     for (int s = 1; s < size; s++)
         COMBINERS[dtype][op](total, (const char *)sources[s] + offset, count);
@@ -276,6 +277,7 @@ void reduce(void *result, void *copy, const void *const *sources, int size, size
 {
     for (size_t done = 0; done < count; done += BLOCK) {
         size_t block = count - done < BLOCK ? count - done : BLOCK;
-        (is_wide(dtype) ? reduce_wide : reduce_block)(result, copy, sources, size, done * BYTES[dtype], block, dtype, op);
+        size_t offset = done * DTYPE_BYTES[dtype];
+        (reduces_in_float32(dtype) ? reduce_wide : reduce_block)(result, copy, sources, size, offset, block, dtype, op);
     }
 }

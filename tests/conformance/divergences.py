@@ -343,7 +343,7 @@ _CONFIGURATION = "2 means an error in the configuration."
 _DEFAULTS = "Missing configuration has defaults, so `docker run` with a script is enough."
 _LEVEL = "The name of a log level is accepted."
 _STALE = "An earlier job's result is removed."
-_ONE_VERDICT = "Every host has the same result. With AWS's toolkit, the other hosts report a success."
+_ONE_RESULT = "Every host has the same result. With AWS's toolkit, the other hosts report a success."
 _FALSE = 'The string "false" means false.'
 _REPEATED = "A user's MCA parameter replaces the default, because mpirun refuses it twice."
 _SUBMIT = "The setting has its documented meaning. AWS's toolkit ignores it if there is code in /opt/ml/code."
@@ -374,9 +374,9 @@ ENDS = (
     Divergence("file output/failure", MISSING, _LEVEL, "log-level-by-name"),
     Divergence("file output/failure", MISSING, _STALE, "stale-failure"),
     Divergence("file output/success", MISSING, _STALE, "stale-success"),
-    Divergence("exit code", DIFFERENT, _ONE_VERDICT, "two-hosts-one-fails", stock="0", ours="1"),
-    Divergence("file output/success", MISSING, _ONE_VERDICT, "two-hosts-one-fails"),
-    Divergence("file output/failure", ADDITIONAL, _ONE_VERDICT, "two-hosts-one-fails"),
+    Divergence("exit code", DIFFERENT, _ONE_RESULT, "two-hosts-one-fails", stock="0", ours="1"),
+    Divergence("file output/success", MISSING, _ONE_RESULT, "two-hosts-one-fails"),
+    Divergence("file output/failure", ADDITIONAL, _ONE_RESULT, "two-hosts-one-fails"),
     Divergence("script alone", ADDITIONAL, _FALSE, "mpi-quoted-false"),
     Divergence("script rank 0", MISSING, _FALSE, "mpi-quoted-false"),
     Divergence("exit code", DIFFERENT, _REPEATED, "modelparallel-sdk", stock="1", ours="0"),

@@ -1,9 +1,9 @@
-"""The oracle: images with the stock toolkit in the place of ours, built from our images and kept by content.
+"""The oracle: images with the stock toolkit instead of our own, built from our images and kept by content.
 
-    python tests/conformance/oracle.py IMAGE ...     build what the engine has not got yet, and print the tags
+    python tests/conformance/oracle.py IMAGE ...     build missing images, and print the tags
 
 The machine's package mirrors, pip configuration and CA bundle serve a first stage, of which only the packages are kept.
-The classic builder is enough for that, so any engine will do.
+The classic builder is enough for that, so any version of Docker will do.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LAST_WORDS = 30
 
 
 def ensure(client: docker.DockerClient, spec: BuildSpec, *names: str) -> list[str]:
-    """Return the tags of the stock toolkit's images on top of these of ours, which exist. Raises `BuildError`.
+    """Returns the tags of the stock toolkit's images on top of these images, which exist. Raises `BuildError`.
 
-    The packages are gathered in the first of them. A tag holds a hash of all that goes in: an image is never older than
-    what it was made of.
+    The packages are gathered in the first of them. A tag contains a hash of all inputs: an image is never older than
+    its inputs.
     """
     parents = [spec.select(name) for name in names]
     wanted = {_tag(client, parent): parent for parent in parents}
@@ -88,7 +88,7 @@ def _finish(tag: str, answer: Iterator[dict[str, Any]]) -> None:
 
 
 def _remove(client: docker.DockerClient, images: list[Any]) -> None:
-    """Remove what nothing asks for any more: oracles of older parents, and the stage that knew this machine."""
+    """Removes images that are not needed any more: oracles of older parents, and the stage for this machine."""
     for image in images:
         try:
             client.images.remove(image.id, force=True)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.images.test_inside import contents
+from tests.images.test_inspection import contents
 
 from shoal.commands import inspection
 from shoal.errors import SpecError, VulnerabilityError

@@ -83,8 +83,8 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     assert shoal("render", "--check", cwd=tmp_path).returncode == 0
-    with (tmp_path / "dockerfiles" / "base.j2").open("a") as file:
-        file.write("# changed\n")
+    template = tmp_path / "dockerfiles" / "base.j2"
+    template.write_text(template.read_text().replace("mkdir -m 1777 /opt/ml", "mkdir -m 1777 /opt/ml /opt/new"))
     result = shoal("render", "--check", cwd=tmp_path)
     assert result.returncode == 3
     assert "Fix: shoal render" in result.stderr
@@ -111,7 +111,7 @@ def test_a_limit_without_a_container_is_refused(project: Project, option: str, s
     base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]
     result = shoal(*base, option, size, cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{option}: has no effect on a job without a container. Fix: " in result.stderr
+    assert f"{option}: has no effect without a container. Fix: " in result.stderr
 
 
 def test_version_is_printed(project: Project) -> None:

@@ -166,7 +166,7 @@ def test_disk(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     result = doctor.check_disk(site)
     assert result.state == state
-    assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; the largest image takes 16 GiB")
+    assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; building the largest image takes 16 GiB")
 
 
 def test_disk_of_remote_docker_is_not_checked(site: Site) -> None:

@@ -157,7 +157,7 @@ class Empty:
     ("tag", "words"),
     [
         ("pytorch", f"^{TAG}: not built yet. Build it: shoal build {TAG}$"),
-        ("ubuntu:24.04", "^ubuntu:24.04: no such image on the engine or in buildspec.yml. Build or pull it"),
+        ("ubuntu:24.04", "^ubuntu:24.04: no such image in Docker or in buildspec.yml. Build or pull it"),
     ],
 )
 def test_missing_image_has_a_fix_that_fits(

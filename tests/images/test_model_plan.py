@@ -69,5 +69,5 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_with_this_machines_python(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(model_plan, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
     with pytest.raises(typer.Exit):
-        jobs.plan_model("pytorch", "m.py:f", engine_kind=jobs.Engine.none, as_json=True)
+        jobs.plan_model("pytorch", "m.py:f", engine=jobs.Engine.none, as_json=True)
     assert capfd.readouterr().out == "['m.py:f', '--json']\n"

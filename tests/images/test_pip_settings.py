@@ -78,5 +78,5 @@ def test_empty_values_are_ignored(machine: dict[str, str]) -> None:
 def test_invalid_file_is_an_error(machine: dict[str, str]) -> None:
     path = Path(machine["HOME"], ".pip", "pip.conf")
     path.write_text("no section\n")
-    with pytest.raises(SpecError, match=f"{path}: not a configuration of pip"):
+    with pytest.raises(SpecError, match=f"{path}: not a valid pip configuration"):
         pip_settings.read_pip_settings(machine)

@@ -370,11 +370,11 @@ def test_compressed_bytes_follow_the_offset() -> None:
     """A block of noise does not compress, one of zeros to nearly nothing."""
     noise = os.urandom(deflate.BLOCK)
     found = measured(noise + bytes(deflate.BLOCK) + noise)
-    half, whole, zeros = (found.before(at) for at in (deflate.BLOCK // 2, deflate.BLOCK, 2 * deflate.BLOCK))
+    half, whole, zeros = (found.compressed_before(at) for at in (deflate.BLOCK // 2, deflate.BLOCK, 2 * deflate.BLOCK))
     assert whole == pytest.approx(deflate.BLOCK, rel=0.001)
     assert half == whole // 2
     assert zeros - whole < 300
-    assert found.before(3 * deflate.BLOCK) == found.compressed == pytest.approx(2 * deflate.BLOCK, rel=0.01)
+    assert found.compressed_before(3 * deflate.BLOCK) == found.compressed == pytest.approx(2 * deflate.BLOCK, rel=0.01)
     assert measured(b"").compressed == 0
 
 

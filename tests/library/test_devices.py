@@ -15,7 +15,7 @@ from tests.library.nccl_stand_in import OLDEST, stand_in
 from torch._C._distributed_c10d import HashStore
 
 from smdistributed.core.torch import devices
-from smdistributed.core.torch.torchs_own import TorchsOwn
+from smdistributed.core.torch.native_backend import NativeBackend
 from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 MINUTE = timedelta(minutes=1)
@@ -34,14 +34,14 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_rank_takes_the_device_of_its_local_rank(two_devices: list[int]) -> None:
-    devices.take_device()
+    devices.select_device()
     assert two_devices == [1]
 
 
 def test_the_script_s_own_choice_stays(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     two_devices.append(1)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    devices.take_device()
+    devices.select_device()
     assert two_devices == [1]
 
 
@@ -49,7 +49,7 @@ def test_the_script_s_own_choice_stays(two_devices: list[int], monkeypatch: pyte
 def test_a_rank_that_sees_its_device_alone_takes_that(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers may set CUDA_VISIBLE_DEVICES for each rank: then its device is number 0, whatever its local rank."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    devices.take_device()
+    devices.select_device()
     assert two_devices == []
 
 
@@ -134,7 +134,11 @@ def open_both(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> list[A
 
 @pytest.mark.parametrize(
     ("names", "kind"),
-    [(("gpu-a", "gpu-b"), TorchsOwn), (("gpu-a", "gpu-a"), devices.Staged), (("gpu-a", ""), devices.Staged)],
+    [
+        (("gpu-a", "gpu-b"), NativeBackend),
+        (("gpu-a", "gpu-a"), devices.HostStaging),
+        (("gpu-a", ""), devices.HostStaging),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:CUDA tensors are copied")
 def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], kind: type) -> None:
@@ -179,7 +183,7 @@ def test_nccl_is_refused_where_it_cannot_be(
 
 def test_nccl_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMDDP_ENGINE", "nccl")
-    assert [type(each) for each in open_both(monkeypatch, ("gpu-a", "gpu-b"))] == [TorchsOwn, TorchsOwn]
+    assert [type(each) for each in open_both(monkeypatch, ("gpu-a", "gpu-b"))] == [NativeBackend, NativeBackend]
 
 
 @pytest.mark.parametrize(("has_nccl", "problem"), [(False, "has a torch without NCCL"), (True, "sees no CUDA device")])
@@ -206,7 +210,7 @@ class _Work:
 
 def test_staged_tensors_come_back() -> None:
     given, outputs = torch.tensor([1.0, 2.0]), [torch.zeros(2), torch.zeros(2)]
-    work = devices.Staged(Doubling()).allgather([outputs], [given])
+    work = devices.HostStaging(Doubling()).allgather([outputs], [given])
     assert [output.tolist() for output in outputs] == [[2, 4], [2, 4]]
     assert given.tolist() == [1, 2]
     assert work.is_completed()
@@ -216,9 +220,9 @@ def test_staging_writes_what_the_collective_writes_alone() -> None:
     """An input may be expanded, and autograd may need it as it is; what is reduced may need a gradient."""
     given, parameter = torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(2))
     squared = (given * given).sum()
-    devices.Staged(Doubling()).allgather([[torch.zeros(3)]], [given.expand(3)])
+    devices.HostStaging(Doubling()).allgather([[torch.zeros(3)]], [given.expand(3)])
     assert given._version == 0
     squared.backward()  # type: ignore[no-untyped-call]
-    future = devices.Staged(Doubling()).allreduce([parameter], None).get_future()
+    future = devices.HostStaging(Doubling()).allreduce([parameter], None).get_future()
     assert parameter.tolist() == [2, 2]
     assert future.value()[0] is parameter

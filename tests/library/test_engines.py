@@ -1,18 +1,19 @@
-"""The engines without a framework, on real ranks; and reductions against torch's, where there is no compiled engine."""
+"""The engines without a framework, on real ranks; and their reductions against torch's."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from smdistributed.core import native, reductions
-from smdistributed.core.flat import Flat, temporary
-from smdistributed.core.guards import CollectiveError
-from smdistributed.core.torch import reductions as torchs
+from smdistributed.core import native
+from smdistributed.core.diagnostics import CollectiveError
+from smdistributed.core.flat import Flat, allocate, divide, reduce
 from smdistributed.core.torch.tensors import flat_of, tensor_at
 
 if TYPE_CHECKING:
@@ -38,37 +39,67 @@ def test_without_torch(mpirun: Mpirun, world_size: int, ranks_per_host: int, nam
 @pytest.mark.mpi
 def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
     said = mpirun(2, WITHOUT_TORCH, 1, "late", COLD="1")
-    assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
+    assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
     assert "within 2 s, the group's timeout" in said
     assert "in late" in said
 
 
+REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def divided(total: torch.Tensor, by: int) -> torch.Tensor:
+    return total / by if total.is_floating_point() else total.clone().div_(by, rounding_mode="trunc")
+
+
+def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    """With torch, in rank order; float16 and bfloat16 in float32."""
+    wide = [part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts]
+    total = functools.reduce(REDUCTIONS[op], wide)
+    return (divided(total, len(parts)) if op == "avg" else total).to(parts[0].dtype)
+
+
+def torch_reduces(dtype: str, op: str) -> bool:
+    """torch does not compute with all unsigned integers."""
+    try:
+        reduced([torch.ones(1, dtype=getattr(torch, dtype))] * 2, op)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
 @pytest.mark.parametrize("dtype", native.DTYPES)
 @pytest.mark.parametrize("op", native.OPS)
-def test_torchs_reductions_are_those_of_the_compiled_engine(dtype: str, op: str) -> None:
-    if not hasattr(torch, dtype) or not torchs.reduces(dtype, op):  # torch does not compute with all unsigned integers
-        assert dtype.startswith("uint") or not reductions.reduces(dtype, op)
+def test_reductions_equal_torchs(dtype: str, op: str) -> None:
+    if not torch_reduces(dtype, op):
+        assert dtype.startswith("uint") or not native.supports_reduction(dtype, op)
         return
-    assert reductions.reduces(dtype, op)
+    assert native.supports_reduction(dtype, op)
     generator = torch.Generator().manual_seed(1)
     parts = [(torch.randn(3001, generator=generator) * 50).abs().to(getattr(torch, dtype)) for _ in range(3)]
     if dtype.startswith(("int", "float", "bfloat")):
         parts = [-part if index else part for index, part in enumerate(parts)]
-    expected, found = torch.empty_like(parts[0]), parts[1]
-    torchs.reduce([flat_of(part) for part in parts], flat_of(expected), op)
-    reductions.reduce([flat_of(part) for part in parts], flat_of(found), op)  # into one of the parts
+    expected, found = reduced(parts, op), parts[1]
+    reduce([flat_of(part) for part in parts], flat_of(found), op)  # into one of the parts
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in native.DTYPES if torchs.reduces(dtype, "avg")])
+@pytest.mark.parametrize("dtype", [dtype for dtype in native.DTYPES if torch_reduces(dtype, "avg")])
 def test_divide(dtype: str) -> None:
     numbers = (
         torch.tensor([-7.0, 7.0, 0.0, 1.0, 100.0] * 500).abs_() if dtype.startswith("u") else torch.arange(-99.0, 99)
     )
     tensor = numbers.to(getattr(torch, dtype))
-    expected = tensor.clone()
-    torchs.divide(flat_of(expected), 3)
-    reductions.divide(flat_of(tensor), 3)
+    expected = divided(tensor.float() if dtype in ("float16", "bfloat16") else tensor, 3).to(tensor.dtype)
+    divide(flat_of(tensor), 3)
     assert torch.equal(tensor, expected)
 
 
@@ -80,14 +111,14 @@ def test_parts_of_a_flat() -> None:
     assert [tensor_at(part).tolist() for part in flat.chunk(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert flat.cut(0, 0).split(4) == []
     assert tensor_at(flat.cut(5, 5)).tolist() == []
-    with pytest.raises(CollectiveError, match="gives itself 4 bytes, where it expects 20"):
+    with pytest.raises(CollectiveError, match="sends itself 4 bytes, but expects 20"):
         flat.copy_from(flat.cut(0, 2))
 
 
 def test_what_holds_memory_lives_as_long_as_what_looks_at_it() -> None:
-    tensor = tensor_at(temporary(1000, "float32").cut(0, 900))
+    tensor = tensor_at(allocate(1000, "float32").cut(0, 900))
     tensor.fill_(3)
-    others = [temporary(1000, "float32") for _ in range(50)]
+    others = [allocate(1000, "float32") for _ in range(50)]
     for other in others:
         tensor_at(other).zero_()
     assert tensor.sum().item() == 2700

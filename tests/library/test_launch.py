@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smdistributed.core.launch import Address, Launch, LaunchError, fill_in, read_launch
+from smdistributed.core.launch import Address, Launch, LaunchError, read_launch, set_torch_environment
 
 NAMED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 MASTER = {"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}
@@ -106,7 +106,7 @@ def test_what_train_gives_its_own_ranks_is_no_other_jobs() -> None:
 
 def test_torch_finds_the_place_that_a_scripts_own_mpirun_gives(tmp_path: Path) -> None:
     environ = {**ALONE, **mpi(0, 4, 0, 4), "PMIX_SERVER_TMPDIR": str(tmp_path)}
-    fill_in(environ)
+    set_torch_environment(environ)
     named = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     assert {name: environ[name] for name in named} == named
     assert environ["MASTER_PORT"] == (tmp_path / "smdistributed-port").read_text()
@@ -115,7 +115,7 @@ def test_torch_finds_the_place_that_a_scripts_own_mpirun_gives(tmp_path: Path) -
 
 @pytest.mark.parametrize("environ", [{**NAMED, **MASTER}, {**mpi(5, 8, 1, 4), **MASTER, "LOCAL_RANK": "7"}])
 def test_the_local_rank_has_the_name_that_transformers_reads(environ: dict[str, str]) -> None:
-    fill_in(environ)
+    set_torch_environment(environ)
     assert (environ["SMDATAPARALLEL_LOCAL_RANK"], environ["LOCAL_RANK"]) == ("1", "1")
     assert environ["MASTER_ADDR"] == "algo-1"
 
@@ -135,11 +135,11 @@ def test_the_local_rank_has_the_name_that_transformers_reads(environ: dict[str, 
         ({**NAMED, "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is out of range: it must be 1 or more"),
         ({**NAMED, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 is out of range: it must be from 0 to 3"),
         ({**NAMED, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 is out of range: it must be from 1 to 8"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2, but no local rank is given: set LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2, but its local rank is missing. Fix: set LOCAL_RANK"),
         ({**NAMED, "MASTER_ADDR": "algo-1"}, "MASTER_ADDR=algo-1 is set, but MASTER_PORT is not"),
         ({**NAMED, **MASTER, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is out of range: it must be from 1 to 65535"),
         ({**mpi(1, 3, 1, 3), "RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2 contradict mpirun"),
-        ({**mpi(1, 2, 1, 2), "RANK": "0", "WORLD_SIZE": "2"}, "unset RANK and WORLD_SIZE where mpirun is called"),
+        ({**mpi(1, 2, 1, 2), "RANK": "0", "WORLD_SIZE": "2"}, "unset RANK and WORLD_SIZE before you call mpirun"),
     ],
 )
 def test_bad_environment_is_refused_by_name(environ: dict[str, str], words: str) -> None:
@@ -152,7 +152,7 @@ def test_a_port_for_the_ranks_stays_free_for_them() -> None:
     """No other process can take it before a server of theirs listens on it, on whatever addresses."""
     environ = mpi(0, 1, 0, 1)
     del environ["PMIX_SERVER_TMPDIR"]
-    fill_in(environ)
+    set_torch_environment(environ)
     port = int(environ["MASTER_PORT"])
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))

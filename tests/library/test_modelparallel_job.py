@@ -118,7 +118,7 @@ def test_ranks_of_one_host_share_a_key_that_only_their_user_can_read(
         key, address = ranks[0].access
         assert ranks[1].access == (key, address)
         assert (len(key), address, modes) == (32, "127.0.0.1", [0o600] * 2)
-        assert not any(key.hex() in word or key.decode("latin-1") in word for word in ranks[0].store._words.values())
+        assert not any(key.hex() in word or key.decode("latin-1") in word for word in ranks[0].store._values.values())
         assert list(tmp_path.iterdir()) == []
 
 
@@ -160,11 +160,11 @@ def test_the_secret_of_the_launch_is_the_key_and_goes_nowhere(monkeypatch: pytes
     monkeypatch.setenv("SMDDP_JOB_SECRET", "a word of the launch")
     with met(2) as ranks:
         assert ranks[0].access.key == ranks[1].access.key != b"a word of the launch"
-        kept = " ".join(ranks[0].store._words.values())
+        kept = " ".join(ranks[0].store._values.values())
         assert "launch" not in kept
         assert ranks[0].access.key.hex() not in kept
     monkeypatch.setenv("SMDDP_JOB_SECRET", "short")
-    with pytest.raises(LaunchError, match=r"SMDDP_JOB_SECRET has 5 characters: it must have 16 or more"):
+    with pytest.raises(LaunchError, match=r"SMDDP_JOB_SECRET has 5 characters: it must have 16 random ones or more"):
         Rank(LocalStore(1.0), 0, 1)
 
 

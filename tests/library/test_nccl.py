@@ -24,18 +24,17 @@ from torch._C._distributed_c10d import HashStore
 
 import smdistributed.core.torch
 from smdistributed.core import timeline
-from smdistributed.core.torch import nccl_timeline, per_device, process_group, torchs_own
+from smdistributed.core.torch import native_backend, per_device, process_group, recording
 
 RANKS = Path(__file__).parent / "ranks"
 LIBRARY = Path(smdistributed.core.torch.__file__).parents[2]
-dispatches = pytest.mark.skipif(not per_device.is_possible(), reason="needs torch 2.10: see per_device.is_possible")
+dispatches = pytest.mark.skipif(not per_device.is_supported(), reason="needs torch 2.10: see per_device.is_supported")
 
 
 def trees() -> Iterator[ast.Module]:
-    """All modules of the library that use torch, but for the rehearsal, which is for machines without a GPU."""
+    """All modules of the library that use torch."""
     for file in LIBRARY.rglob("torch/**/*.py"):
-        if "rehearsal" not in file.parts:
-            yield ast.parse(file.read_text())
+        yield ast.parse(file.read_text())
 
 
 def calls_on(names: set[str]) -> set[tuple[str, int]]:
@@ -43,7 +42,7 @@ def calls_on(names: set[str]) -> set[tuple[str, int]]:
 
     `*pair` counts as two.
     """
-    files = (Path(inspect.getfile(module)) for module in (process_group, torchs_own))
+    files = (Path(inspect.getfile(module)) for module in (process_group, native_backend))
     return {
         (node.func.attr, len(node.args) + sum(isinstance(argument, ast.Starred) for argument in node.args))
         for file in files
@@ -54,10 +53,10 @@ def calls_on(names: set[str]) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_what_is_called_of_nccl_exists(version: str) -> None:
-    """By `ProcessGroup`, through `TorchsOwn`, which has the methods for several tensors itself."""
+    """By `ProcessGroup`, through `NativeBackend`, which has the methods for several tensors itself."""
     names, own = record(version)["ProcessGroupNCCL"], {"allgather_into_tensor_coalesced"}
     own.add("reduce_scatter_tensor_coalesced")
-    called = calls_on({"other", "self.backend", "self._other(tensors) or self._torchs['gloo']"})
+    called = calls_on({"carrier", "self.backend", "self._carrier(tensors) or self._torchs['gloo']"})
     assert {"allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send"} <= {
         name for name, _ in called
     }
@@ -82,7 +81,7 @@ def test_torch_tells_of_collectives_as_we_read_it() -> None:
     for name in ("time_finished", "active_duration"):
         assert classes["WorkInfo"][name][0].endswith("-> datetime.timedelta")
     assert classes["WorkInfo"]["op_type"][0].endswith("OpType")
-    assert set(nccl_timeline._NAMES) <= set(classes["OpType"])
+    assert set(recording._NCCL_NAMES) <= set(classes["OpType"])
 
 
 def test_the_records_differ_where_the_method_is_missing_that_broke_fsdp() -> None:
@@ -203,11 +202,11 @@ def ended(name: str, finished: int, took: int) -> Any:
 def test_nccls_collectives_are_in_the_timeline(tmp_path: Path, begins_first: bool) -> None:
     group = Group()
     if not begins_first:
-        nccl_timeline.record_nccl(group)
+        recording.record_nccl(group)
         assert group.told == [], "without a timeline, torch is asked for nothing"
     timeline.start(tmp_path / "a.json", 0, 1)
-    nccl_timeline.record_nccl(group)
-    nccl_timeline.record_nccl(group)  # as where torch gives a group of the same tag again
+    recording.record_nccl(group)
+    recording.record_nccl(group)  # as where torch gives a group of the same tag again
     (told,) = group.told
     told(ended("_ALLGATHER_BASE", timeline.now(), 3_000_000))
     told(SimpleNamespace(op_type=SimpleNamespace(name="ALLREDUCE")))  # of another version: it must not raise

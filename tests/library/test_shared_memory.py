@@ -16,16 +16,18 @@ from pathlib import Path
 import pytest
 from tests.repeats import SEED, times
 
-from smdistributed.core import shared_memory
-from smdistributed.core.guards import CollectiveError
+from smdistributed.core import shm_engine
+from smdistributed.core.diagnostics import CollectiveError
+from smdistributed.core.flat import Flat
+from smdistributed.core.members import exchange_members
 from smdistributed.core.segment import Process, this_process
-from smdistributed.core.shared_memory import SharedMemory, meet, share
+from smdistributed.core.shm_engine import ShmEngine, open_shm_engine
 
 SECONDS = 60.0
 
 
 class DirectoryStore:
-    """A file for each word."""
+    """A file for each value."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -35,6 +37,9 @@ class DirectoryStore:
         unfinished.write_text(value)
         unfinished.replace(self._directory / key)
 
+    def add(self, key: str, amount: int, /) -> int:
+        raise NotImplementedError
+
     def get(self, key: str, /) -> bytes:
         path = self._directory / key
         while not path.exists():
@@ -42,12 +47,12 @@ class DirectoryStore:
         return path.read_bytes()
 
 
-def join(directory: Path, rank: int, size: int) -> SharedMemory:
+def join(directory: Path, rank: int, size: int) -> ShmEngine:
     store = DirectoryStore(directory)
-    members = meet(store, rank, size)
+    members = exchange_members(store, rank, size)
     assert not any(member.problem for member in members)
-    found = share(store, rank, members, SECONDS)
-    assert isinstance(found, SharedMemory), found
+    found = open_shm_engine(store, rank, members, SECONDS)
+    assert isinstance(found, ShmEngine), found
     return found
 
 
@@ -82,20 +87,21 @@ def exit_code(pid: int, seconds: float) -> int | None:
     return None
 
 
-def for_ever(shared: SharedMemory, seed: int) -> None:
+def for_ever(shared: ShmEngine, seed: int) -> None:
     drawn = random.Random(seed)
     room = (ctypes.c_float * 400_000)()
     address, rank, size = ctypes.addressof(room), shared.rank, shared.size
     while True:
         count = drawn.choice((0, 1, 1000, 100_000, 400_000))
         kind = drawn.randrange(4)
+        flat = Flat(address, count, "float32")
         if kind == 0:
-            shared.all_reduce(address, count, "float32", "avg", drawn.randrange(-1, size))
+            shared.all_reduce(flat, "avg", drawn.randrange(-1, size))
         elif kind == 1:
-            shared.broadcast(address, 4 * count, drawn.randrange(size))
+            shared.broadcast(flat, drawn.randrange(size))
         elif kind == 2:
-            part = count // size
-            shared.gather(address + 4 * part * rank, [address + 4 * part * each for each in range(size)], 4 * part)
+            parts = flat.chunk(size)
+            shared.gather(parts[rank], parts)
         else:
             shared.barrier()
 
@@ -134,7 +140,7 @@ def test_two_hundred_groups_leave_nothing(tmp_path: Path) -> None:
             directory.mkdir(exist_ok=True)
             shared = join(directory, rank, 2)
             value = ctypes.c_float(rank + 1)
-            shared.all_reduce(ctypes.addressof(value), 1, "float32", "sum")
+            shared.all_reduce(Flat(ctypes.addressof(value), 1, "float32"), "sum")
             assert value.value == 3
             shared.close()
             seen.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
@@ -175,8 +181,8 @@ def test_rank_0_removes_no_file_that_the_store_names(tmp_path: Path) -> None:
     store, kept = OverwrittenStore(tmp_path), tmp_path / "kept"
     kept.touch()
     store.word = f"4096:{kept}"
-    shared = share(store, 0, meet(store, 0, 1), SECONDS)
-    assert isinstance(shared, SharedMemory)
+    shared = open_shm_engine(store, 0, exchange_members(store, 0, 1), SECONDS)
+    assert isinstance(shared, ShmEngine)
     shared.close()
     assert kept.exists()
     assert not list(Path("/dev/shm").glob(f"smddp-*-{os.getpid()}-*"))
@@ -186,14 +192,14 @@ def test_rank_0_removes_no_file_that_the_store_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("slot", ["", "1", "x"])
 def test_no_other_file_is_taken_for_shared_memory(tmp_path: Path, name: str, slot: str) -> None:
     """Ranks would write into it."""
-    store, (largest, length) = OverwrittenStore(tmp_path), shared_memory.choose_slot_bytes(2)
+    store, (largest, length) = OverwrittenStore(tmp_path), shm_engine.choose_slot_bytes(2)
     for other, size, mode in (("kept", length, 0o600), ("smddp-kept", length, 0o644), ("smddp-short", 1, 0o600)):
         with (tmp_path / other).open("wb") as file:
             file.truncate(size)
         (tmp_path / other).chmod(mode)
     (tmp_path / "smddp-link").symlink_to(tmp_path / "kept")
     store.word = f"{slot or largest}:{tmp_path / name}"
-    memory, _, problem, _ = shared_memory._map(store, 1, 2)
+    memory, _, problem, _ = shm_engine._map(store, 1, 2)
     assert memory is None
     assert problem
 
@@ -204,7 +210,7 @@ def test_after_an_error_nothing_begins(tmp_path: Path) -> None:
         shared.seconds = 0.5
         for _ in range(2):
             if rank == 0:
-                with pytest.raises(CollectiveError, match="did not come to barrier"):
+                with pytest.raises(CollectiveError, match="did not reach barrier"):
                     shared.barrier()
         store = DirectoryStore(tmp_path)
         if rank == 0:
@@ -219,9 +225,9 @@ def test_after_an_error_nothing_begins(tmp_path: Path) -> None:
 
 def test_a_process_number_used_again_is_another_process() -> None:
     here = this_process()
-    assert here.lives
-    assert not here._replace(started=here.started - 1).lives
-    assert Process(here.pid, 1, "another host", here.namespace).lives, "what cannot be seen from here"
+    assert here.is_alive
+    assert not here._replace(started=here.started - 1).is_alive
+    assert Process(here.pid, 1, "another host", here.namespace).is_alive, "what cannot be seen from here"
 
 
 def resident() -> int:

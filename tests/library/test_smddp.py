@@ -27,7 +27,7 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "
         pytest.param(1, "shm", "shm: 1 rank on one host", marks=pytest.mark.once),
         (2, "shm", "shm: 2 ranks on one host"),
         pytest.param(3, "shm", "shm: 3 ranks on one host", marks=pytest.mark.once),
-        pytest.param(2, "gloo", "gloo: SMDDP_ENGINE asks for it", marks=pytest.mark.once),
+        pytest.param(2, "gloo", "gloo: requested by SMDDP_ENGINE", marks=pytest.mark.once),
     ],
 )
 def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: str) -> None:
@@ -42,7 +42,7 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
     ("world_size", "by", "engine", "reason"),
     [
         (4, "%2", "auto", "shm+gloo: 2 hosts × 2 ranks"),  # the ranks of a host are not in a row
-        (3, "%2", "auto", "gloo: the hosts hold different numbers of ranks"),
+        (3, "%2", "auto", "gloo: the hosts have different numbers of ranks"),
         (4, "/2", "mpi", "shm+mpi: 2 hosts × 2 ranks"),
     ],
 )
@@ -92,12 +92,12 @@ def guarded(python: Python, free_port: int) -> Guarded:
 def test_a_late_rank_is_named_with_what_it_does(guarded: Guarded) -> None:
     first, second = guarded("late", seconds=3)
     assert "SMDDPError: rank 1 (process " in first
-    assert "did not come to all_reduce of float32 with sum, 40 bytes" in first
+    assert "did not reach all_reduce of float32 with sum, 40 bytes" in first
     assert "within 3 s, the group's timeout" in first
-    assert "Rank 1 has last called no collective yet. Its main thread is at:" in first
+    assert "Rank 1 last called no collective yet. Its main thread is at:" in first
     assert "in dawdle\n    time.sleep(seconds)" in first
-    assert "SMDDPError: Another rank has given up" in second
-    assert "It says, rank 0: rank 1 (process " in second
+    assert "SMDDPError: Another rank aborted" in second
+    assert "It reports: rank 0: rank 1 (process " in second
 
 
 @pytest.mark.once
@@ -120,7 +120,7 @@ def test_a_stopped_rank_does_not_answer(guarded: Guarded) -> None:
 def test_ranks_that_call_different_collectives_are_told(guarded: Guarded) -> None:
     said = guarded("apart", world_size=3)
     assert all("SMDDPError: " in text for text in said)
-    apart = [text for text in said if "The ranks have come apart" in text]
+    apart = [text for text in said if "Ranks called different collectives: " in text]
     assert apart
     assert "all_reduce of float32 with sum, 40 bytes" in apart[0]
     assert "broadcast with root 0, 20 bytes" in apart[0]
@@ -129,7 +129,7 @@ def test_ranks_that_call_different_collectives_are_told(guarded: Guarded) -> Non
 @pytest.mark.once
 def test_ranks_that_came_apart_earlier_are_told(guarded: Guarded) -> None:
     said = guarded("apart_earlier")
-    assert any("have come apart before this collective: " in text for text in said)
+    assert any("Ranks called different collectives before this one: " in text for text in said)
     assert all("SMDDPError: " in text for text in said)
 
 
@@ -138,9 +138,9 @@ def test_ranks_that_came_apart_earlier_are_told(guarded: Guarded) -> None:
 def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_size: int, ranks_per_host: int) -> None:
     for said in guarded("last_is_late", world_size, ranks_per_host, seconds=3):
         assert f"rank {world_size - 1} (process " in said
-        assert "on host-1) did not come to all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
+        assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
         assert "within 3 s, the group's timeout" in said
-        assert f"Rank {world_size - 1} has last called no collective yet. Its main thread is at:" in said
+        assert f"Rank {world_size - 1} last called no collective yet. Its main thread is at:" in said
         assert "in dawdle\n    time.sleep(seconds)" in said
 
 
@@ -148,7 +148,7 @@ def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_siz
 def test_who_waits_for_another_host_says_so_in_the_logs_of_both(guarded: Guarded) -> None:
     first, second = guarded("late_but_in_time", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
     assert first.count("smddp: rank 1 (process ") == 1
-    assert second.count("smddp: rank 0 says: rank 1 (process ") == 1
+    assert second.count("smddp: rank 0 reports: rank 1 (process ") == 1
     assert "in dawdle\n" in first
     assert first.endswith("reduced\n")
     assert second.endswith("reduced\n")
@@ -171,7 +171,7 @@ def test_a_late_bucket_is_named_between_hosts(guarded: Guarded) -> None:
 )
 def test_hosts_that_call_different_collectives_are_told(guarded: Guarded, what: str, calls: tuple[str, str]) -> None:
     for said in guarded(what, ranks_per_host=1, seconds=3):
-        assert "The ranks have come apart: " in said
+        assert "Ranks called different collectives: " in said
         assert all(call in said for call in calls)
 
 
@@ -187,7 +187,7 @@ def test_a_rank_of_another_host_that_has_ended_is_named(guarded: Guarded) -> Non
 def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
     hosts = ["-c", _exec_as_rank(BY_RANK.format(by="", engine="mpi")), RANKS / "smddp_guards.py", "last_is_late"]
     said = mpirun(2, *hosts, MASTER_PORT=str(free_port), SECONDS="1", **ADDRESS)
-    assert said.count("on 1) did not come to all_reduce of float32 with sum, 40 bytes") == 2
+    assert said.count("on 1) did not reach all_reduce of float32 with sum, 40 bytes") == 2
     assert "a message has not arrived" not in said
 
 
@@ -206,14 +206,14 @@ def test_an_interrupt_ends_the_wait(guarded: Guarded) -> None:
 )
 def test_models_that_differ_are_refused_on_all_ranks(guarded: Guarded, what: str, difference: str) -> None:
     for said in guarded(what):
-        assert "SMDDPError: The model of rank 1 is not that of rank 0:" in said
+        assert "SMDDPError: The model of rank 1 differs from the model of rank 0:" in said
         assert difference in said
 
 
 @pytest.mark.once
 def test_weights_that_come_apart_are_told_if_asked_for(guarded: Guarded) -> None:
     for said in guarded("weights_apart", SMDDP_CHECK_WEIGHTS="1"):
-        assert "SMDDPError: The weights of rank 1 have come apart from those of rank 0:\n  bias: " in said
+        assert "SMDDPError: The weights of rank 1 differ from the weights of rank 0:\n  bias: " in said
     assert all("went on" in said for said in guarded("weights_apart"))
 
 
@@ -234,7 +234,7 @@ def test_a_failure_in_backward_names_the_bucket(guarded: Guarded) -> None:
 @pytest.mark.once
 @pytest.mark.mpi
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
-    with pytest.raises(AssertionError, match="SMDDP_ENGINE='smh' is not an engine: use one of auto, shm, mpi, gloo"):
+    with pytest.raises(AssertionError, match="'smh' is not a communication engine: use one of auto, shm, mpi, gloo"):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 
 
@@ -242,7 +242,7 @@ def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
-    with pytest.raises(AssertionError, match=r"SMDDPNCCLError: SMDDP_ENGINE=nccl, and NCCL cannot carry .*: rank 0 "):
+    with pytest.raises(AssertionError, match=r"SMDDPNCCLError: SMDDP_ENGINE=nccl, but NCCL cannot carry .*: rank 0 "):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="nccl")
 
 

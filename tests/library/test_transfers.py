@@ -59,7 +59,7 @@ def test_jobs_of_the_suite_run_so_too(mpirun: Mpirun) -> None:
 
 @pytest.mark.mpi
 def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
-    """Streams, events and devices are there in a rehearsal; the tensors are those of CUDA."""
+    """A rehearsal has streams, events and devices, and CUDA tensors."""
     script = (RANKS / "transfers.py", "pipeline", "cuda")
     said = mpirun(2, RANKS / "transferring.py", "--device", *script, STAGES="2", **REHEARSE)
     assert transferred(said) > 0
@@ -97,21 +97,21 @@ def test_the_setting() -> None:
         read_choice({VARIABLE: "tcp"})
 
 
-def test_without_nccl_tensors_go_through_the_host(
+def test_nccl_problem_tensors_go_through_the_host(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One line says why; where NCCL is demanded, that is an error."""
     said: list[str] = []
     for choice, replicas, problem in (("host", 1, ""), ("auto", 1, "rank 1 sees no device"), ("auto", 2, "")):
         monkeypatch.setenv(VARIABLE, choice)
-        monkeypatch.setattr(carrier, "without_nccl", lambda *_, problem=problem: problem)
+        monkeypatch.setattr(carrier, "nccl_problem", lambda *_, problem=problem: problem)
         assert open_carrier(HashStore(), 0, 2, replicas, 9) is None
         said.append(capfd.readouterr().err)
     assert said[0] == ""
     assert said[1] == "smp: large tensors go from stage to stage through the host's memory: rank 1 sees no device.\n"
     assert "the job has several replicas of the model" in said[2]
     monkeypatch.setenv(VARIABLE, "nccl")
-    monkeypatch.setattr(carrier, "without_nccl", lambda *_: "rank 1 sees no device")
+    monkeypatch.setattr(carrier, "nccl_problem", lambda *_: "rank 1 sees no device")
     with pytest.raises(SMPConfigError, match="NCCL cannot carry tensors between stages: rank 1 sees no device"):
         open_carrier(HashStore(), 0, 2, 1, 9)
 

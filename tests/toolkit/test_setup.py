@@ -83,7 +83,7 @@ def test_a_setup_that_does_not_end_is_killed_and_named_on_every_host(tmp_path: P
             assert [train.wait(60) for train in trains] == [1, 1]
     for tree in trees:
         assert (
-            "The set-up before the launch has not ended within 2 s, and is killed. SHOAL_SETUP_TIMEOUT" in tree.failure
+            "The set-up before the launch did not end within 2 s, and was killed. SHOAL_SETUP_TIMEOUT" in tree.failure
         )
         assert "install -r requirements.txt" in tree.failure
         assert not (tree.base / "model" / "ran").exists()

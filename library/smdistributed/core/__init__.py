@@ -1,1 +1,1 @@
-"""What the libraries share, free of any framework: how this process was launched."""
+"""The parts that data parallel and model parallel training share; frameworks are imported only below `core`."""

@@ -1,7 +1,7 @@
-"""How the clocks of a group's hosts differ, for the timeline: told through the store where the ranks have met.
+"""Compares the clocks of a group's hosts through the store, so that the timelines of several hosts align.
 
-When a recording has begun, a rank of each host asks rank 0 for the time, again and again; the answer that came soonest
-tells the difference best, to half of the time that it took. The other ranks of the host take it over.
+When a recording has begun, a rank of each host asks rank 0 for the time several times. The fastest answer gives the
+best offset, accurate to half of its duration. The other ranks of the host take the offset over.
 """
 
 from __future__ import annotations
@@ -10,73 +10,77 @@ import time
 from collections.abc import Sequence
 
 from smdistributed.core import timeline
-from smdistributed.core.board import Board
+from smdistributed.core.store import StoreLog
 
 _ROUNDS = 10
 _ROUND_SECONDS = 0.5
 
 
 class Clocks:
-    """Compares this host's clock with rank 0's, for each recording once. hosts: of all ranks.
+    """Compares this host's clock with rank 0's, once for each recording.
 
-    look: how often, in seconds, ranks look at the board when nothing is to be done.
+    Args:
+        log: The group's.
+        rank: This rank in the group.
+        hosts: The host of each rank.
+        poll_seconds: How often ranks read the log while nothing happens.
     """
 
-    def __init__(self, board: Board, rank: int, hosts: Sequence[str], look: float) -> None:
-        self._board, self._rank, self._look = board, rank, look
-        self._is_first = hosts[rank] == hosts[0]  # on rank 0's host
+    def __init__(self, log: StoreLog, rank: int, hosts: Sequence[str], poll_seconds: float) -> None:
+        self._log, self._rank, self._poll_seconds = log, rank, poll_seconds
+        self._is_on_first_host = hosts[rank] == hosts[0]
         self._host = hosts.index(hosts[rank])
         self._recording: timeline.Recorder | None = None
         self._recordings = 0
         self._known = True
 
     def compare(self) -> None:
-        """Look whether a recording has begun of which the difference is not known yet. To be called now and then."""
+        """Sets the timeline's clock offset if a new recording runs; called periodically."""
         running = timeline.recorder
         if running is not self._recording:
             self._recording = running
             self._recordings += running is not None
-            self._known = running is None or self._is_first
+            self._known = running is None or self._is_on_first_host
         if not self._known:
-            self._find(f"clock-{self._recordings}-{self._host}")
+            self._find_offset(f"clock-{self._recordings}-{self._host}")
 
-    def _find(self, name: str) -> None:
-        if not self._board.read(f"{name}-asked") and self._board.append(f"{name}-asked", None) == 1:
+    def _find_offset(self, name: str) -> None:
+        if not self._log.read(f"{name}-requested") and self._log.append(f"{name}-requested", None) == 1:
             offset = self._measure(name)
             if offset is not None:
-                self._board.append(name, offset)
-        for offset in self._board.read(name)[:1]:
+                self._log.append(name, offset)
+        for offset in self._log.read(name)[:1]:
             timeline.set_clock_offset(offset)
             self._known = True
 
     def _measure(self, name: str) -> int | None:
-        """How far rank 0's clock is ahead, in microseconds; None: rank 0 does not answer."""
-        self._board.append("words", {"kind": "clock", "rank": self._rank, "name": name})
-        if not self._await(f"{name}-ready", 2 * self._look + _ROUND_SECONDS):
+        """Returns by how many microseconds rank 0's clock is ahead; None: rank 0 does not answer."""
+        self._log.append("messages", {"kind": "clock", "rank": self._rank, "name": name})
+        if not self._await_count(f"{name}-ready", 2 * self._poll_seconds + _ROUND_SECONDS):
             return None
         rounds = []
         for number in range(_ROUNDS):
-            asked = timeline.wall()
-            self._board.count(f"{name}-ping-{number}", 1)
-            told = self._await(f"{name}-pong-{number}", _ROUND_SECONDS)
-            answered = timeline.wall()
-            if told:
-                rounds.append((answered - asked, told - (asked + answered) // 2))
+            sent = timeline.wall()
+            self._log.count(f"{name}-ping-{number}", 1)
+            answer = self._await_count(f"{name}-pong-{number}", _ROUND_SECONDS)
+            received = timeline.wall()
+            if answer:
+                rounds.append((received - sent, answer - (sent + received) // 2))
         return min(rounds)[1] // 1000 if rounds else None
 
     def answer(self, name: str) -> None:
-        """Tell a rank of another host the time, as often as it asks."""
-        self._board.count(f"{name}-ready", 1)
+        """Sends the time to a rank of another host as often as it asks; runs on rank 0."""
+        self._log.count(f"{name}-ready", 1)
         for number in range(_ROUNDS):
-            if not self._await(f"{name}-ping-{number}", _ROUND_SECONDS):
+            if not self._await_count(f"{name}-ping-{number}", _ROUND_SECONDS):
                 return
-            self._board.count(f"{name}-pong-{number}", timeline.wall())
+            self._log.count(f"{name}-pong-{number}", timeline.wall())
 
-    def _await(self, name: str, seconds: float) -> int:
-        """What another rank has counted; 0: nothing in time."""
+    def _await_count(self, name: str, seconds: float) -> int:
+        """Waits until a counter of the log is not 0 and returns it; 0: nothing in time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            told = self._board.count(name)
-            if told:
-                return told
+            value = self._log.count(name)
+            if value:
+                return value
         return 0

@@ -1,17 +1,41 @@
-"""The errors of the engine and of data parallel training, which `smdistributed.dataparallel.exceptions` offers as well.
+"""Errors of the communication engines and of data parallel training.
 
-Launchers look for the classes' names in a failed rank's output. Model parallel training on this engine raises them too.
+`smdistributed.dataparallel.exceptions` offers them too, and model parallel training raises them too. Launchers look for
+the classes' names in a failed rank's output.
 """
 
 from __future__ import annotations
 
+import platform
+import sys
+
 
 class SMDDPError(RuntimeError):
-    """Data parallel training cannot go on; the message says why."""
+    """Data parallel training cannot continue; the message says why."""
 
 
 class SMDDPNCCLError(SMDDPError):
-    """NCCL is asked for and cannot carry this group's tensors, or does not start (AWS names it so).
+    """NCCL is requested and cannot carry this group's tensors, or does not start (AWS's name).
 
-    What fails later, when NCCL runs, torch raises as its own `torch.distributed.DistBackendError`.
+    Errors of a running NCCL are torch's own `torch.distributed.DistBackendError`.
     """
+
+
+def missing_framework_error(error: ModuleNotFoundError, framework: str, module: str) -> ModuleNotFoundError:
+    """Returns the error to raise if importing a framework failed; an image has only one of the frameworks.
+
+    Args:
+        error: Raised by the import.
+        framework: The framework's name, for people.
+        module: The name of its top module.
+
+    Returns:
+        An error that names the fix; `error` itself if the framework is installed and lacks another module.
+    """
+    if error.name != module:
+        return error
+    return ModuleNotFoundError(
+        f"No module named {module!r}: this script imports smdistributed for {framework}, which Python "
+        f"{platform.python_version()} in {sys.prefix} does not have. Fix: pip install {module}",
+        name=module,
+    )

@@ -1,4 +1,4 @@
-"""What `smddprun --explain` prints: which rank this is, and which engine its job chooses, as far as one rank knows."""
+"""The output of `smddprun --explain`: this rank, and its communication engine as far as one rank knows it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from smdistributed.core import segment
 from smdistributed.core.launch import LaunchError, read_launch
-from smdistributed.core.shared_memory import choose_slot_bytes, without_engine
+from smdistributed.core.native import engine_problem
+from smdistributed.core.shm_engine import choose_slot_bytes
 
 CHOICES = ("auto", "shm", "mpi", "gloo", "nccl")
 """The values of SMDDP_ENGINE."""
 
 
 def explain() -> str:
-    """Return a line a fact."""
+    """Returns the facts, one in each line."""
     return "\n".join(f"{name + ':':16}{fact}" for name, fact in (_rank(), _engine(), _memory(), _hosts(), _cuda()))
 
 
@@ -33,25 +34,25 @@ def _rank() -> tuple[str, str]:
 def _engine() -> tuple[str, str]:
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
-        return "engine", f"SMDDP_ENGINE={wanted!r} is not an engine: use one of {', '.join(CHOICES)}"
+        return "engine", f"SMDDP_ENGINE={wanted!r} is not a communication engine: use one of {', '.join(CHOICES)}"
     meaning = {
-        "auto": "shared memory inside a host where it is possible, gloo between hosts",
+        "auto": "shared memory inside a host if possible, gloo between hosts",
         "shm": "shared memory inside a host, or an error; gloo between hosts",
-        "mpi": "shared memory inside a host where it is possible, MPI between hosts",
+        "mpi": "shared memory inside a host if possible, MPI between hosts",
         "gloo": "gloo everywhere",
-        "nccl": "NCCL for tensors on CUDA devices, or an error; those on the CPU as with auto",
+        "nccl": "NCCL for CUDA tensors, or an error; CPU tensors as with auto",
     }
     return "engine", f"SMDDP_ENGINE={wanted}: {meaning[wanted]}"
 
 
 def _memory() -> tuple[str, str]:
-    problem = without_engine()
+    problem = engine_problem()
     if problem:
         return "shared memory", f"none: {problem}"
     size = _local_ranks()
     slot_bytes, length = choose_slot_bytes(size)
-    room = segment.room()
-    place = f"{room >> 20} MiB free in /dev/shm" if room >= length else "no room in /dev/shm: in a temporary file"
+    free = segment.free_bytes()
+    place = f"{free >> 20} MiB free in /dev/shm" if free >= length else "too little in /dev/shm: in a temporary file"
     return (
         "shared memory",
         f"{length / (1 << 20):.1f} MiB for {size} local ranks, pieces of {slot_bytes >> 10} KiB; {place}",
@@ -72,7 +73,7 @@ def _hosts() -> tuple[str, str]:
 def _cuda() -> tuple[str, str]:
     otherwise = "an error" if os.environ.get("SMDDP_ENGINE") == "nccl" else "copied to the host and reduced there"
     devices, ranks = len(list(Path("/dev").glob("nvidia[0-9]*"))), _local_ranks()
-    here = f"this host shows {devices} NVIDIA device{'' if devices == 1 else 's'} to {ranks} local rank"
+    here = f"this host has {devices} NVIDIA device{'' if devices == 1 else 's'} for {ranks} local rank"
     return "CUDA tensors", (
-        f"NCCL where every rank has a device of its own, else {otherwise}; {here}{'' if ranks == 1 else 's'}"
+        f"NCCL if every rank has a device of its own, else {otherwise}; {here}{'' if ranks == 1 else 's'}"
     )

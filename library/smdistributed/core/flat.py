@@ -1,12 +1,14 @@
-"""Tensors as the engines take them: contiguous elements at an address, whatever framework holds them."""
+"""Flat tensors: contiguous elements at an address, which communication engines take from any framework."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from smdistributed.core.guards import CollectiveError
-from smdistributed.core.native import ITEM_BYTES
+from smdistributed.core import native
+from smdistributed.core.diagnostics import CollectiveError
+from smdistributed.core.native import DTYPE_NUMBERS, ITEM_BYTES, OP_NUMBERS
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -15,9 +17,13 @@ _address_of.restype, _address_of.argtypes = ctypes.c_void_p, (ctypes.py_object,)
 
 
 class Flat(NamedTuple):
-    """`count` elements side by side at `address`, of a dtype of `native.DTYPES`; bytes of any other kind are uint8.
+    """Contiguous elements in memory, without a shape.
 
-    owner: what holds the memory, which lives as long as this and its parts do. None: whoever made this keeps it.
+    Attributes:
+        address: Of the first element.
+        count: Number of elements.
+        dtype: A name of `native.DTYPES`; uint8 stands for bytes of any other type.
+        owner: The object that holds the memory; None if the caller keeps it alive.
     """
 
     address: int
@@ -27,43 +33,63 @@ class Flat(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """How many."""
+        """The size in bytes."""
         return self.count * ITEM_BYTES[self.dtype]
 
     def cut(self, first: int, last: int) -> Flat:
-        """The elements from the first one on, up to the last one, which is not among them."""
+        """Returns the elements from index `first` up to and without `last`; they share this memory."""
         return Flat(self.address + first * ITEM_BYTES[self.dtype], last - first, self.dtype, self.owner)
 
     def split(self, length: int) -> list[Flat]:
-        """Parts of so many elements, in a row; the last may have fewer."""
+        """Returns consecutive parts of `length` elements each; the last part may be shorter."""
         return [self.cut(first, min(first + length, self.count)) for first in range(0, self.count, length)]
 
     def chunk(self, parts: int) -> list[Flat]:
-        """So many parts of one length, in a row; what is left over is in none."""
+        """Returns `parts` consecutive parts of equal length; a remainder belongs to none of them."""
         length = self.count // parts
         return [self.cut(part * length, (part + 1) * length) for part in range(parts)]
 
     def as_bytes(self) -> Flat:
-        """The same memory."""
+        """Returns the same memory as uint8 elements."""
         return Flat(self.address, self.bytes, "uint8", self.owner)
 
     def copy_from(self, other: Flat) -> None:
-        """Copy another one's elements into this one. Raises CollectiveError where the two differ in size."""
+        """Copies another flat tensor's elements into this one. Raises CollectiveError if the sizes differ."""
         if self.bytes != other.bytes:
-            raise CollectiveError(f"A rank gives itself {other.bytes} bytes, where it expects {self.bytes}.")
+            raise CollectiveError(f"A rank sends itself {other.bytes} bytes, but expects {self.bytes}.")
         ctypes.memmove(self.address, other.address, self.bytes)
 
     def clone(self) -> Flat:
-        """A copy of the elements."""
-        copy = temporary(self.count, self.dtype)
+        """Returns a copy in new memory."""
+        copy = allocate(self.count, self.dtype)
         copy.copy_from(self)
         return copy
 
 
-def temporary(count: int, dtype: str) -> Flat:
-    """Memory for so many elements, which is given back when nobody holds it any more; what is in it is left to chance.
+def allocate(count: int, dtype: str) -> Flat:
+    """Allocates uninitialized memory, which is freed when nothing refers to it any more.
 
-    A bytearray(n) would be all zeros, which takes as long as a copy does.
+    A bytearray(n) would be filled with zeros, which takes as long as a copy.
     """
     memory = _new_bytearray(None, count * ITEM_BYTES[dtype])
     return Flat(_address_of(memory), count, dtype, memory)
+
+
+def reduce(parts: Sequence[Flat], result: Flat, op: str) -> None:
+    """Combines the elements of `parts`, in their order, into `result`.
+
+    float16 and bfloat16 are combined in float32 and rounded once. Averages of integers are rounded towards zero.
+
+    Args:
+        parts: Flat tensors of one length and dtype.
+        result: Of the same length and dtype; it may be one of the parts.
+        op: A name of `native.OPS`.
+    """
+    sources = native.pointer_array([part.address for part in parts])
+    dtype, number = DTYPE_NUMBERS[result.dtype], OP_NUMBERS[op]
+    native.load().reduce(result.address, None, sources, len(parts), result.count, dtype, number)
+
+
+def divide(total: Flat, by: int) -> None:
+    """Divides all elements in place; integers are rounded towards zero, as NCCL does."""
+    native.load().divide(total.address, by, total.count, DTYPE_NUMBERS[total.dtype])

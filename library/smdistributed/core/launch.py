@@ -1,19 +1,18 @@
-"""The launch environment: which rank this process is, of how many, and how the ranks find each other.
+"""The launch environment: this process's rank, the number of ranks, and how the ranks find each other.
 
-The only module that reads it, and fills in what torch reads. Two families of variables tell it, by these rules:
+Only this module reads it, and sets the variables that torch reads. There are two families of variables:
 
 1. RANK and WORLD_SIZE, with LOCAL_RANK (or SMDATAPARALLEL_LOCAL_RANK) and LOCAL_WORLD_SIZE: torchrun, `train`.
 2. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE: Open MPI's mpirun.
 
-The first family decides where it is there, because it is what torch's own `env://` reads and what a launcher inside
-mpirun (torchrun on every host) sets anew; the second fills in what the first leaves out, when both tell the same rank.
-RANK and WORLD_SIZE of the one process that called mpirun are left over, and mpirun's family decides: a world of one,
-and what `train` gives a script that it starts once on each host (as SM_CURRENT_HOST_RANK and SM_HOST_COUNT). Other
-families that cannot both be true are an error: each rank would else train alone. With neither, no launcher started the
-process: a job of one.
+The first family wins if it is set: torch's own `env://` reads it, and a launcher inside mpirun (torchrun on every host)
+sets it again. The second family completes the first if both name the same rank. RANK and WORLD_SIZE can be left over
+from the process that called mpirun: a world of one, or a script that `train` starts once on each host. (Its values are
+SM_CURRENT_HOST_RANK and SM_HOST_COUNT.) Then mpirun's family wins. Other contradictions are an error, because each
+rank would train alone. With neither family, no launcher started the process: a job of one rank.
 
-The ranks meet at MASTER_ADDR:MASTER_PORT, else at SMDATAPARALLEL_SERVER_ADDR:SMDATAPARALLEL_SERVER_PORT (set by the
-data parallel launcher on several hosts), else, when mpirun started them all on this host, in its session directory.
+The ranks meet at MASTER_ADDR:MASTER_PORT, or at SMDATAPARALLEL_SERVER_ADDR:SMDATAPARALLEL_SERVER_PORT (set by the data
+parallel launcher on several hosts). If mpirun started all ranks on this host, they can meet in its session directory.
 """
 
 from __future__ import annotations
@@ -22,29 +21,26 @@ import atexit
 import os
 import socket
 import time
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping
 
 _RANK_NAMES = ("RANK", "WORLD_SIZE")
 _MPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _HOST_NAMES = ("SM_CURRENT_HOST_RANK", "SM_HOST_COUNT")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
-_PORT_SECONDS, _PORT_LOOK_SECONDS = 300.0, 0.01
+_PORT_SECONDS, _PORT_POLL_SECONDS = 300.0, 0.01
 _reservations: list[socket.socket] = []
 
 
 class LaunchError(RuntimeError):
-    """The launch environment is incomplete or contradicts itself; the message names the variables and what to do."""
+    """The launch environment is incomplete or contradicts itself; the message names the variables and the fix."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: a host name or IP address, and a TCP port."""
+    """The address at which rank 0 listens: a host name or IP address, and a TCP port."""
 
     host: str
     port: int
@@ -52,10 +48,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in its job. Ranks count from 0; `local_` means among the ranks of this host."""
+    """This process's rank in its job. Ranks count from 0; `local_` means among the ranks of this host."""
 
     launched: bool
-    """False: no launcher started this process, it is a job of one."""
+    """False: no launcher started this process; it is a job of one rank."""
     rank: int
     world_size: int
     local_rank: int
@@ -64,11 +60,11 @@ class Launch:
     master: Address | None
     """None: no address was given, or a job of one needs none."""
     session_dir: Path | None
-    """A directory of this job alone, which all its ranks see and its launcher removes; None: there is none."""
+    """A directory of this job, which all its ranks see and its launcher removes; None: there is none."""
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks are on this host: they need no address that others reach."""
+        """Whether all ranks are on this host, so that they need no address that other hosts reach."""
         return self.local_world_size == self.world_size
 
 
@@ -76,30 +72,34 @@ _ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Read the launch environment (`os.environ` by default) by the rules at the top of this module.
+    """Reads the launch environment by the rules at the top of this module.
 
-    Raises LaunchError when a variable is not an integer or out of range, when one of a pair is missing, when the local
-    rank is missing, and when the two families contradict each other.
+    Args:
+        environ: The environment; default: `os.environ`.
+
+    Raises:
+        LaunchError: If a variable is invalid, one of a pair or the local rank is missing, or the two families
+            contradict each other.
     """
     env = os.environ if environ is None else environ
-    named, mpi = _place(env, _RANK_NAMES), _place(env, _MPI_NAMES)
-    is_callers = _is_the_callers(env, named, mpi)
-    if is_callers:
+    named, mpi = _rank_and_size(env, _RANK_NAMES), _rank_and_size(env, _MPI_NAMES)
+    is_leftover = _is_leftover(env, named, mpi)
+    if is_leftover:
         named = None
     place = named or mpi
     if place is None:
         _refuse_local_rank_alone(env)
         return _ALONE
     if named and mpi:
-        _refuse_leftovers(named, mpi)
+        _refuse_contradiction(named, mpi)
     rank, world_size = place
-    local_names, local_size_names = _local_names(named is not None, mpi == place)
-    local_world_size = _first_integer(env, local_size_names, 1, world_size)
-    local_rank = _first_integer(env, local_names, 0, (local_world_size or world_size) - 1)
+    local_names, local_size_names = _local_rank_names(named is not None, mpi == place)
+    local_world_size = _read_first_integer(env, local_size_names, 1, world_size)
+    local_rank = _read_first_integer(env, local_names, 0, (local_world_size or world_size) - 1)
     if local_rank is None:
         raise LaunchError(
-            f"This process is rank {rank} of {world_size}, but no local rank is given: "
-            f"set {local_names[0]}, from 0 to the ranks on this host less one."
+            f"This process is rank {rank} of {world_size}, but its local rank is missing. "
+            f"Fix: set {local_names[0]} to a number from 0 to the ranks on this host less one."
         )
     session_dir = _session_dir(env) if local_world_size == world_size and mpi == place else None
     return Launch(
@@ -108,22 +108,27 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        # The caller's may be another host's.
-        master=_master(env) if world_size > 1 and not (is_callers and session_dir) else None,
+        # The address of the process that called mpirun may be another host's.
+        master=_read_master(env) if world_size > 1 and not (is_leftover and session_dir) else None,
         session_dir=session_dir,
     )
 
 
-def fill_in(environ: MutableMapping[str, str]) -> None:
-    """Set what torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) where mpirun started this process.
+def set_torch_environment(environ: MutableMapping[str, str]) -> None:
+    """Sets the variables that torch's `env://` reads (RANK, WORLD_SIZE, MASTER_ADDR, …) if mpirun started this process.
 
-    And SMDATAPARALLEL_LOCAL_RANK, as LOCAL_RANK is, for scripts and for transformers. Nothing else is changed where
-    RANK is set, unless it is that of the process which called mpirun. Without a master's address, rank 0 leaves a free
-    port of this host in the job's session directory, for which the others wait. Raises LaunchError as `read_launch`
-    does, and where they have neither an address nor a directory.
+    Also sets SMDATAPARALLEL_LOCAL_RANK to LOCAL_RANK, for scripts and for transformers. If RANK is set, and is not left
+    over from the process that called mpirun, nothing else changes. Without a master's address, rank 0 reserves a free
+    port of this host and writes it into the job's session directory. The other ranks wait for that.
+
+    Args:
+        environ: The environment to change.
+
+    Raises:
+        LaunchError: As `read_launch`, and if the ranks have neither an address nor a directory in common.
     """
-    is_callers = _is_the_callers(environ, _place(environ, _RANK_NAMES), _place(environ, _MPI_NAMES))
-    if "RANK" in environ and not is_callers:
+    is_leftover = _is_leftover(environ, _rank_and_size(environ, _RANK_NAMES), _rank_and_size(environ, _MPI_NAMES))
+    if "RANK" in environ and not is_leftover:
         if "LOCAL_RANK" in environ:
             environ.setdefault("SMDATAPARALLEL_LOCAL_RANK", environ["LOCAL_RANK"])
         return
@@ -140,48 +145,52 @@ def fill_in(environ: MutableMapping[str, str]) -> None:
     has_address = "MASTER_ADDR" in environ and (launch.master is not None or launch.session_dir is None)
     environ.update({name: str(value) for name, value in named.items()})
     if not has_address and (launch.master or launch.session_dir or launch.world_size == 1):
-        master = meeting_place(launch)
+        master = master_address(launch)
         environ.update(MASTER_ADDR=master.host, MASTER_PORT=str(master.port))
 
 
-def name_local_rank(environ: MutableMapping[str, str]) -> None:
-    """Set SMDATAPARALLEL_LOCAL_RANK where a launcher started this process. Raises LaunchError as `read_launch` does."""
+def set_local_rank(environ: MutableMapping[str, str]) -> None:
+    """Sets SMDATAPARALLEL_LOCAL_RANK if a launcher started this process. Raises LaunchError as `read_launch` does."""
     launch = read_launch(environ)
     if launch.launched:
         environ["SMDATAPARALLEL_LOCAL_RANK"] = str(launch.local_rank)
 
 
-def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of several ranks a host started this process: not one that `train` starts once on each host.
+def is_launched_as_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of several ranks started this process; a script that `train` starts once per host is not one.
 
     Raises LaunchError as `read_launch` does.
     """
-    if "TORCHELASTIC_RUN_ID" in environ or _place(environ, _MPI_NAMES) is not None:
+    if "TORCHELASTIC_RUN_ID" in environ or _rank_and_size(environ, _MPI_NAMES) is not None:
         return True
-    named = _place(environ, _RANK_NAMES)
-    return named is not None and named[1] > 1 and not _is_of_host(environ, named)
+    named = _rank_and_size(environ, _RANK_NAMES)
+    return named is not None and named[1] > 1 and not _is_host_rank(environ, named)
 
 
-def meeting_place(launch: Launch) -> Address:
-    """Where the ranks meet: the master's address, else a port of this host on which they agree as `fill_in` tells.
+def master_address(launch: Launch) -> Address:
+    """Returns where the ranks meet: the master's address, or a port of this host as in `set_torch_environment`.
 
-    Raises LaunchError when several ranks have neither an address nor a directory in common.
+    Args:
+        launch: This process's rank in its job.
+
+    Raises:
+        LaunchError: If several ranks have neither an address nor a directory in common.
     """
     if launch.master is None and launch.session_dir is None and launch.world_size > 1:
-        raise nowhere_to_meet(launch)
+        raise no_master_error(launch)
     return launch.master or Address("127.0.0.1", _agreed_port(launch))
 
 
-def nowhere_to_meet(launch: Launch) -> LaunchError:
-    """What is raised where several ranks have neither an address nor a directory in common."""
+def no_master_error(launch: Launch) -> LaunchError:
+    """Returns the error for several ranks that have neither an address nor a directory in common."""
     return LaunchError(
-        f"This process is rank {launch.rank} of {launch.world_size}, but nothing says where the ranks meet: "
-        "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there."
+        f"This process is rank {launch.rank} of {launch.world_size}, but the address where the ranks meet is missing. "
+        "Fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there."
     )
 
 
 def _agreed_port(launch: Launch) -> int:
-    """A port that is free on this host, the same on all ranks: rank 0 writes it down, the others wait for that."""
+    """Returns a free port of this host: rank 0 reserves it and writes it to a file; the others wait for that."""
     if launch.rank == 0 or launch.session_dir is None:
         port = _reserved_port()
     if launch.session_dir is None:
@@ -191,23 +200,23 @@ def _agreed_port(launch: Launch) -> int:
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(str(port))
         unfinished.replace(path)
-        atexit.register(path.unlink, missing_ok=True)  # a later program of the same mpirun has another
+        atexit.register(path.unlink, missing_ok=True)  # a later program of the same mpirun uses another port
         return port
     deadline = time.monotonic() + _PORT_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"Rank 0 has not imported smdistributed within {_PORT_SECONDS:.0f} s, rank {launch.rank} waits for the "
-                f"port that it writes to {path}: set MASTER_ADDR and MASTER_PORT, or import it on all ranks."
+                f"Rank 0 has not imported smdistributed within {_PORT_SECONDS:.0f} s, and rank {launch.rank} waits for "
+                f"it to write its port to {path}. Fix: set MASTER_ADDR and MASTER_PORT, or import it on all ranks."
             )
-        time.sleep(_PORT_LOOK_SECONDS)
+        time.sleep(_PORT_POLL_SECONDS)
     return int(path.read_text())
 
 
 def _reserved_port() -> int:
-    """A port on which this process can listen, and which the system gives to no other one while this process lives.
+    """Returns a port on which this process can listen; no other process gets it while this one lives.
 
-    Bound by a socket that does not listen, so that a server may share it: all servers for a store set SO_REUSEADDR.
+    A socket that does not listen binds it, so that a server may share it: all store servers set SO_REUSEADDR.
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -217,22 +226,22 @@ def _reserved_port() -> int:
     return port
 
 
-def _place(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
-    """Rank and world size by these names, or None when neither is set."""
-    if not _both_or_neither(env, names):
+def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
+    """Returns rank and world size from these variables; None: neither is set."""
+    if not _is_pair_set(env, names):
         return None
-    world_size = _integer(env, names[1], 1, None)
-    return _integer(env, names[0], 0, world_size - 1), world_size
+    world_size = _read_integer(env, names[1], 1, None)
+    return _read_integer(env, names[0], 0, world_size - 1), world_size
 
 
-def _both_or_neither(env: Mapping[str, str], names: tuple[str, str]) -> bool:
+def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
     for present, other in (names, names[::-1]):
         if present in env and other not in env:
             raise LaunchError(f"{present}={env[present]} is set, but {other} is not: set both or neither.")
     return names[0] in env
 
 
-def _integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
+def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
     allowed = f"{lowest} or more" if highest is None else f"from {lowest} to {highest}"
     try:
         value = int(env[name])
@@ -243,13 +252,13 @@ def _integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None
     return value
 
 
-def _first_integer(env: Mapping[str, str], names: Iterable[str], lowest: int, highest: int) -> int | None:
+def _read_first_integer(env: Mapping[str, str], names: Iterable[str], lowest: int, highest: int) -> int | None:
     present = next((name for name in names if name in env), None)
-    return None if present is None else _integer(env, present, lowest, highest)
+    return None if present is None else _read_integer(env, present, lowest, highest)
 
 
-def _local_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the local rank and of the local world size, in order, given which families tell this rank."""
+def _local_rank_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the variables of the local rank and the local world size, in order of precedence."""
     ranks = (_LOCAL_RANK_NAMES if named else ()) + (("OMPI_COMM_WORLD_LOCAL_RANK",) if mpi else ())
     sizes = (("LOCAL_WORLD_SIZE",) if named else ()) + (("OMPI_COMM_WORLD_LOCAL_SIZE",) if mpi else ())
     return ranks, sizes
@@ -261,37 +270,37 @@ def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
             raise LaunchError(f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not: set all three or none.")
 
 
-def _is_the_callers(env: Mapping[str, str], named: tuple[int, int] | None, mpi: tuple[int, int] | None) -> bool:
-    """Whether the first family is of the process that called mpirun: the only one of its job, or of its host.
+def _is_leftover(env: Mapping[str, str], named: tuple[int, int] | None, mpi: tuple[int, int] | None) -> bool:
+    """Whether the first family is left over from the process that called mpirun, the only one of its job or host.
 
-    torchrun inside mpirun has named this process anew.
+    It is not if torchrun runs inside mpirun and has set it again.
     """
     if named is None or mpi is None or "TORCHELASTIC_RUN_ID" in env:
         return False
     local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if named == mpi and env.get("LOCAL_WORLD_SIZE", local_size) == local_size:
         return False
-    return named[1] == 1 or _is_of_host(env, named)
+    return named[1] == 1 or _is_host_rank(env, named)
 
 
-def _is_of_host(env: Mapping[str, str], named: tuple[int, int]) -> bool:
-    """Whether this is the place of a script that `train` starts once on each host."""
+def _is_host_rank(env: Mapping[str, str], named: tuple[int, int]) -> bool:
+    """Whether `train` has set rank and world size for a script that it starts once on each host."""
     return [str(number) for number in named] == [env.get(name) for name in _HOST_NAMES]
 
 
-def _refuse_leftovers(named: tuple[int, int], mpi: tuple[int, int]) -> None:
-    """A launcher inside mpirun makes a job larger than mpirun's; another rank of one no larger is left over."""
+def _refuse_contradiction(named: tuple[int, int], mpi: tuple[int, int]) -> None:
+    """Raises LaunchError unless both families agree, or a launcher inside mpirun has started a larger job."""
     if named != mpi and named[1] <= mpi[1]:
         raise LaunchError(
             f"RANK={named[0]} WORLD_SIZE={named[1]} contradict mpirun, which started this process as rank {mpi[0]} "
-            f"of {mpi[1]}: unset RANK and WORLD_SIZE where mpirun is called."
+            f"of {mpi[1]}. Fix: unset RANK and WORLD_SIZE before you call mpirun."
         )
 
 
-def _master(env: Mapping[str, str]) -> Address | None:
+def _read_master(env: Mapping[str, str]) -> Address | None:
     for names in _MASTER_NAMES:
-        if _both_or_neither(env, names):
-            return Address(env[names[0]], _integer(env, names[1], 1, 65535))
+        if _is_pair_set(env, names):
+            return Address(env[names[0]], _read_integer(env, names[1], 1, 65535))
     return None
 
 

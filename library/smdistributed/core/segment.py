@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share: a file, mapped by each of them.
+"""Shared memory of the processes of one host: a file that each of them maps.
 
-Where there is room it lies in /dev/shm, which containers often limit to 64 MiB; else in the directory for temporary
-files, where the kernel writes it to the disk now and then. The file has a name only until all have mapped it: a job
-that is killed later leaves nothing. What one killed earlier has left is removed by the next job on the host.
+The file is in /dev/shm if it fits there; containers often limit that to 64 MiB. Otherwise it is in the directory for
+temporary files, and the kernel sometimes writes its pages to disk. The file has a name only until all processes have
+mapped it, so a job that is killed later leaves nothing behind. The next job on the host removes older leftovers.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Process(NamedTuple):
-    """A process of this host, told apart from later ones with its number."""
+    """A process of this host; its start time distinguishes it from a later one with the same number."""
 
     pid: int
-    started: int  # in the kernel's count; 0: it is gone
-    host: str  # of this start of the machine, and of this /dev/shm: containers of one machine have one each
-    namespace: str  # of process numbers: in another one, a number says nothing
+    started: int  # in the kernel's ticks; 0: it has ended
+    host: str  # identifies the boot of the machine and the /dev/shm, of which each container has its own
+    namespace: str  # of process numbers, which have no meaning in another namespace
 
     @property
-    def lives(self) -> bool:
-        """Whether it still runs; what cannot be seen from here is taken to."""
-        return (self.host, self.namespace) != (_host(), _namespace()) or self.started == _started(self.pid)
+    def is_alive(self) -> bool:
+        """Whether the process still runs; one that is invisible from here counts as alive."""
+        return (self.host, self.namespace) != (_host_identity(), _process_namespace()) or self.started == _start_time(
+            self.pid
+        )
 
 
 def this_process() -> Process:
-    """Return the calling process."""
-    return Process(os.getpid(), _started(os.getpid()), _host(), _namespace())
+    """Returns the calling process."""
+    return Process(os.getpid(), _start_time(os.getpid()), _host_identity(), _process_namespace())
 
 
-def room() -> int:
-    """Return how many bytes are free where memory is shared best; 0 where there is no such place."""
+def free_bytes() -> int:
+    """Returns the free bytes in /dev/shm; 0 if there is none."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -50,17 +52,24 @@ def room() -> int:
 
 
 def create(size: int) -> tuple[Path, mmap.mmap]:
-    """Make a file of `size` bytes, all zero, and map it; returns its path, for `attach`.
+    """Creates and maps a file of `size` bytes, all zero. Removes files that killed jobs left behind.
 
-    Raises OSError where neither directory has room: no access to the memory will.
+    Returns:
+        The path, for `attach` in other processes, and the memory.
+
+    Raises:
+        OSError: If no directory has enough space. Accesses to the memory raise nothing.
     """
     problem: OSError | None = None
     for directory in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
         _remove_leftovers(directory)
         owner = this_process()
-        path = directory / f"{_PREFIX}{_number(owner.namespace)}-{owner.pid}-{owner.started}-{secrets.token_hex(8)}"
+        path = (
+            directory
+            / f"{_PREFIX}{_namespace_number(owner.namespace)}-{owner.pid}-{owner.started}-{secrets.token_hex(8)}"
+        )
         try:
-            return path, _map(path, size, os.O_CREAT | os.O_EXCL)
+            return path, _map_file(path, size, os.O_CREAT | os.O_EXCL)
         except OSError as error:
             problem = error
             path.unlink(missing_ok=True)
@@ -68,19 +77,21 @@ def create(size: int) -> tuple[Path, mmap.mmap]:
 
 
 def attach(path: Path, size: int) -> mmap.mmap:
-    """Map a file of so many bytes that another process of this user has made by `create`.
+    """Maps a file of `size` bytes that another process of this user has created.
 
-    The path comes through a store into which strangers may write. Raises OSError where it is none of ours, or cannot be
-    seen from here.
+    The path comes from a store into which strangers may write, so the file's owner, mode, size and name are checked.
+
+    Raises:
+        OSError: If the file is missing or `create` did not make it.
     """
     about = path.lstat()
     mode, owner = about.st_mode, about.st_uid
     if (mode, owner, about.st_size) != (stat.S_IFREG | _MODE, os.geteuid(), size) or not path.name.startswith(_PREFIX):
-        raise OSError(f"{path} is no shared memory of this job")
-    return _map(path, size, 0)
+        raise OSError(f"{path} is not shared memory of this job")
+    return _map_file(path, size, 0)
 
 
-def _map(path: Path, size: int, flags: int) -> mmap.mmap:
+def _map_file(path: Path, size: int, flags: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _MODE)
     try:
         if flags:
@@ -91,17 +102,17 @@ def _map(path: Path, size: int, flags: int) -> mmap.mmap:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the files of processes that have ended between making them and all mapping them."""
-    for path in directory.glob(f"{_PREFIX}{_number(_namespace())}-*-*-*"):  # elsewhere a process number says nothing
+    """Removes the files of processes that ended before all processes had mapped them."""
+    for path in directory.glob(f"{_PREFIX}{_namespace_number(_process_namespace())}-*-*-*"):
         _, pid, started, _ = path.name[len(_PREFIX) :].split("-", 3)
         try:
-            if path.stat().st_uid == os.getuid() and _started(int(pid)) != int(started):
+            if path.stat().st_uid == os.getuid() and _start_time(int(pid)) != int(started):
                 path.unlink(missing_ok=True)
         except (OSError, ValueError):
-            continue  # somebody else's, or gone by now
+            continue  # another user's, or already removed
 
 
-def _started(pid: int) -> int:
+def _start_time(pid: int) -> int:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -109,13 +120,13 @@ def _started(pid: int) -> int:
     return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
-def _number(namespace: str) -> str:
-    """pid:[4026531836] is 4026531836."""
+def _namespace_number(namespace: str) -> str:
+    """Returns 4026531836 for pid:[4026531836]."""
     return "".join(filter(str.isdigit, namespace)) or "0"
 
 
-def _host() -> str:
-    """What ranks that may share memory have in common; SMDDP_HOST parts those that shall not."""
+def _host_identity() -> str:
+    """Identifies processes that can share memory; SMDDP_HOST separates those that must not."""
     named = os.environ.get("SMDDP_HOST", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -124,7 +135,7 @@ def _host() -> str:
         return f"{named}:{socket.gethostname()}"
 
 
-def _namespace() -> str:
+def _process_namespace() -> str:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

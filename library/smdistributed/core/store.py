@@ -1,12 +1,12 @@
-"""A key-value store where the ranks of a job meet that has no torch: rank 0 serves it over TCP, the others connect.
+"""Key-value stores, by which the ranks of a job exchange text; and a TCP store for jobs without torch.
 
-The server is a process of its own, which ends with rank 0: a thread there would not answer while some C code holds the
-interpreter, and MPI_Init holds it until all ranks are in it, who may wait for an answer.
+Rank 0 serves the TCP store and the others connect. The server is a process of its own, which ends with rank 0: a thread
+would not answer while C code holds the GIL. MPI_Init holds it until all ranks are in it, and they may need an answer.
 
-A request is a list of words, its answer one word: JSON, after its length in four bytes. A rank takes a connection for
-each call that is under way: a thread that waits for a word keeps no other from asking. Each connection begins with a
-handshake (see `handshake`): if the job has a secret, nobody else is answered. Without one, whoever reaches the store
-may read and write words; it listens at the one address of rank 0's host at which the job's hosts find it.
+A request is a JSON list, its answer one JSON value; each follows its length in four bytes. A rank uses a connection for
+each call that is in progress, so a thread that waits for a value does not block others. Each connection starts with a
+handshake (see `handshake`): if the job has a secret, nobody else gets an answer. Without a secret, anybody who reaches
+the store may read and write values. The server listens only at the address of rank 0's host that the other hosts use.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from smdistributed.core.board import CountingStore
 from smdistributed.core.handshake import HandshakeError, answer_handshake, initiate_handshake
-from smdistributed.core.launch import Address, Launch, LaunchError, meeting_place
-from smdistributed.core.secret import derived, job_key
+from smdistributed.core.launch import Address, Launch, LaunchError, master_address
+from smdistributed.core.secret import derive_key, job_key
 from smdistributed.core.sockets import (
     LOSS_SECONDS,
     enable_keepalive,
@@ -43,52 +42,56 @@ from smdistributed.core.sockets import (
     set_user_timeout,
 )
 
-CONNECT_SECONDS = 300.0  # rank 0 may have something to do first, such as to fetch its data
+CONNECT_SECONDS = 300.0  # rank 0 may do something first, such as download its data
 WAIT_SECONDS = 300.0
-_AGAIN_SECONDS = 0.05  # between two attempts to connect
-_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+_POLL_SECONDS = 1.0
 _ROOT = str(Path(__file__).resolve().parents[2])
-_GRACE_SECONDS = 15.0  # of a server that is busy; one that is stopped answers never
+_GRACE_SECONDS = 15.0  # for a busy server; a stopped one never answers
 _LENGTH = struct.Struct("!I")
-_MOST_BYTES = 64 << 20  # of a request: what is longer comes from no rank
-_MOST_STRANGERS = 64  # connections that have not proved themselves yet
-_NO_SECRET = derived(b"", "store")  # of jobs without a secret: anybody can compute it
+_MAX_BYTES = 64 << 20  # of a request: ranks send none that is longer
+_MAX_UNVERIFIED = 64  # connections that have not completed the handshake
+_NO_SECRET = derive_key(b"", "store")  # of jobs without a secret: anybody can compute it
 _LOOPBACK = "127.0.0.1"
-_VALUES: dict[str, Any] = {"set": str, "get": (int, float), "add": int}  # by the command
+_VALUE_TYPES: dict[str, Any] = {"set": str, "get": (int, float), "add": int}  # by the command
 
 
 class StoreError(RuntimeError):
-    """The store cannot be reached, or nobody has set a word in time; the message says which, and where it is."""
+    """The store cannot be reached, or no rank set a value in time; the message says which, and where the store is."""
 
 
-class Store(ABC):
-    """Words by their keys, which all ranks of a job see. Any thread may call it, and each waits for itself."""
+class Store(Protocol):
+    """A key-value store that all ranks of a job see; torch.distributed's stores have these methods too."""
 
-    @abstractmethod
-    def set(self, key: str, value: str) -> None:
-        """Leave a word."""
+    def set(self, key: str, value: str, /) -> object:
+        """Sets a value."""
 
-    @abstractmethod
-    def get(self, key: str) -> bytes:
-        """Return a word; wait until somebody has left it. Raises StoreError when nobody does in time."""
+    def get(self, key: str, /) -> bytes:
+        """Returns a value, and waits until some rank has set it."""
 
-    @abstractmethod
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first, and return the sum."""
+    def add(self, key: str, amount: int, /) -> int:
+        """Adds to a number, which starts at 0, and returns the sum."""
+
+
+class JobStore(Store, Protocol):
+    """A store that this process opened. Threads may call it at the same time; each waits for its own answer.
+
+    `get` raises StoreError if no rank sets the value in time.
+    """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it; on rank 0 it ends for all."""
+        """Closes the connections; on rank 0 this ends the store for all ranks."""
 
-    def prefixed(self, name: str) -> Prefixed:
-        """The same store for a part of the job: its keys are those of nobody else."""
-        return Prefixed(self, name)
+    def prefixed(self, name: str) -> PrefixedStore:
+        """Returns a view of this store for one part of the job, with keys of its own."""
+        return PrefixedStore(self, name)
 
 
-class Prefixed:
-    """A view of any store, torch's as well, in which all keys begin with a name."""
+class PrefixedStore:
+    """A view of any store in which all keys start with a name."""
 
-    def __init__(self, store: CountingStore, name: str) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
 
     def set(self, key: str, value: str, /) -> None:
@@ -100,60 +103,98 @@ class Prefixed:
     def add(self, key: str, amount: int, /) -> int:
         return self._store.add(f"{self._name}/{key}", amount)
 
-    def prefixed(self, name: str) -> Prefixed:
-        """A part of this part."""
-        return Prefixed(self, name)
+    def prefixed(self, name: str) -> PrefixedStore:
+        """Returns a view of this view."""
+        return PrefixedStore(self, name)
 
 
-class LocalStore(Store):
-    """In the memory of this process: for a job of one rank, and what rank 0 serves."""
+class StoreLog:
+    """Append-only lists of JSON values in a store, which are read without waiting. Raises the store's errors."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def append(self, name: str, entry: Any) -> int:
+        """Appends an entry to a list and returns its number, from 1."""
+        number = self._store.add(f"{self._prefix}/{name}", 1)
+        self._store.set(f"{self._prefix}/{name}/{number}", json.dumps(entry))
+        return number
+
+    def count(self, name: str, amount: int = 0) -> int:
+        """Adds to a counter, which is not a list's, and returns the sum."""
+        return self._store.add(f"{self._prefix}/{name}", amount)
+
+    def read(self, name: str, after: int = 0) -> list[Any]:
+        """Returns the entries of a list after the first `after`; one request to the store if there are none."""
+        count = self._store.add(f"{self._prefix}/{name}", 0)
+        return [
+            json.loads(self._store.get(f"{self._prefix}/{name}/{number}")) for number in range(after + 1, count + 1)
+        ]
+
+
+def exchange_texts(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
+    """Exchanges a text with all ranks; each rank calls it once with the same `name`.
+
+    Returns:
+        The texts of all ranks, in rank order.
+    """
+    store.set(f"{name}-{rank}", text)
+    return [store.get(f"{name}-{other}").decode() for other in range(size)]
+
+
+class LocalStore(JobStore):
+    """A store in this process's memory: for a job of one rank, and inside rank 0's server."""
 
     def __init__(self, seconds: float = WAIT_SECONDS) -> None:
         self._seconds = seconds
-        self._words: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
         with self._changed:
-            self._words[key] = value
+            self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        word = self.wait(key, self._seconds)
-        if word is None:
-            raise StoreError(f"Nobody has set {key!r} in the store within {self._seconds:.0f} s.")
-        return word.encode()
+        value = self.wait(key, self._seconds)
+        if value is None:
+            raise StoreError(f"No rank has set {key!r} in the store within {self._seconds:.0f} s.")
+        return value.encode()
 
     def wait(self, key: str, seconds: float) -> str | None:
-        """Return a word, or None when nobody leaves it within so many seconds."""
+        """Returns a value, or None if no rank sets it within that many seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._words, seconds)
-            return self._words.get(key)
+            self._changed.wait_for(lambda: key in self._values, seconds)
+            return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
-            total = int(self._words.get(key, "0")) + amount
-            self._words[key] = str(total)
+            total = int(self._values.get(key, "0")) + amount
+            self._values[key] = str(total)
             self._changed.notify_all()
             return total
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there is no connection."""
 
 
 class Server:
-    """A process that serves a store at an address of this host, until it is closed or this process ends.
+    """Starts a process that serves a store, until `close` is called or this process ends.
 
-    port: 0: a free one. address: at which it listens; empty: at all. key: what callers must have.
+    Args:
+        port: To listen on; 0: a free one.
+        address: To listen at; empty: all addresses of this host.
+        key: The key that clients must have.
 
-    Raises LaunchError when the port is taken.
+    Raises:
+        LaunchError: If the port is taken.
     """
 
     def __init__(self, port: int, address: str = _LOOPBACK, key: bytes = _NO_SECRET) -> None:
         with _listen(address, port) as listener:
             self.port: int = listener.getsockname()[1]
             number = listener.fileno()
-            # Not by `-m`: the script's directory, which comes first then, may hold a json.py.
+            # Not with `-m`: sys.path would start with the script's directory, which may hold a json.py.
             code = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve"
             command = [sys.executable, "-I", "-c", f"{code}({number}, {os.getpid()})"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
@@ -162,81 +203,86 @@ class Server:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Ends the server process."""
         self._process.kill()
         self._process.communicate()
 
 
 class _Service:
-    """What the process does: each connection in a thread."""
+    """The server process's work: serves each connection in a thread of its own."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
-        self._words, self._listener, self._key = LocalStore(), listener, key
-        self._strangers: deque[socket.socket] = deque()
+        self._values, self._listener, self._key = LocalStore(), listener, key
+        self._unverified: deque[socket.socket] = deque()
         threading.Thread(target=self._accept_forever, daemon=True).start()
 
     def _accept_forever(self) -> None:
-        """Let connections in, as strangers; of too many, the oldest is ended."""
+        """Thread: accepts connections. If too many have not completed the handshake, closes the oldest."""
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # a rank that has gone again, or there are too many files open
-                time.sleep(_AGAIN_SECONDS)
+            except OSError:  # the client has left again, or too many files are open
+                time.sleep(_RETRY_SECONDS)
                 continue
-            self._strangers.append(connection)
+            self._unverified.append(connection)
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except RuntimeError:  # the system gives no more threads: until strangers have ended
-                self._strangers.remove(connection)
+            except RuntimeError:  # the system allows no more threads for now
+                self._unverified.remove(connection)
                 connection.close()
-                self._end_a_stranger()
-                time.sleep(_AGAIN_SECONDS)
-            if len(self._strangers) > _MOST_STRANGERS:
-                self._end_a_stranger()
+                self._close_oldest_unverified()
+                time.sleep(_RETRY_SECONDS)
+            if len(self._unverified) > _MAX_UNVERIFIED:
+                self._close_oldest_unverified()
 
-    def _end_a_stranger(self) -> None:
-        with contextlib.suppress(OSError, IndexError):  # has ended, or proved itself, meanwhile
-            self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+    def _close_oldest_unverified(self) -> None:
+        with contextlib.suppress(OSError, IndexError):  # it ended, or completed the handshake, meanwhile
+            self._unverified.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until the rank ends; what proves nothing, or sends something else than requests, is left alone."""
+        """Thread: answers one client until it disconnects, fails the handshake or sends an invalid request."""
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
                 answer_handshake(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
             finally:
-                with contextlib.suppress(ValueError):  # it is one of too many
-                    self._strangers.remove(connection)
+                with contextlib.suppress(ValueError):  # it was closed as one of too many
+                    self._unverified.remove(connection)
             connection.settimeout(None)
             while True:
                 _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
         if command == "set":
-            return self._words.set(key, value)
-        return self._words.wait(key, value) if command == "get" else self._words.add(key, value)
+            return self._values.set(key, value)
+        return self._values.wait(key, value) if command == "get" else self._values.add(key, value)
 
 
 def parse_request(message: bytes) -> tuple[str, str, Any]:
-    """The command, its key and its value. Raises ValueError for what is no request."""
+    """Returns the command, its key and its value. Raises ValueError if the message is not a request."""
     try:
         command, key, value = json.loads(message)
     except (RecursionError, TypeError):  # a number, or a list in a list in a list …
         raise ValueError("no request") from None
-    kinds = _VALUES.get(command) if isinstance(command, str) else None
-    if kinds is None or not isinstance(key, str) or not isinstance(value, kinds) or isinstance(value, bool):
+    types = _VALUE_TYPES.get(command) if isinstance(command, str) else None
+    if types is None or not isinstance(key, str) or not isinstance(value, types) or isinstance(value, bool):
         raise ValueError("no request")
     if command == "get" and not 0 <= value <= threading.TIMEOUT_MAX:
-        raise ValueError("no number of seconds")
+        raise ValueError("not a number of seconds")
     return command, key, value
 
 
-class TcpStore(Store):
-    """The store that another rank, or this one, serves at an address; ranks may come before it does.
+class TcpStore(JobStore):
+    """A connection to the store that rank 0 serves; ranks may connect before the server starts.
 
-    seconds: how long `get` waits. server: what this rank serves, which ends with this. key: what the server has.
+    Args:
+        address: Of the server.
+        seconds: How long `get` waits for a value.
+        server: This rank's server, if it serves the store; `close` ends it.
+        key: The server's key.
 
-    Raises StoreError when nobody listens there within CONNECT_SECONDS, or whoever does has another key.
+    Raises:
+        StoreError: If nobody listens there within CONNECT_SECONDS, or the server has another key.
     """
 
     def __init__(
@@ -244,23 +290,23 @@ class TcpStore(Store):
     ) -> None:
         self._address, self._seconds, self._server, self._key = address, seconds, server, key
         self._idle: list[socket.socket] = []  # list.append and list.pop need no lock
-        with self._connection(CONNECT_SECONDS):  # whoever cannot reach it hears of it now
+        with self._connection(CONNECT_SECONDS):  # fails now if the server cannot be reached
             pass
 
     def set(self, key: str, value: str) -> None:
-        self._ask("set", key, value)
+        self._request("set", key, value)
 
     def get(self, key: str) -> bytes:
-        word = self._ask("get", key, self._seconds)
-        if word is None:
+        value = self._request("get", key, self._seconds)
+        if value is None:
             raise StoreError(
-                f"Nobody has set {key!r} in the store at {self._where} within {self._seconds:.0f} s: "
-                "a rank has not come this far. Its own output says why, if it has ended."
+                f"No rank has set {key!r} in the store at {self._where} within {self._seconds:.0f} s: "
+                "a rank is late or has ended. Fix: read the output of that rank."
             )
-        return str(word).encode()
+        return str(value).encode()
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
+        return int(self._request("add", key, amount))
 
     def close(self) -> None:
         while self._idle:
@@ -272,21 +318,23 @@ class TcpStore(Store):
     def _where(self) -> str:
         return f"{self._address.host}:{self._address.port}"
 
-    def _ask(self, *request: object) -> Any:
+    def _request(self, *request: object) -> Any:
         try:
             with self._connection() as connection:
                 _send(connection, request)
                 return json.loads(_receive(connection))
         except (OSError, EOFError) as error:
-            raise StoreError(f"The store at {self._where} is gone, with rank 0, which serves it ({error}).") from None
+            raise StoreError(
+                f"The store at {self._where} is unreachable: rank 0, which serves it, has ended ({error})."
+            ) from None
 
     @contextlib.contextmanager
-    def _connection(self, patience: float = 0.0) -> Iterator[socket.socket]:
-        """One that nobody else uses meanwhile. After an error, or an interrupt, an answer may be under way in it."""
+    def _connection(self, timeout: float = 0.0) -> Iterator[socket.socket]:
+        """Lends a connection to one caller at a time; closes it after an error, when an answer may still arrive."""
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self._connect(patience)
+            connection = self._connect(timeout)
         try:
             yield connection
         except BaseException:
@@ -294,39 +342,42 @@ class TcpStore(Store):
             raise
         self._idle.append(connection)
 
-    def _connect(self, patience: float) -> socket.socket:
-        deadline = time.monotonic() + patience
+    def _connect(self, timeout: float) -> socket.socket:
+        deadline = time.monotonic() + timeout
         while True:
             try:
                 connection = _dial(self._address, self._key)
             except HandshakeError as error:
                 raise StoreError(
-                    f"What serves at {self._where} is not this job's store, or has another secret ({error}). Fix: give "
-                    "all ranks the same SMDDP_JOB_SECRET, or none; if another job has the port, choose MASTER_PORT."
+                    f"The server at {self._where} is not this job's store, or has another secret ({error}). Fix: give "
+                    "all ranks the same SMDDP_JOB_SECRET, or none. If another job uses the port, set MASTER_PORT."
                 ) from None
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
                     raise StoreError(
-                        f"Nobody serves the store at {self._where} ({error}): rank 0 has not started or has ended, or "
-                        "a firewall is between. It must be the address of rank 0's host, MASTER_ADDR and MASTER_PORT."
+                        f"No store listens at {self._where} ({error}): rank 0 has not started or has ended, or a "
+                        "firewall blocks the port. Fix: set MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
                     ) from None
-                time.sleep(_AGAIN_SECONDS)
+                time.sleep(_RETRY_SECONDS)
                 continue
             connection.settimeout(self._seconds + _GRACE_SECONDS)
             return connection
 
 
-def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
-    """The job's store, which rank 0 serves; in memory for one rank. To be called once by each process.
+def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
+    """Opens the job's store, once in each process: rank 0 serves it, or it is in memory if there is one rank.
 
-    seconds: how long `get` waits for a word.
+    Args:
+        launch: This process's place in its job.
+        seconds: How long `get` waits for a value.
 
-    Raises LaunchError when nothing says where several ranks meet, rank 0 finds the port taken, or the job's secret is
-    too short; StoreError when rank 0 does not come, or has another secret.
+    Raises:
+        LaunchError: If several ranks have no address to meet at, the port is taken, or the job's secret is too short.
+        StoreError: If rank 0 does not start its server in time, or has another secret.
     """
     if launch.world_size == 1:
         return LocalStore(seconds)
-    place = meeting_place(launch)
+    place = master_address(launch)
     key = job_key("store") or _NO_SECRET
     if launch.is_on_one_host:
         place = Address(_LOOPBACK, place.port)
@@ -338,10 +389,10 @@ def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> Store:
 
 
 def _job_address(master: str) -> str:
-    """The address of this host, rank 0's, at which the other ranks find it as `master`; empty if it cannot be told.
+    """Returns the address of rank 0's host that other ranks reach as `master`; empty if it is unknown.
 
-    A host may know its own name as an address of the loopback, while others know it by another: then the job's
-    interface counts, if it is named.
+    A host may resolve its own name to a loopback address, and other hosts to a real one. Then this is the address of
+    the interface that SM_NETWORK_INTERFACE_NAME names.
     """
     with contextlib.suppress(ValueError):  # a name
         if is_loopback(master):
@@ -358,7 +409,9 @@ def _job_address(master: str) -> str:
 def _dial(address: Address, key: bytes) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
     try:
-        if connection.getsockname() == connection.getpeername():  # by chance from the very port: TCP meets itself
+        if (
+            connection.getsockname() == connection.getpeername()
+        ):  # the port was chosen as its own peer: TCP connects to itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         _prepare(connection)
         initiate_handshake(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
@@ -369,7 +422,7 @@ def _dial(address: Address, key: bytes) -> socket.socket:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Send at once, and notice when the other host is lost."""
+    """Sends without delay, and detects a lost host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     enable_keepalive(connection)
     set_user_timeout(connection, LOSS_SECONDS)
@@ -386,28 +439,32 @@ def _listen(address: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise LaunchError(
-            f"Rank 0 cannot serve the ranks' store at port {port}: another process of this host has it. "
-            "Set MASTER_PORT to a port that is free there."
+            f"Rank 0 cannot serve the job's store: another process of this host uses port {port}. "
+            "Fix: set MASTER_PORT to a port that is free on rank 0's host."
         ) from None
 
 
-def _send(connection: socket.socket, words: object) -> None:
-    message = json.dumps(words).encode()
+def _send(connection: socket.socket, value: object) -> None:
+    message = json.dumps(value).encode()
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
 def _receive(connection: socket.socket) -> bytes:
     (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-    if length > _MOST_BYTES:
+    if length > _MAX_BYTES:
         raise ValueError(f"a message of {length} bytes")
     return read_exactly(connection, length)
 
 
 def serve(number: int, rank_process: int) -> None:
-    """The process: it serves at the socket of that number until the rank that has started it ends.
+    """Main function of the server process: serves the store until the rank that started it ends.
 
-    Its standard input begins with the store's key, and ends with that rank; not where the rank has forked: that process
-    holds the other end as well.
+    Standard input starts with the store's key and is closed when that rank ends. It stays open if the rank has forked,
+    because the fork holds the other end too; therefore the parent's process number is checked as well.
+
+    Args:
+        number: The file descriptor of the listening socket.
+        rank_process: The process number of the rank.
     """
     key = b""
     while len(key) < len(_NO_SECRET):
@@ -416,5 +473,5 @@ def serve(number: int, rank_process: int) -> None:
             return
         key += part
     _Service(socket.socket(fileno=number), key)
-    while os.getppid() == rank_process and not select.select([0], [], [], _LOOK_SECONDS)[0]:
+    while os.getppid() == rank_process and not select.select([0], [], [], _POLL_SECONDS)[0]:
         pass

@@ -1,7 +1,7 @@
-"""What a rank does when: computation, communication and waiting, recorded into a Chrome trace.
+"""Records a rank's computation, communication and waiting as a Chrome trace.
 
 Off by default. `start` begins a recording and `stop` ends it; Perfetto (ui.perfetto.dev), chrome://tracing and
-`shoal report timeline` open the file. Instrumented code asks first, so that it costs next to nothing without one:
+`shoal report timeline` open the file. Instrumented code checks first, so that it costs almost nothing without one:
 
     running = timeline.recorder
     if running is not None:
@@ -9,23 +9,23 @@ Off by default. `start` begins a recording and `stop` ends it; Perfetto (ui.perf
 
 The events, each with a category (`cat`), which is also its row in the trace:
 
-| category        | name                                  | what it is
+| category        | name                                  | meaning
 |-----------------|---------------------------------------|-------------------------------------------------------
-| "step"          | "step"                                | span: one training step, where the library knows of it
-| "compute"       | "forward", "backward", "optimizer"    | span: the main thread computes; waits may lie inside
-| "wait"          | what for, such as "all_reduce"        | span: the main thread is blocked until that is done
-| "communication" | the operation, such as "all_reduce"   | span: from when this rank begins a collective to its end
-| "communication" | "bucket ready"                        | instant: a bucket has its last gradient and may travel
+| "step"          | "step"                                | span: one training step, if the library knows it
+| "compute"       | "forward", "backward", "optimizer"    | span: the main thread computes; it may contain waits
+| "wait"          | the operation, such as "all_reduce"   | span: the main thread is blocked by it
+| "communication" | the operation, such as "all_reduce"   | span: from this rank's call of a collective to its end
+| "communication" | "bucket ready"                        | instant: a bucket has its last gradient and may be sent
 
-The arguments of a communication span: `operation`, `bytes` (what this rank hands in), `dtype`, `engine` ("shm",
-"gloo", "nccl", "mpi"), `bucket` (its index; left out where there is none), `group` (where it is not of all ranks).
-"bucket ready" has `bucket` and `bytes`. Ranks of a group begin the collectives of one operation and bucket in the same
-order: so readers find the n-th of one rank among those of the others.
+A communication span has the arguments `operation`, `bytes` (this rank's input), `dtype` and `engine` ("shm", "gloo",
+"nccl", "mpi"). `bucket` is its index, if any. `group` is missing if it has all ranks. "bucket ready" has `bucket` and
+`bytes`. Ranks of a group begin the collectives of one operation and bucket in the same order, so readers can match the
+n-th of each rank.
 
-The file is in the JSON array format, one event a line, `pid` the rank, `ts` and `dur` in microseconds. It is written
-once a second, and is read without its closing bracket too: a job that is killed loses its last second. The first event
-is the metadata event `process_name`, whose `start_time_since_epoch_in_micros` is when `ts` 0 was: by the clock of rank
-0, where `set_clock_offset` was told how this host's differs. Where the event is there twice, the later one holds.
+The file has the JSON array format, one event per line. `pid` is the rank; `ts` and `dur` are in microseconds. It is
+written once per second, and readers accept it without its closing bracket, so a job that is killed loses one second.
+The first event is the metadata event `process_name`; its `start_time_since_epoch_in_micros` is the time of `ts` 0, by
+rank 0's clock if `set_clock_offset` was called. If there are two such events, the later one is valid.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CATEGORIES = ("step", "compute", "wait", "communication")
 """In the order of their rows."""
 
 _WRITE_SECONDS = 1.0
-_MOST_EVENTS = 1 << 16  # in memory, about 20 MB: who records faster than they are written writes them itself
-_MOST_LANES = 1000
+_MAX_EVENTS = 1 << 16  # in memory, about 20 MB: if there are more, the recording thread writes them
+_MAX_LANES = 1000
 
 _log = logging.getLogger(__name__)
 _Args = Optional[Mapping[str, Any]]
@@ -59,59 +59,73 @@ now = time.monotonic_ns
 """The clock of `Recorder.complete`, in nanoseconds."""
 
 wall = time.time_ns
-"""The host's clock, in nanoseconds since 1970: what `set_clock_offset` is about."""
+"""The host's clock, in nanoseconds since 1970, which `set_clock_offset` corrects."""
 
 
 class TimelineError(RuntimeError):
-    """A recording cannot begin or end; the message says why, where and what to do."""
+    """A recording cannot begin or end; the message has the reason, the file and the fix."""
 
 
 class Recorder:
-    """Writes the events of one rank into one file. Every method may be called from any thread.
+    """Writes the events of one rank into one file. Any thread may call every method.
 
-    `job` is the same on all ranks of a job, and other than that of most jobs: readers tell mixed files by it.
+    Args:
+        file: Created or replaced.
+        rank: This rank.
+        world_size: Number of ranks.
+        job: The same on all ranks of a job and different for most jobs; readers detect mixed files by it.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
 
     def __init__(self, file: Path, rank: int, world_size: int, job: str) -> None:
-        """Create the file, or replace it. Raises OSError when it cannot be written."""
         self.file = file
         self._rank = rank
         begun, monotonic = wall(), now()
         self._started = begun // 1000
-        self._zero = monotonic - begun % 1000  # ts 0 lies at a whole microsecond of the epoch
+        self._zero = monotonic - begun % 1000  # ts 0 is a whole microsecond of the epoch
         self._about = {"name": f"rank {rank}", "rank": rank, "world_size": world_size, "job": job}
         self._about["host"] = socket.gethostname()
         self._events: deque[_Event] = deque()
         self._lanes: dict[str, list[int]] = {category: [] for category in CATEGORIES}
         self._lock = threading.RLock()  # a signal handler may record or stop while this thread writes
-        self._output: Any = file.open("wb", buffering=0)  # unbuffered: a forked child must not write it once more
-        self._write(f"[\n{json.dumps(self._process())}")
+        self._output: Any = file.open("wb", buffering=0)  # unbuffered: a forked child must not write it again
+        self._write(f"[\n{json.dumps(self._metadata_event())}")
         self._stopping = threading.Event()
-        self._writer = threading.Thread(target=self._write_now_and_then, name="smdistributed-timeline", daemon=True)
+        self._writer = threading.Thread(target=self._flush_periodically, name="smdistributed-timeline", daemon=True)
         self._writer.start()
 
     def complete(self, category: str, name: str, began: int, ended: int, args: _Args = None) -> None:
-        """Record a span of time, `began` to `ended` by `now()`. `args` must not change afterwards."""
+        """Records a span of time.
+
+        Args:
+            category: One of CATEGORIES.
+            name: See the table at the top of this module.
+            began: By `now()`, in nanoseconds.
+            ended: By `now()`, in nanoseconds; -1 for an instant.
+            args: Must not change afterwards.
+        """
         self._events.append((category, name, began, ended, args))
-        if len(self._events) >= _MOST_EVENTS:
+        if len(self._events) >= _MAX_EVENTS:
             self.flush()
 
     def instant(self, category: str, name: str, args: _Args = None) -> None:
-        """Record that something happens now."""
+        """Records an instant, now."""
         self.complete(category, name, now(), -1, args)
 
     def set_clock_offset(self, micros: int) -> None:
-        """Say how far rank 0's clock is ahead of this host's, in microseconds (negative: behind)."""
-        self._write(f",\n{json.dumps(self._process(micros))}")
+        """Records by how many microseconds rank 0's clock is ahead of this host's (negative: behind)."""
+        self._write(f",\n{json.dumps(self._metadata_event(micros))}")
 
     def flush(self) -> None:
-        """Write what has been recorded until now."""
+        """Writes the events recorded until now."""
         with self._lock:
             events = [self._events.popleft() for _ in range(len(self._events))]
-            self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome(events)))
+            self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome_events(events)))
 
     def close(self) -> None:
-        """Write the rest and end the file; what is recorded later is dropped."""
+        """Writes the remaining events and closes the file; later events are dropped."""
         self._stopping.set()
         if self._writer is not threading.current_thread():
             self._writer.join()
@@ -122,12 +136,13 @@ class Recorder:
                 self._output.close()
                 self._output = None
 
-    def _write_now_and_then(self) -> None:
+    def _flush_periodically(self) -> None:
+        """Thread: writes events until the recording is closed."""
         while not self._stopping.wait(_WRITE_SECONDS):
             self.flush()
 
     def _write(self, text: str) -> None:
-        """Write, or say that it cannot be done and record no more: a full disk must not end the training."""
+        """Writes text. If it fails, logs that and ends the recording: a full disk must not end the training."""
         with self._lock:
             rest = memoryview(text.encode())
             try:
@@ -136,32 +151,32 @@ class Recorder:
             except OSError as error:
                 self._output.close()
                 self._output = None
-                _log.error("The timeline %s ends here, and training goes on: %s.", self.file, error.strerror)
+                _log.error("The timeline %s ends here; training continues: %s.", self.file, error.strerror)
 
-    def _process(self, offset: int = 0) -> dict[str, Any]:
-        """The event that says whose file it is, and when it began by rank 0's clock."""
+    def _metadata_event(self, offset: int = 0) -> dict[str, Any]:
+        """Returns the metadata event: the rank, and when the recording began by rank 0's clock."""
         begin = {"start_time_since_epoch_in_micros": self._started + offset, "clock_offset_in_micros": offset}
         return {"ph": "M", "name": "process_name", "pid": self._rank, "args": {**self._about, **begin}}
 
-    def _chrome(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
+    def _chrome_events(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
         for category, name, began, ended, args in events:
             instant = ended < 0
             event: dict[str, Any] = {"ph": "i" if instant else "X", "cat": category, "name": name, "pid": self._rank}
-            lane, is_new = (0, False) if instant else self._lane(category, began, ended)
-            event["tid"] = CATEGORIES.index(category) * _MOST_LANES + lane
+            lane, is_new = (0, False) if instant else self._assign_lane(category, began, ended)
+            event["tid"] = CATEGORIES.index(category) * _MAX_LANES + lane
             if is_new:
-                yield self._row(event["tid"], f"{category} {lane + 1}" if lane else category)
+                yield self._row_event(event["tid"], f"{category} {lane + 1}" if lane else category)
             event["ts"] = (began - self._zero) / 1000
             event.update({"s": "t"} if instant else {"dur": (ended - began) / 1000})
             if args:
                 event["args"] = args
             yield event
 
-    def _row(self, tid: int, name: str) -> dict[str, Any]:
+    def _row_event(self, tid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": tid, "args": {"name": name}}
 
-    def _lane(self, category: str, began: int, ended: int) -> tuple[int, bool]:
-        """Spans at the same time need rows of their own: return the first free one, and whether it is new."""
+    def _assign_lane(self, category: str, began: int, ended: int) -> tuple[int, bool]:
+        """Returns the first free row for a span, since overlapping spans need several, and whether it is new."""
         ends = self._lanes[category]
         lane = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))
         if lane == len(ends):
@@ -172,7 +187,7 @@ class Recorder:
 
 
 recorder: Recorder | None = None
-"""The recording that runs, if one does."""
+"""The running recording, if any."""
 
 _clock_offset = 0
 _change = threading.RLock()
@@ -188,17 +203,25 @@ def start(
     append_rank: bool = False,
     job: str = "",
 ) -> Path:
-    """Begin a recording, and return its file. A file that is there is replaced; directories are made.
+    """Begins a recording; replaces an existing file and creates directories.
 
-    path: a file if it ends in `.json`, else a directory, for a file `default_name`.
-    append_rank: put the rank into the file's name (`timeline_3.json`). Ranks other than 0 do so in any case: ranks
-        that share a file system would else destroy each other's file.
-    job: see Recorder.
+    Args:
+        path: A file if it ends in `.json`, otherwise a directory for a file `default_name`.
+        rank: This rank.
+        world_size: Number of ranks.
+        default_name: Name of the file in a directory.
+        append_rank: Whether rank 0 too has its rank in the file's name (`timeline_0.json`). Other ranks always do:
+            ranks that share a file system would overwrite each other's file.
+        job: See `Recorder`.
 
-    Raises TimelineError when a recording runs already and when the file cannot be written.
+    Returns:
+        The file.
+
+    Raises:
+        TimelineError: If a recording runs already, or the file cannot be written.
     """
     global recorder
-    file = _file(Path(path), default_name, rank if append_rank or rank else None)
+    file = _trace_file(Path(path), default_name, rank if append_rank or rank else None)
     with _change:
         if recorder is not None:
             raise TimelineError(f"A timeline is being recorded to {recorder.file}: stop it before starting another.")
@@ -220,7 +243,7 @@ def start(
 
 
 def when_started(owner: Any, begin: Callable[[Any], None]) -> None:
-    """Call `begin(owner)` once: now, if a recording runs, else when the next one starts, if the owner lives then."""
+    """Calls `begin(owner)` once: now if a recording runs, else when the next one starts, if the owner still exists."""
     with _change:
         if recorder is None:
             _waiting[owner] = begin
@@ -229,7 +252,7 @@ def when_started(owner: Any, begin: Callable[[Any], None]) -> None:
 
 
 def stop() -> Path:
-    """End the recording, and return its file. Raises TimelineError when none runs."""
+    """Ends the recording and returns its file. Raises TimelineError if none runs."""
     global recorder
     with _change:
         if recorder is None:
@@ -240,7 +263,7 @@ def stop() -> Path:
 
 
 def set_clock_offset(micros: int) -> None:
-    """Say how far rank 0's clock is ahead of this host's, in microseconds: for this recording and later ones."""
+    """Sets by how many microseconds rank 0's clock is ahead of this host's, for this recording and later ones."""
     global _clock_offset
     with _change:
         _clock_offset = micros
@@ -249,7 +272,7 @@ def set_clock_offset(micros: int) -> None:
 
 
 def span(category: str, name: str, args: _Args = None) -> AbstractContextManager[None]:
-    """Record what runs inside `with`, if a recording runs."""
+    """Returns a context manager that records its block as a span, if a recording runs."""
     running = recorder
     return _NOTHING if running is None else _Span(running, category, name, args)
 
@@ -271,7 +294,7 @@ class _Span(AbstractContextManager):  # type: ignore[type-arg]
         self._recorder.complete(category, name, self._began, now(), args)
 
 
-def _file(path: Path, default_name: str, rank: int | None) -> Path:
+def _trace_file(path: Path, default_name: str, rank: int | None) -> Path:
     file = path if path.suffix == ".json" else path / default_name
     return file if rank is None else file.with_name(f"{file.stem}_{rank}{file.suffix}")
 
@@ -281,11 +304,11 @@ def _end_at_exit() -> None:
         stop()
 
 
-def _forget_in_child() -> None:
-    """A forked process (a loader of data) is no rank, and its parent writes the file."""
+def _stop_in_child() -> None:
+    """Ends recording in a forked process (a data loader): only its parent is a rank and writes the file."""
     global recorder
     recorder = None
 
 
 atexit.register(_end_at_exit)
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_stop_in_child)

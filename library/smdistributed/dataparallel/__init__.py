@@ -1,6 +1,6 @@
-"""Data parallel training: every rank trains a copy of the model on its share of the data, and gradients are averaged.
+"""Data parallel training: each rank trains a copy of the model on its share of the data; gradients are averaged.
 
-Frameworks are imported by the packages named after them (`smdistributed.dataparallel.torch`), never here.
+Only the packages named after a framework (`smdistributed.dataparallel.torch`) import it.
 """
 
 from __future__ import annotations
@@ -8,25 +8,28 @@ from __future__ import annotations
 import os
 
 from smdistributed.core import timeline as _timeline
+from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.launch import read_launch as _read_launch
-from smdistributed.dataparallel.exceptions import SMDDPError
 
 _FILE = "smdataparallel_timeline.json"
 
 
 def start_profiler(path: str | os.PathLike[str], append_rank: bool = False) -> None:
-    """Begin to record what this rank does when, as a Chrome trace (AWS API 1.x); `shoal report timeline` reads it.
+    """Starts recording this rank's computation and communication as a Chrome trace (AWS API 1.x).
 
-    path: a directory, for `smdataparallel_timeline.json`, or a file whose name ends in `.json`. Directories are made,
-        and a file that is there is replaced.
-    append_rank: put the rank into the file's name (`smdataparallel_timeline_3.json`). AWS does not say what happens to
-        ranks that share a file system without it: here rank 0 writes the plain name, and every other rank puts its own
-        into it.
+    `shoal report timeline` reads the file. Recording ends with `stop_profiler` or with the process. Call it on every
+    rank, before or after initialization.
 
-    Recording ends with `stop_profiler`, or with the process. Call it on every rank, before or after initialisation.
+    Args:
+        path: A directory for `smdataparallel_timeline.json`, or a file name that ends in `.json`. Directories are
+            created, and an existing file is replaced.
+        append_rank: Whether to put the rank into the file's name (`smdataparallel_timeline_3.json`). AWS does not
+            document ranks that share a file system without it. Here rank 0 writes the plain name, and every other rank
+            appends its own.
 
-    Raises SMDDPError when a recording runs already (AWS does not say) and when the file cannot be written, LaunchError
-    when the environment does not say which rank this is.
+    Raises:
+        SMDDPError: If a recording runs already (undocumented by AWS), or the file cannot be written.
+        LaunchError: If the environment does not say which rank this is.
     """
     launch = _read_launch()
     job = launch.session_dir or (f"{launch.master.host}:{launch.master.port}" if launch.master else "")
@@ -37,7 +40,11 @@ def start_profiler(path: str | os.PathLike[str], append_rank: bool = False) -> N
 
 
 def stop_profiler() -> None:
-    """End the recording and complete its file. Raises SMDDPError when none runs."""
+    """Ends the recording and completes its file.
+
+    Raises:
+        SMDDPError: If none runs.
+    """
     try:
         _timeline.stop()
     except _timeline.TimelineError as error:

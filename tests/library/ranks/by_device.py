@@ -141,11 +141,11 @@ def all_ranks_decide_alike() -> None:
     groups = [dist.new_group(backend="smddp")]
     nccl_stand_in.install()
     ours: Any = backend
-    lacks = ours.lacks_nccl
+    lacks = ours.local_nccl_problem
     if RANK == SIZE - 1:
-        ours.lacks_nccl = lambda: "sees no CUDA device"
+        ours.local_nccl_problem = lambda: "sees no CUDA device"
     groups.append(dist.new_group(backend="smddp"))
-    ours.lacks_nccl = lacks
+    ours.local_nccl_problem = lacks
     for group in groups:
         assert isinstance(group, ProcessGroup)
         tensor = torch.ones(3)

@@ -355,14 +355,14 @@ def groups() -> None:
 
 
 def refused() -> None:
-    """What would reach beyond a tensor's memory."""
+    """Calls that would access memory beyond a tensor."""
     one, many = torch.zeros(2), [torch.zeros(2) for _ in EVERYBODY]
     calls: dict[str, Callable[[], object]] = {
-        "give it those of all": lambda: dist.all_gather_into_tensor(torch.zeros(2 * SIZE), torch.ones(6)),
+        "Fix: give it the elements of all ": lambda: dist.all_gather_into_tensor(torch.zeros(2 * SIZE), torch.ones(6)),
         "torch.float16": lambda: dist.all_gather(many, one.half()),
         "torch.int32": lambda: dist.reduce_scatter(one.int(), many),
-        "hold 2 elements beside 5": lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(2 * SIZE)),
-        "give one for each": lambda: dist.all_gather([*many, one], one),
+        "have 2 and 5 elements": lambda: dist.reduce_scatter_tensor(torch.ones(5), torch.ones(2 * SIZE)),
+        "pass one for each": lambda: dist.all_gather([*many, one], one),
     }
     for words, call in calls.items():
         try:
@@ -476,13 +476,13 @@ def again() -> None:
     assert everybody.engine.partition(":")[0] == ENGINE.partition(":")[0]
     assert torch.device("cpu") in everybody._device_types
     ours: list[str] = []
-    run, proxy = type(everybody)._run, weakref.proxy(everybody)  # nothing here may keep the group
+    run = everybody._queue.run
 
-    def noting(name: str, *arguments: Any) -> Any:
+    def noting(owner: Any, name: str, *arguments: Any) -> Any:
         ours.append(name)
-        return run(proxy, name, *arguments)
+        return run(owner, name, *arguments)
 
-    everybody._run = noting
+    everybody._queue.run = noting
     tensors = [torch.ones(3), torch.ones(2)]
     for tensor in tensors:
         dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""One rank: runs another script of this folder, whose stages exchange tensors as GPUs do, by gloo instead of NCCL.
+"""One rank: runs another script of this folder. Its stages exchange tensors as GPUs do, by gloo instead of NCCL.
 
 `transferring.py [--device] SCRIPT ARGUMENT ...`; --device: tensors on CUDA devices, in a rehearsal, not on the CPU.
 """
@@ -49,7 +49,7 @@ def main(words: list[str]) -> None:
     if words[0] == "--device":
         words = words[1:]
         os.environ[carrier.VARIABLE] = "nccl"
-        patched.open_group, patched.without_nccl = open_group, lambda *_: ""
+        patched.open_group, patched.nccl_problem = open_group, lambda *_: ""
         patched.Carrier = Counting
     else:
         state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]

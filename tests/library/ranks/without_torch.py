@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from smdistributed.core.diagnostics import CollectiveError
+from smdistributed.core.engine_selection import RankGroup, open_engine
 from smdistributed.core.engines import Engine
 from smdistributed.core.flat import Flat
-from smdistributed.core.guards import CollectiveError
 from smdistributed.core.launch import read_launch
 from smdistributed.core.mpi import mpi_network
-from smdistributed.core.opening import Group, open_engine
+from smdistributed.core.native import supports_reduction
 from smdistributed.core.store import open_store
 
 LAUNCH = read_launch()
@@ -60,11 +61,11 @@ def all_reduce(engine: Engine) -> None:
             everybodys = np.abs(drawn) if name == "uint8" else drawn
             for op, reference in REDUCTIONS.items():
                 array = encoded(everybodys[RANK], name)
-                assert engine.reduces(name, op)
+                assert supports_reduction(name, op)
                 engine.all_reduce(flat(array, name), op)
                 assert np.array_equal(array, encoded(reference(everybodys), name)), (count, name, op)
-    assert not engine.reduces("float32", "bxor")
-    assert not engine.reduces("complex64", "sum")
+    assert not supports_reduction("float32", "bxor")
+    assert not supports_reduction("complex64", "sum")
 
 
 def to_a_root(engine: Engine) -> None:
@@ -142,7 +143,7 @@ def main(ranks_per_host: int, what: Sequence[str]) -> None:
     os.environ["SMDDP_HOST"] = f"host-{RANK // ranks_per_host}"
     store = open_store(LAUNCH)
     seconds = 2.0 if what else 100.0
-    group = Group(store.prefixed("engine"), RANK, SIZE, seconds, connect=lambda: store, number=RANK)
+    group = RankGroup(store.prefixed("engine"), RANK, SIZE, seconds, connect=lambda: store, number=RANK)
     engine, name = open_engine(group, mpi_network(group))
     print(name)
     for check in (late,) if what else CHECKS:

@@ -1,8 +1,8 @@
-"""The engine in TensorFlow: collectives as operations, eager and in graphs."""
+"""Collectives and messages as TensorFlow operations, in eager code and in graphs."""
 
-from smdistributed.core.lacking import lacking
+from smdistributed.core.exceptions import missing_framework_error
 
 try:
     import tensorflow  # noqa: F401
 except ModuleNotFoundError as error:
-    raise lacking(error, "TensorFlow", "tensorflow") from None
+    raise missing_framework_error(error, "TensorFlow", "tensorflow") from None

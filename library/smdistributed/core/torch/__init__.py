@@ -1,8 +1,8 @@
-"""The engine for PyTorch: the process group that averages gradients, for data and for model parallel training."""
+"""PyTorch: the process group that reduces gradients, for data parallel and model parallel training."""
 
-from smdistributed.core.lacking import lacking
+from smdistributed.core.exceptions import missing_framework_error
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise lacking(error, "PyTorch", "torch") from None
+    raise missing_framework_error(error, "PyTorch", "torch") from None

@@ -1,7 +1,7 @@
-"""The backend `smddp` of torch.distributed, under the name that AWS gives it.
+"""Registers the backend `smddp`, AWS's name, with torch.distributed; importing this module registers nothing.
 
-Where NCCL can carry the CUDA tensors of a group, and torch lets kernels in Python have those on the CPU
-(`per_device.is_possible`), the group is torch's own, as of "cpu:smddp,cuda:nccl". Otherwise it is `ProcessGroup`.
+The group is torch's own, like "cpu:smddp,cuda:nccl", if two conditions hold. NCCL can carry its CUDA tensors, and torch
+lets Python kernels carry its CPU tensors (`per_device.is_supported`). Otherwise it is a `ProcessGroup`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch.distributed import distributed_c10d
 
 from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 from smdistributed.core.torch import per_device
-from smdistributed.core.torch.devices import lacks_nccl, leave_to_host, take_device, without_nccl
-from smdistributed.core.torch.nccl_timeline import record_nccl
+from smdistributed.core.torch.devices import local_nccl_problem, nccl_problem, publish_nccl_problem, select_device
 from smdistributed.core.torch.process_group import ProcessGroup
+from smdistributed.core.torch.recording import record_nccl
 
 BACKEND = "smddp"
-_BESIDE = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
+_COMBINABLE = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
 _MAKE, _SET_TIMEOUT = "_new_process_group_helper", "_set_pg_timeout"
 
 
-class _Making(threading.local):
-    """What `create` has to know of the group that this thread makes, and torch does not tell it."""
+class _Creation(threading.local):
+    """Facts about the group that this thread creates, which torch does not pass to `create`."""
 
-    wanted = BACKEND
-    """The backends that were asked for."""
+    requested = BACKEND
+    """The requested backends."""
     is_torchs = False
-    """Whether torch puts the group together itself, and takes a backend for CPU tensors alone."""
+    """Whether torch creates the group itself, and needs only a backend for CPU tensors."""
     engine: ProcessGroup | None = None
-    """What `create` has made for such a group."""
+    """The group that `create` has made for CPU tensors."""
 
 
-_making = _Making()
+_creation = _Creation()
 
 
 def register() -> None:
-    """Let torch.distributed know the backend. Doing so twice is no error."""
+    """Registers the backend and patches torch's helpers that create groups and set timeouts; once in a process."""
     if BACKEND in torch.distributed.Backend.backend_list:
         return
     register_backend = torch.distributed.Backend.register_backend
@@ -51,113 +51,131 @@ def register() -> None:
         register_backend(BACKEND, create, devices=["cpu", "cuda"])
     else:
         register_backend(BACKEND, create)
-    setattr(distributed_c10d, _MAKE, _by_device(getattr(distributed_c10d, _MAKE)))
-    if per_device.is_possible():
-        setattr(distributed_c10d, _SET_TIMEOUT, _told_to_engines(getattr(distributed_c10d, _SET_TIMEOUT)))
+    setattr(distributed_c10d, _MAKE, _create_per_device(getattr(distributed_c10d, _MAKE)))
+    if per_device.is_supported():
+        setattr(distributed_c10d, _SET_TIMEOUT, _set_engine_timeout(getattr(distributed_c10d, _SET_TIMEOUT)))
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a group, as torch.distributed asks for one; gloo's backend for the CPU, if the group is torch's own.
+    """Creates a group for torch.distributed.
 
-    Raises SMDDPError where other backends are asked for beside this one, and it cannot have them.
+    Args:
+        store: The group's own.
+        rank: This rank in the group.
+        size: Number of ranks.
+        timeout: How long ranks wait for each other.
+
+    Returns:
+        A `ProcessGroup`; gloo's backend for CPU tensors if the group is torch's own.
+
+    Raises:
+        SMDDPError: If other backends are requested that cannot be combined with this one.
     """
-    group = ProcessGroup(store, rank, size, timeout, backends_beside(_making.wanted))
-    if not _making.is_torchs:
+    group = ProcessGroup(store, rank, size, timeout, other_backends(_creation.requested))
+    if not _creation.is_torchs:
         return group
-    _making.engine = group
+    _creation.engine = group
     return group.gloo
 
 
-def backends_beside(wanted: str) -> dict[str, str]:
-    """The other backends in words such as "cpu:gloo,cuda:smddp", by type of device.
+def other_backends(requested: str) -> dict[str, str]:
+    """Parses a request such as "cpu:gloo,cuda:smddp".
 
-    Raises SMDDPError for one that cannot be beside this.
+    Returns:
+        The backends other than `smddp`, by device type.
+
+    Raises:
+        SMDDPError: For a backend that cannot be combined with `smddp`.
     """
-    others = {device: name for device, name in _by_device_type(wanted).items() if name != BACKEND}
+    others = {device: name for device, name in _by_device_type(requested).items() if name != BACKEND}
     for device, name in others.items():
-        if name not in _BESIDE.get(device, ()):
-            allowed = ", ".join(f"{device}:{name}" for device, names in _BESIDE.items() for name in names)
-            raise SMDDPError(f"{device}:{name} cannot be beside the backend {BACKEND}: it takes {allowed}.")
+        if name not in _COMBINABLE.get(device, ()):
+            allowed = ", ".join(f"{device}:{name}" for device, names in _COMBINABLE.items() for name in names)
+            raise SMDDPError(f"{device}:{name} cannot be combined with the backend {BACKEND}: use one of {allowed}.")
     return others
 
 
-def _by_device_type(wanted: str) -> dict[str, str]:
-    if wanted.lower() == BACKEND:
+def _by_device_type(requested: str) -> dict[str, str]:
+    if requested.lower() == BACKEND:
         return {"cpu": BACKEND, "cuda": BACKEND}
-    pairs = [pair.partition(":") for pair in wanted.lower().split(",") if ":" in pair]
+    pairs = [pair.partition(":") for pair in requested.lower().split(",") if ":" in pair]
     return {device: name for device, _, name in pairs}
 
 
-def _by_device(make: Any) -> Any:
-    """torch's helper that makes a group, so that it uses its own NCCL where this backend would."""
+def _create_per_device(make: Any) -> Any:
+    """Wraps torch's helper that creates a group: CUDA tensors use torch's own NCCL if possible."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
-    def make_by_device(*args: Any, **kwargs: Any) -> Any:
+    def create_with_nccl(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        wanted, before = str(given.arguments["backend"]), vars(_making).copy()
-        on_cpu = _by_device_type(wanted).get("cpu", BACKEND)
-        _making.wanted, _making.engine = wanted, None
-        _making.is_torchs = is_torchs = _nccl_carries(_by_device_type(wanted), given.arguments)
+        requested, before = str(given.arguments["backend"]), vars(_creation).copy()
+        on_cpu = _by_device_type(requested).get("cpu", BACKEND)
+        _creation.requested, _creation.engine = requested, None
+        _creation.is_torchs = is_torchs = _nccl_carries(_by_device_type(requested), given.arguments)
         if is_torchs:
             given.arguments["backend"] = torch.distributed.Backend(f"cpu:{on_cpu},cuda:nccl")
         try:
             made = make(*given.args, **given.kwargs)
             if is_torchs:
-                _finish(made[0], wanted, _making.engine)
+                _finish(made[0], requested, _creation.engine)
             return made
         except RuntimeError as error:
-            if is_torchs and (_making.engine is not None or on_cpu != BACKEND):  # the CPU's comes first
+            if is_torchs and (_creation.engine is not None or on_cpu != BACKEND):  # the CPU backend is made first
                 raise SMDDPNCCLError(f"NCCL does not start: {error}") from error
             raise
         finally:
-            vars(_making).clear()
-            vars(_making).update(before)
+            vars(_creation).clear()
+            vars(_creation).update(before)
 
-    return make_by_device
+    return create_with_nccl
 
 
-def _nccl_carries(wanted: Mapping[str, str], given: Mapping[str, Any]) -> bool:
-    """Whether NCCL carries CUDA tensors of the group that torch's helper is asked for: the same on all its ranks."""
-    if BACKEND not in wanted.values() or wanted.get("cuda") not in (BACKEND, "nccl") or not per_device.is_possible():
+def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether NCCL will carry CUDA tensors of the group that torch creates; the same on all its ranks.
+
+    Exchanges devices through the group's store. For the job's first group, also selects this rank's device.
+    """
+    uses_nccl = requested.get("cuda") in (BACKEND, "nccl")
+    if BACKEND not in requested.values() or not uses_nccl or not per_device.is_supported():
         return False
     ranks, is_first = given["global_ranks_in_group"], not torch.distributed.is_initialized()
     rank, size = given["group_rank"], given["group_size"]
     if ranks and torch.distributed.get_rank() not in ranks:
         return False
     store = PrefixStore(f"smddp-devices/{given['group_name']}", given["store"])
-    problem = "is rehearsed" if _is_rehearsed() else lacks_nccl()
+    problem = "is in a rehearsal" if _is_rehearsal() else local_nccl_problem()
     if problem:
-        leave_to_host(store, rank, problem)
+        publish_nccl_problem(store, rank, problem)
         return False
     if is_first:
-        take_device()
-    return not without_nccl(store, rank, size)
+        select_device()
+    return not nccl_problem(store, rank, size)
 
 
-def _is_rehearsed() -> bool:
-    """Whether something stands between torch and `create`: a rehearsal, whose CUDA tensors lie in the CPU's memory."""
+def _is_rehearsal() -> bool:
+    """Whether `create` is wrapped, as in a rehearsal; its emulated CUDA tensors are in the CPU's memory."""
     return torch.distributed.Backend._plugins[BACKEND.upper()].creator_fn is not create
 
 
-def _finish(group: Any, wanted: str, engine: ProcessGroup | None) -> None:
-    """Have a group of torch's own give its CPU tensors to the engine, and bear the name that was asked for."""
+def _finish(group: Any, requested: str, engine: ProcessGroup | None) -> None:
+    """Gives the CPU tensors of torch's own group to `engine`, and gives the group its requested backend name."""
     world = distributed_c10d._world
     _, store = world.pg_map[group]
-    world.pg_map[group] = torch.distributed.Backend(wanted), store
+    world.pg_map[group] = torch.distributed.Backend(requested), store
     if engine is not None:
-        per_device.give_cpu_tensors(group, engine)
+        per_device.attach_engine(group, engine)
     record_nccl(group)
 
 
-def _told_to_engines(set_timeout: Any) -> Any:
-    """torch tells a timeout to the backends that it knows of."""
+def _set_engine_timeout(set_timeout: Any) -> Any:
+    """Wraps torch's helper, which sets the timeout only of the backends that torch knows."""
 
     @functools.wraps(set_timeout)
     def set_all(timeout: timedelta, group: Any = None) -> None:
-        asked = group or torch.distributed.group.WORLD
-        engine = per_device.engine_of(asked)
-        if engine is not asked:  # torch warns that it cannot tell a group in Python
+        the_group = group or torch.distributed.group.WORLD
+        engine = per_device.engine_of(the_group)
+        if engine is not the_group:  # for a Python group torch only warns that it cannot
             set_timeout(timeout, group)
         if engine is not None:
             engine.set_timeout(timeout)

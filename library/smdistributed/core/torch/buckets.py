@@ -1,7 +1,7 @@
-"""Which parameters a bucket of DistributedDataParallel holds: told when a collective has failed.
+"""The parameters in each bucket of DistributedDataParallel, which error messages name.
 
-The model is asked while it works well, before its fourth step, when its buckets have their final form: while it
-waits for a collective, it answers nobody.
+They are recorded before the model's fourth step, when the buckets have their final form: while a collective waits, the
+model does not answer.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ _STEPS = 4
 _known: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary()
 
 
-def remember(wrapper: DistributedDataParallel, group: Any) -> None:
-    """Note the model's buckets when they have formed."""
+def record_buckets(wrapper: DistributedDataParallel, group: Any) -> None:
+    """Records the model's buckets for a process group once they have formed; registers a forward hook until then."""
     passes = 0
 
-    def note(module: torch.nn.Module, _: object) -> None:
+    def record(module: torch.nn.Module, _: object) -> None:
         nonlocal passes
         passes += module.training
         if passes == _STEPS:
             hook.remove()
-            # torch's record is its own affair, and this for a message only
+            # torch's logging data has no stable format, and only messages need it
             with contextlib.suppress(AttributeError, KeyError, ValueError):
                 _known.setdefault(group, []).extend(_buckets(wrapper))
 
-    hook = wrapper.register_forward_pre_hook(note)
+    hook = wrapper.register_forward_pre_hook(record)
 
 
-def described(size: int, group: Any) -> str:
-    """The buckets of so many bytes, by their first and last parameters; empty: there are none."""
+def describe_bucket(size: int, group: Any) -> str:
+    """Names the buckets of `size` bytes by their first and last parameters; empty if there are none."""
     return " or ".join(text for bytes_, text in _known.get(group, ()) if bytes_ == size)
 
 
 def _buckets(wrapper: DistributedDataParallel) -> list[tuple[int, str]]:
-    """Bytes and description of each."""
+    """Returns the size in bytes and the description of each bucket."""
     record = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if not record.get("rebuilt_per_bucket_param_indices"):  # such as with find_unused_parameters
+    if not record.get("rebuilt_per_bucket_param_indices"):  # for example with find_unused_parameters
         return []
     names = {parameter: name for name, parameter in wrapper.module.named_parameters()}
     parameters = [names[parameter] for parameter in wrapper._module_parameters]

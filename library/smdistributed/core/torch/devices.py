@@ -1,7 +1,7 @@
-"""CUDA devices: which one a rank takes, and how tensors on them travel.
+"""CUDA devices: selects one for each rank, and opens the carrier of CUDA tensors.
 
-NCCL carries them where every rank has a device of its own. Where ranks share one, or NCCL is missing, they are staged:
-copied to the host, exchanged there, and copied back; or refused, where NCCL is asked for.
+NCCL carries CUDA tensors if every rank has a device of its own. If ranks share one, or NCCL is missing, tensors are
+staged: copied to the host, exchanged there, and copied back. If NCCL is requested, that is an error instead.
 """
 
 from __future__ import annotations
@@ -22,119 +22,132 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from smdistributed.core import segment, timeline
 from smdistributed.core.exceptions import SMDDPNCCLError
 from smdistributed.core.launch import LaunchError, read_launch
-from smdistributed.core.shared_memory import exchange
-from smdistributed.core.torch.ordered import completed
-from smdistributed.core.torch.torchs_own import TorchsOwn
+from smdistributed.core.store import exchange_texts
+from smdistributed.core.torch.collective_queue import completed
+from smdistributed.core.torch.native_backend import NativeBackend
 
-_MESSAGES = ("send", "recv", "recv_anysource")  # their handles know more: who has sent
-_READ_AS_WELL = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # the first argument
+_MESSAGES = ("send", "recv", "recv_anysource")  # their handles know the sender
+_READS_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # methods that read it and write it
 
 
-def take_device() -> None:
-    """Make the CUDA device numbered like the local rank the current one, if this process sees so many.
+def select_device() -> None:
+    """Makes the CUDA device with the number of the local rank current, if this process sees that many.
 
-    A device that the script has chosen before stays. A launcher may let each rank see its own device alone: that is
-    number 0. Whether ranks share one shows when they meet (`open_cuda`).
+    Keeps a device that the script has selected. If the launcher shows each rank only its own device, that is number 0.
+    `open_cuda` finds out whether ranks share one.
     """
     devices = torch.cuda.device_count()
     if not devices or torch.cuda.current_device():
         return
     try:
         local_rank = read_launch().local_rank
-    except LaunchError:  # torch needs no local rank: then the script takes its device
+    except LaunchError:  # torch needs no local rank: then the script selects its device
         return
     if local_rank < devices:
         torch.cuda.set_device(local_rank)
 
 
 def device_of(group: Any) -> torch.device:
-    """Where a few numbers must be to go through a group; None: that of all ranks.
+    """Returns the device on which small tensors for a group must be; group None: the default group.
 
-    NCCL takes nothing else than what is on its devices. Otherwise the CPU's are best: they wait for no device.
+    NCCL takes only tensors on its devices. Otherwise the CPU is best: its tensors wait for no device.
     """
     if dist.get_backend(group) in ("nccl", "cuda:nccl"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any, asked: str = "") -> Any:
-    """Return what carries tensors on CUDA devices, the same on all ranks: torch's NCCL group, or `Staged`.
+def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any, requested: str = "") -> Any:
+    """Opens the carrier of CUDA tensors; all ranks call it. Rank 0 warns, with the reason, if tensors are copied.
 
-    store: of this group alone. on_cpu: the process group for the copies. asked: what asks for NCCL and for nothing
-    else, such as a backend "cuda:nccl"; SMDDP_ENGINE=nccl does so too. Rank 0 warns of copies, and says why.
+    Args:
+        store: The group's own.
+        rank: This rank in the group.
+        size: Number of ranks.
+        timeout: How long ranks wait for each other.
+        on_cpu: The process group for copies on the host.
+        requested: The setting that requests only NCCL, for example "cuda:nccl"; empty: SMDDP_ENGINE decides.
 
-    Raises SMDDPNCCLError, on all ranks, where NCCL is asked for and cannot carry them, and where NCCL does not start.
+    Returns:
+        torch's NCCL group, or `HostStaging`; the same on all ranks.
+
+    Raises:
+        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors, or does not start.
     """
-    problem = without_nccl(store, rank, size)
+    problem = nccl_problem(store, rank, size)
     if problem:
-        asked = asked or ("SMDDP_ENGINE=nccl" if os.environ.get("SMDDP_ENGINE") == "nccl" else "")
-        if asked:
-            raise refusal(problem, asked)
+        requested = requested or ("SMDDP_ENGINE=nccl" if os.environ.get("SMDDP_ENGINE") == "nccl" else "")
+        if requested:
+            raise nccl_error(problem, requested)
         if rank == 0:
             warnings.warn(f"CUDA tensors are copied to the host to be reduced: {problem}.", stacklevel=2)
-        return Staged(on_cpu)
+        return HostStaging(on_cpu)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     try:
-        return TorchsOwn(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
+        return NativeBackend(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
     except RuntimeError as error:
         raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}") from error
 
 
-def lacks_nccl() -> str:
-    """Why this process cannot use NCCL; empty: it can, unless it shares its device (`without_nccl`)."""
+def local_nccl_problem() -> str:
+    """Says why this process cannot use NCCL; empty: it can, unless it shares its device (see `nccl_problem`)."""
     if not dist.is_nccl_available():
         return f"has a torch without NCCL ({torch.__version__})"
     return "" if torch.cuda.device_count() else "sees no CUDA device"
 
 
-def leave_to_host(store: Store, rank: int, problem: str) -> None:
-    """Tell ranks that ask `without_nccl` why this one does not use NCCL, without waiting for them."""
+def publish_nccl_problem(store: Store, rank: int, problem: str) -> None:
+    """Tells ranks that call `nccl_problem` why this one cannot use NCCL, without waiting for them."""
     store.set(f"device-{rank}", json.dumps(("", "", problem)))
 
 
-def without_nccl(store: Store, rank: int, size: int) -> str:
-    """Why NCCL cannot carry the tensors of these ranks, the same on all of them; empty: it can."""
-    told = [json.loads(text) for text in exchange(store, "device", rank, size, json.dumps(_device()))]
-    problems = [f"rank {other} {problem}" for other, (_, _, problem) in enumerate(told) if problem]
+def nccl_problem(store: Store, rank: int, size: int) -> str:
+    """Says why NCCL cannot carry the CUDA tensors of these ranks; empty: it can. All ranks call it.
+
+    Returns:
+        The same text on all ranks.
+    """
+    devices = [json.loads(text) for text in exchange_texts(store, "device", rank, size, json.dumps(_device()))]
+    problems = [f"rank {other} {problem}" for other, (_, _, problem) in enumerate(devices) if problem]
     if problems:
         return "; ".join(problems)
-    return _shared([name for name, _, _ in told], [called for _, called, _ in told])
+    return _describe_shared_device([name for name, _, _ in devices], [label for _, label, _ in devices])
 
 
-def refusal(problem: str, asked: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
-    """What is raised where NCCL is asked for and cannot be had."""
+def nccl_error(problem: str, requested: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
+    """Returns the error to raise if a setting requests NCCL, which cannot carry the tensors."""
     return SMDDPNCCLError(
-        f"{asked}, and NCCL cannot carry the CUDA tensors of this group: {problem}. "
-        "NCCL needs a torch that has it, and a CUDA device for each rank: start no more ranks on a host than it has "
-        "devices, and let each rank see its own (CUDA_VISIBLE_DEVICES, torch.cuda.set_device). "
-        "SMDDP_ENGINE=auto and the backend smddp alone copy the tensors to the host instead."
+        f"{requested}, but NCCL cannot carry the CUDA tensors of this group: {problem}. "
+        "NCCL needs a torch that includes it, and a CUDA device for each rank. Fix: start at most as many ranks on a "
+        "host as it has devices, and give each rank its own (CUDA_VISIBLE_DEVICES, torch.cuda.set_device). "
+        "With SMDDP_ENGINE=auto and the backend smddp, tensors are copied to the host instead."
     )
 
 
-def _shared(names: Sequence[str], called: Sequence[str]) -> str:
-    """Which ranks have the same device; empty: none have."""
+def _describe_shared_device(names: Sequence[str], labels: Sequence[str]) -> str:
+    """Names two ranks that have the same device; empty: all devices differ."""
     for rank, name in enumerate(names):
         first = names.index(name)
         if first != rank:
-            return f"rank {first} and rank {rank} share one CUDA device, {called[rank]}"
+            return f"rank {first} and rank {rank} share one CUDA device, {labels[rank]}"
     return ""
 
 
 def _device() -> tuple[str, str, str]:
-    """This rank's CUDA device: named as no other one is, named for people, and why NCCL cannot use it (or empty)."""
-    problem = lacks_nccl()
+    """Returns this rank's CUDA device: a unique name, a label for people, and why NCCL cannot use it (or empty)."""
+    problem = local_nccl_problem()
     if problem:
         return "", "", problem
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
-    called = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"
+    label = f"cuda:{device} ({properties.name}) of {socket.gethostname()}"
     uuid = str(getattr(properties, "uuid", "") or _uuid(device))  # the same in all containers of a machine
-    return uuid or f"{segment.this_process().host}:{_visible(device)}", called, ""
+    return uuid or f"{segment.this_process().host}:{_host_number(device)}", label, ""
 
 
 def _uuid(device: int) -> str:
-    """A device's own number, by NVIDIA's driver: torch 2.0 does not tell it. Empty where the driver does not either."""
+    """Returns a device's UUID from NVIDIA's driver, as torch 2.0 does not have it; empty if the driver lacks it too."""
     handle, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -144,16 +157,16 @@ def _uuid(device: int) -> str:
     return "" if failed else bytes(uuid).hex()
 
 
-def _visible(device: int) -> str:
-    """What the host calls a device that this process numbers so: each may see others under the same numbers."""
+def _host_number(device: int) -> str:
+    """Returns the host's number of a device: CUDA_VISIBLE_DEVICES gives each process numbers of its own."""
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return named[device] if device < len(named) and named[device] else str(device)
 
 
-class Staged:
-    """A process group's methods for tensors that are not on the CPU: copies of them go through another group.
+class HostStaging:
+    """A process group's methods for tensors that are not on the CPU: their copies go through another group.
 
-    The first argument of each is what it writes, which alone is copied back.
+    Each method writes only its first argument; only that is copied back.
     """
 
     def __init__(self, on_cpu: Any) -> None:
@@ -163,9 +176,9 @@ class Staged:
         @torch.no_grad()
         def staged(written: Any, *arguments: Any) -> Any:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            with timeline.span("wait", name):  # whoever calls is blocked until it is done
-                results = _on_the_host(written, name in _READ_AS_WELL, pairs)
-                given = [_on_the_host(argument, True) for argument in arguments]
+            with timeline.span("wait", name):  # the caller blocks until it is done
+                results = _copy_to_host(written, name in _READS_FIRST, pairs)
+                given = [_copy_to_host(argument, True) for argument in arguments]
                 work = getattr(self._on_cpu, name)(results, *given)
                 work.wait()
                 if name != "send":
@@ -176,13 +189,16 @@ class Staged:
         return staged
 
 
-def _on_the_host(argument: Any, filled: bool, pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
-    """The argument with all its tensors, in however deep lists, on the CPU: pinned, where that is faster.
+def _copy_to_host(argument: Any, filled: bool, pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
+    """Returns the argument with all its tensors, in nested lists too, on the CPU; in pinned memory if that is faster.
 
-    filled: whether they hold what the tensors hold. pairs: takes each tensor and its copy.
+    Args:
+        argument: Of a collective.
+        filled: Whether the copies have the tensors' elements.
+        pairs: Gets each tensor and its copy.
     """
     if isinstance(argument, (list, tuple)):
-        return [_on_the_host(each, filled, pairs) for each in argument]
+        return [_copy_to_host(each, filled, pairs) for each in argument]
     if not isinstance(argument, torch.Tensor):
         return argument
     tensor = argument.detach()

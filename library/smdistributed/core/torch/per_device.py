@@ -1,9 +1,9 @@
-"""`smddp` as torch's own process group, by device: NCCL for CUDA tensors, this library's engine for those on the CPU.
+"""`smddp` as torch's own process group, per device: NCCL for CUDA tensors, a communication engine for CPU tensors.
 
-torch's group gives each collective to an operator `c10d::…`, whose kernel for the tensors' device asks the group for
-that device's backend. On CUDA that is torch's own ProcessGroupNCCL, and no Python of this library runs. A backend for
-the CPU cannot be written in Python (`Backend` has no constructor there), but a kernel for the CPU can: it looks whether
-the group has an engine here, and leaves all other groups to torch's kernel. docs/decisions/nccl-by-device.md says more.
+torch's group passes each collective to an operator `c10d::…`. Its kernel for the tensors' device asks the group for
+that device's backend. On CUDA that is torch's own ProcessGroupNCCL, and no Python of this library runs. A CPU backend
+cannot be written in Python (`Backend` has no constructor there), but a CPU kernel can. It checks whether the group has
+a communication engine, and leaves all other groups to torch's kernel. See docs/decisions/nccl-by-device.md.
 """
 
 from __future__ import annotations
@@ -39,48 +39,51 @@ _METHODS = {
     "alltoall_base_": "alltoall_base",
     "barrier": "barrier",
 }
-"""Operators of torch, and the methods of `ProcessGroup` that do the same. Messages are gloo's, as elsewhere."""
-_BESIDE_TENSORS = {"process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "async_op", "timeout"}
+"""torch's operators, and the methods of `ProcessGroup` that do the same. gloo carries messages, as elsewhere."""
+_NO_TENSORS = {"process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "async_op", "timeout"}
 _IN_OPTIONS = ("reduce_op", "root_rank", "async_op")
 _KEYS = ("CPU", "SparseCPU")
 
 _engines: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
-_library: Any = None  # what holds the kernels: they end with it
+_library: Any = None  # holds the kernels, which end with it
 
 
 class _Options(NamedTuple):
-    """What `ProcessGroup` reads of torch's options, under torch's names."""
+    """The fields of torch's options that `ProcessGroup` reads, under torch's names."""
 
     reduceOp: Any  # noqa: N815
     rootRank: int  # noqa: N815
     asyncOp: bool | None  # noqa: N815
 
 
-def is_possible() -> bool:
-    """Whether this torch lets a kernel in Python know its process group, and hand on to the kernel before (2.10)."""
+def is_supported() -> bool:
+    """Whether a Python kernel can find its process group and call the kernel that it replaces (torch 2.10 or later)."""
     return hasattr(dist.ProcessGroup, "unbox") and hasattr(dist.Work, "boxed") and hasattr(torch.library, "get_kernel")
 
 
-def give_cpu_tensors(group: dist.ProcessGroup, engine: ProcessGroup) -> None:
-    """Have the engine carry the CPU tensors of a group of torch's own, as long as the group lives."""
-    _install()
+def attach_engine(group: dist.ProcessGroup, engine: ProcessGroup) -> None:
+    """Lets `engine` carry the CPU tensors of a group of torch's own, for the group's lifetime.
+
+    The first call replaces torch's kernels for CPU tensors in this process.
+    """
+    _install_kernels()
     _engines[group] = engine
 
 
 def engine_of(group: object) -> ProcessGroup | None:
-    """The process group with the engine for a group's CPU tensors: itself, if it is one; None: it is not of `smddp`."""
+    """Returns the process group that carries a group's CPU tensors; None: the group is not of `smddp`."""
     if isinstance(group, ProcessGroup):
         return group
     return _engines.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 
-def _install() -> None:
-    """Replace torch's kernels for CPU tensors, once in a process."""
+def _install_kernels() -> None:
+    """Replaces torch's kernels for CPU tensors, once in a process."""
     global _library
     if _library is not None:
         return
     _library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():  # that a kernel is replaced, which is meant
+    with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is intended
         warnings.simplefilter("ignore", UserWarning)
         for operator, method in _METHODS.items():
             for key in _KEYS:
@@ -89,15 +92,15 @@ def _install() -> None:
 
 
 def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
-    """The kernel of an operator: the engine's method, and torch's own for groups without an engine."""
+    """Returns the kernel of an operator: the method of `ProcessGroup`, or torch's own for other groups."""
     torchs = torch.library.get_kernel(f"c10d::{operator}", key)
     schema = torch._C._get_schema(f"c10d::{operator}", "")
     names = [argument.name for argument in schema.arguments]
-    defaults = tuple(argument.default_value for argument in schema.arguments)  # None where there is none
+    defaults = tuple(argument.default_value for argument in schema.arguments)  # None if there is none
     place, gives_tensors = names.index("process_group"), len(schema.returns) == 2
-    passed = [] if operator == "barrier" else [at for at, name in enumerate(names) if name not in _BESIDE_TENSORS]
+    passed = [] if operator == "barrier" else [at for at, name in enumerate(names) if name not in _NO_TENSORS]
     reduction, root, is_async = (names.index(name) if name in names else None for name in _IN_OPTIONS)
-    run = inspect.unwrap(getattr(ProcessGroup, method))  # Dynamo is kept out already
+    run = inspect.unwrap(getattr(ProcessGroup, method))  # this kernel keeps Dynamo out already
 
     def collective(keys: Any, *arguments: Any) -> Any:
         engine = _engines.get(dist.ProcessGroup.unbox(arguments[place]))
@@ -107,7 +110,7 @@ def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
         options = _Options(
             reduceOp=None if reduction is None else _reduction(given[reduction]),
             rootRank=-1 if root is None else given[root],
-            asyncOp=None if is_async is None or given[is_async] else False,  # None: C++ alone may hold the handle
+            asyncOp=None if is_async is None or given[is_async] else False,  # None: only C++ may hold the handle
         )
         work = run(engine, *[given[at] for at in passed], options).boxed()
         return (arguments[0], work) if gives_tensors else work
@@ -117,10 +120,10 @@ def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
 
 def _reduction(boxed: Any) -> Any:
     kind = _REDUCTIONS[int(boxed.op())]
-    if kind == dist.ReduceOp.PREMUL_SUM:  # torch does not show the factor here
+    if kind == dist.ReduceOp.PREMUL_SUM:  # the factor is not accessible here
         raise SMDDPError(
-            "The backend smddp has no premultiplied sum of CPU tensors in a group whose CUDA tensors NCCL carries. "
-            "Fix: multiply the tensor, and reduce it with ReduceOp.SUM."
+            "The backend smddp has no premultiplied sum of CPU tensors if NCCL carries the group's CUDA tensors. "
+            "Fix: multiply the tensor first, and reduce it with ReduceOp.SUM."
         )
     return kind
 

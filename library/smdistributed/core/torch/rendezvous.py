@@ -1,26 +1,26 @@
-"""How the ranks meet: the store they share."""
+"""Opens the torch store that the ranks of a job share."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from smdistributed.core.launch import nowhere_to_meet
-
-if TYPE_CHECKING:
-    from smdistributed.core.launch import Address, Launch
+from smdistributed.core.launch import Address, Launch, no_master_error
 
 _CONNECT = timedelta(seconds=30)
 
 
 def open_store(launch: Launch) -> Store:
-    """The job's key-value store: in memory for one rank, else at the master's address, else in the session directory.
+    """Opens the job's store: in memory for one rank, at the master's address, or in the session directory.
 
-    Raises LaunchError when several ranks have neither an address nor a directory in common.
+    Args:
+        launch: This process's place in its job.
+
+    Raises:
+        LaunchError: If several ranks have neither an address nor a directory in common.
     """
     if launch.world_size == 1:
         return HashStore()
@@ -28,21 +28,21 @@ def open_store(launch: Launch) -> Store:
         return _store_at(launch.master, launch)
     if launch.session_dir is not None:
         return FileStore(str(launch.session_dir / "smdistributed-store"), launch.world_size)
-    raise nowhere_to_meet(launch)
+    raise no_master_error(launch)
 
 
 def _store_at(master: Address, launch: Launch) -> Store:
-    """torch's own rendezvous: it knows when torchrun's agent, and not rank 0, serves the store."""
+    """Uses torch's own rendezvous: it knows when torchrun's agent, and not rank 0, serves the store."""
     host = f"[{master.host}]" if ":" in master.host else master.host
     store: Store
     store, _, _ = next(rendezvous(f"tcp://{host}:{master.port}", launch.rank, launch.world_size))
     return store
 
 
-def beside(store: Store) -> Store:
-    """The store under all prefixes, by a connection that nobody else of this process waits on.
+def connect_again(store: Store) -> Store:
+    """Opens a connection of its own to the store under all prefixes, shared by this process's monitors.
 
-    torch lets one call use a connection at a time, however long it waits for a word.
+    torch allows one call at a time in a connection, however long it waits for a value.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors (COO), such as the gradients of an EmbeddingBag(sparse=True), by gathering their elements."""
+"""Sums sparse tensors (COO), such as the gradients of an EmbeddingBag(sparse=True), by gathering their elements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from smdistributed.core.torch.tensors import Flattened, flat_of
 
 
 def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor, op: str) -> None:
-    """Add up a tensor over the ranks, in place: the result has the indices of all of them, in order, each once.
+    """Sums a sparse tensor of COO layout over the ranks, in place; the result is coalesced and has all ranks' indices.
 
-    op: "sum", or "avg", for which the sum is divided by the number of ranks.
-
-    Raises SMDDPError for other reductions, and where the ranks' tensors differ in the number of sparse dimensions.
+    Raises:
+        SMDDPError: If `op` is not "sum" or "avg", or the tensor has another layout.
     """
     if op not in ("sum", "avg"):
         raise SMDDPError(f"The backend smddp reduces sparse tensors with sum and avg, not with {op}: use to_dense().")
@@ -44,7 +43,7 @@ def _gathered_counts(engine: Engine, size: int, count: int) -> list[int]:
 
 
 def _gathered(engine: Engine, rank: int, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, one rank's after the other's."""
+    """Returns the rows of all ranks, in rank order."""
     parts[rank].copy_(own)
     for root, part in enumerate(parts):
         with Flattened(part) as flat:

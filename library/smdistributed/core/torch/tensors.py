@@ -1,7 +1,4 @@
-"""Tensors as the engines take them (`core.flat`): contiguous, one-dimensional, on the CPU; and such as tensors.
-
-The names of dtypes and reductions are those of `smdistributed.core.native`.
-"""
+"""Converts torch tensors to flat tensors, which communication engines take, and back."""
 
 from __future__ import annotations
 
@@ -22,21 +19,22 @@ OPS: dict[ReduceOp.RedOpType, str] = {getattr(ReduceOp, name.upper()): name for 
 
 
 class Flattened:
-    """A tensor of any shape and strides as one contiguous dimension, complex numbers as two real ones.
+    """A tensor of any shape and strides as one contiguous dimension; complex numbers become two real ones.
 
-    What is written into it is in the tensor after `give_back`, or when a `with` block ends well.
+    Elements written into `flat` are in the tensor after `copy_back`, which a `with` block calls if it raises nothing.
 
-    Raises SMDDPError for a sparse tensor.
+    Raises:
+        SMDDPError: For a sparse tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
-            raise SMDDPError(f"The backend smddp takes {tensor.layout} tensors in all_reduce alone: use to_dense().")
+            raise SMDDPError(f"The backend smddp takes {tensor.layout} tensors only in all_reduce: use to_dense().")
         dense = tensor.detach()
         self._tensor = torch.view_as_real(dense) if dense.is_complex() else dense
         self.flat = self._tensor.reshape(-1).contiguous()  # reshape keeps a single stride
 
-    def give_back(self) -> None:
+    def copy_back(self) -> None:
         if self.flat.numel() and self.flat.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self.flat.view(self._tensor.shape))
 
@@ -45,16 +43,16 @@ class Flattened:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
-            self.give_back()
+            self.copy_back()
 
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, flat; a copy where they do not lie side by side."""
+    """Returns the elements, flat; a copy if they are not contiguous."""
     return Flattened(tensor).flat
 
 
 def flat_of(tensor: torch.Tensor) -> Flat:
-    """A tensor's memory, for an engine; the tensor is contiguous, and lives as long as this. Other dtypes are bytes."""
+    """Returns the memory of a contiguous tensor, which it keeps alive; dtypes without reductions become bytes."""
     name = DTYPES.get(tensor.dtype)
     if name is None:
         return Flat(tensor.data_ptr(), size_of(tensor), "uint8", tensor)
@@ -62,7 +60,7 @@ def flat_of(tensor: torch.Tensor) -> Flat:
 
 
 def tensor_at(flat: Flat) -> torch.Tensor:
-    """The same memory as a tensor, which keeps its owner."""
+    """Returns the same memory as a tensor, which keeps its owner alive."""
     if not flat.count:
         return torch.empty(0, dtype=getattr(torch, flat.dtype))
     memory = (ctypes.c_char * flat.bytes).from_address(flat.address)
@@ -71,28 +69,28 @@ def tensor_at(flat: Flat) -> torch.Tensor:
 
 
 def premultiplied_by(operation: Any) -> Any:
-    """The factor of a premultiplied sum, a number or a tensor: torch shows it where it pickles one."""
+    """Returns the factor of a premultiplied sum, a number or a tensor; only pickling it shows the factor."""
     _, factor = operation.__getstate__()
     return factor
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes (`nbytes` is younger than torch 2.0)."""
+    """Returns the size in bytes (torch 2.0 has no `nbytes`)."""
     return tensor.numel() * tensor.element_size()
 
 
 def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype | None, count: int) -> None:
-    """Raise SMDDPError unless there are `count` tensors, all of that dtype: memory beyond them is not theirs."""
+    """Raises SMDDPError unless there are `count` tensors of `dtype`: the C engine would access memory beyond them."""
     if len(flats) != count:
-        raise SMDDPError(f"The {what} are {len(flats)} tensors: give one for each of the {count} ranks.")
+        raise SMDDPError(f"The {what} are {len(flats)} tensors: pass one for each of the {count} ranks.")
     for flat in flats:
         if flat.dtype != dtype:
-            raise SMDDPError(f"The {what} hold {flat.dtype} beside {dtype}: all tensors must be of one dtype.")
+            raise SMDDPError(f"The {what} have {flat.dtype} and {dtype}: all tensors must have one dtype.")
 
 
 def require_alike(what: str, flats: Sequence[torch.Tensor], like: torch.Tensor, count: int) -> None:
-    """Raise SMDDPError unless there are `count` tensors, all of the dtype of `like`, with as many elements."""
+    """Raises SMDDPError unless there are `count` tensors, all with the dtype and number of elements of `like`."""
     require_parts(what, flats, like.dtype, count)
     for flat in flats:
         if flat.numel() != like.numel():
-            raise SMDDPError(f"The {what} hold {flat.numel()} elements beside {like.numel()}: all must have as many.")
+            raise SMDDPError(f"The {what} have {flat.numel()} and {like.numel()} elements: all must have as many.")

@@ -1,7 +1,7 @@
 """Keeps torch.compile out of the collectives of a process group.
 
-torch's C++ calls the methods of a process group that is written in Python. If that happens in a compiled region, as
-when DistributedDataParallel broadcasts its buffers, Dynamo would trace into the method, and fail on its engine.
+torch's C++ calls the methods of a process group that is written in Python. In a compiled region, for example when
+DistributedDataParallel broadcasts its buffers, Dynamo would trace the method and fail at the C engine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def untraced(cls: _Class) -> _Class:
-    """Wrap the methods that torch calls, public ones and those that override a name of the base class.
+    """Decorates a class: Dynamo does not trace its public methods and those that override the base class.
 
-    `torch._dynamo.disable` does the same, and costs the import of Dynamo and some microseconds a call.
+    `torch._dynamo.disable` does the same, but imports Dynamo and costs some microseconds in each call.
     """
     for name, method in list(vars(cls).items()):
         is_called = not name.startswith("_") or (not name.startswith("__") and hasattr(cls.__base__, name))
@@ -30,7 +30,7 @@ def untraced(cls: _Class) -> _Class:
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function so that Dynamo traces neither it nor what it calls."""
+    """Returns the function so that Dynamo traces neither it nor the functions it calls."""
     if _set_eval_frame is None:
         return method
 
@@ -43,12 +43,12 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
     _skip(call_untraced.__code__)
     wrapper: Any = functools.wraps(method)(call_untraced)
-    wrapper._torchdynamo_disable = True  # a compiled region that calls it is cut here
+    wrapper._torchdynamo_disable = True  # a compiled region that calls it is split here
     return wrapper  # type: ignore[no-any-return]
 
 
 def _skip(code: CodeType) -> None:
-    """Have Dynamo run the frames of this code as they are: `torch._dynamo.skip`, which has had two names in C."""
+    """Makes Dynamo run this code unchanged, as `torch._dynamo.skip` does; its C function has had two names."""
     if hasattr(_frames, "skip_code"):  # older versions of torch
         _frames.skip_code(code)
     else:

@@ -1,6 +1,7 @@
-"""Are the models of all ranks the same? Checked when one is wrapped, and every SMDDP_CHECK_WEIGHTS steps if set.
+"""Checks that all ranks have the same model: when it is wrapped, and every SMDDP_CHECK_WEIGHTS steps if that is set.
 
-torch's DistributedDataParallel takes parameters by their order: models that differ train each other's, or hang.
+torch's DistributedDataParallel matches parameters by their order: with different models, ranks reduce the wrong
+gradients, or hang.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from smdistributed.core.torch import buckets
+from smdistributed.core.torch.buckets import record_buckets
 from smdistributed.dataparallel.exceptions import SMDDPError
 
-_MOST_LINES = 10
-_Row = tuple[str, str]  # a parameter's name, and what it is
+_MAX_LINES = 10
+_Row = tuple[str, str]  # a parameter's name and description
 
 
-def install(engine_of: Callable[[Any], Any]) -> None:
-    """Let torch's DistributedDataParallel compare the ranks' models first, where its process group is of this library.
+def install_model_check(engine_of: Callable[[Any], Any]) -> None:
+    """Patches torch's DistributedDataParallel: it compares the ranks' models first if its group is of this library.
 
-    engine_of: Gives the process group with this library's engine for a process group, or None.
+    Args:
+        engine_of: Returns this library's process group for a torch process group, or None.
     """
     original = DistributedDataParallel.__init__
     if hasattr(original, "__wrapped__"):
@@ -42,61 +44,63 @@ def install(engine_of: Callable[[Any], Any]) -> None:
             compare_models(given["module"], group)
         original(self, *arguments, **options)
         if engine is not None:
-            _check_weights_now_and_then(self, group)
-            buckets.remember(self, engine)
+            _check_weights_periodically(self, group)
+            record_buckets(self, engine)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def compare_models(module: torch.nn.Module, group: Any) -> None:
-    """Raise SMDDPError on all ranks where a rank's parameters differ from rank 0's in name, shape, dtype or order."""
+    """Raises SMDDPError on all ranks if a rank's parameters differ from rank 0's in name, shape, dtype or order."""
     rows = [
         (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
-        for name, parameter in _reduced(module)
+        for name, parameter in _reduced_parameters(module)
     ]
-    _agree(
+    _compare(
         rows,
         group,
         lambda rank, difference: (
-            f"The model of rank {rank} is not that of rank 0:\n{difference}\nBuild the same model on all ranks."
+            f"The model of rank {rank} differs from the model of rank 0:\n{difference}\n"
+            "Fix: build the same model on all ranks."
         ),
     )
 
 
 def compare_weights(module: torch.nn.Module, group: Any) -> None:
-    """Raise SMDDPError on all ranks where a parameter's values differ from rank 0's in any bit."""
-    rows = [(name, _hash(parameter)) for name, parameter in _reduced(module)]
-    _agree(
+    """Raises SMDDPError on all ranks if a parameter's values differ from rank 0's in any bit."""
+    rows = [(name, _hash(parameter)) for name, parameter in _reduced_parameters(module)]
+    _compare(
         rows,
         group,
         lambda rank, difference: (
-            f"The weights of rank {rank} have come apart from those of rank 0:\n{difference}\n"
-            "Something changes them on one rank alone: another optimizer state, or code that depends on the rank."
+            f"The weights of rank {rank} differ from the weights of rank 0:\n{difference}\n"
+            "One rank changes them differently: its optimizer state differs, or code depends on the rank."
         ),
     )
 
 
-def _reduced(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters, by name, but for those that the model wants torch to leave alone."""
+def _reduced_parameters(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the parameters with their names, without those that the model tells torch to ignore."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
 
 
-def _agree(rows: Sequence[_Row], group: Any, told: Callable[[int, str], str]) -> None:
+def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str]) -> None:
+    """Compares all ranks' rows, by digests first. Raises SMDDPError with a message for the first rank that differs."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(repr(rows).encode()).digest()), dtype=torch.uint8)
     size = dist.get_world_size(group)
     digests = [torch.empty_like(digest) for _ in range(size)]
     dist.all_gather(digests, digest, group=group)
     if all(torch.equal(other, digests[0]) for other in digests):
         return
-    everybodys: list[Any] = [None] * size
-    dist.all_gather_object(everybodys, list(rows), group=group)
-    rank = next(rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0])
-    raise SMDDPError(told(rank, difference(everybodys[0], everybodys[rank], rank)))
+    all_rows: list[Any] = [None] * size
+    dist.all_gather_object(all_rows, list(rows), group=group)
+    rank = next(rank for rank, theirs in enumerate(all_rows) if theirs != all_rows[0])
+    raise SMDDPError(message(rank, describe_difference(all_rows[0], all_rows[rank], rank)))
 
 
-def difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
-    """What differs between rank 0's rows and those of `rank`, a line each."""
+def describe_difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
+    """Lists the differences between rank 0's rows and the rows of `rank`, one in each line."""
     ours, theirs = dict(first), dict(other)
     lines = [
         f"  {name}: {ours[name]} on rank 0, {theirs[name]} on rank {rank}"
@@ -108,17 +112,20 @@ def difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
     if not lines:
         place = next(place for place, (one, two) in enumerate(zip(first, other)) if one != two)
         lines = [f"  parameter {place} is {first[place][0]} on rank 0, {other[place][0]} on rank {rank}: another order"]
-    more = len(lines) - _MOST_LINES
-    return "\n".join([*lines[:_MOST_LINES], *([f"  and {more} more"] if more > 0 else [])])
+    more = len(lines) - _MAX_LINES
+    return "\n".join([*lines[:_MAX_LINES], *([f"  and {more} more"] if more > 0 else [])])
 
 
-def _check_weights_now_and_then(wrapper: DistributedDataParallel, group: Any) -> None:
-    """Every SMDDP_CHECK_WEIGHTS forward passes in training mode. Raises SMDDPError where that is no number above 0."""
+def _check_weights_periodically(wrapper: DistributedDataParallel, group: Any) -> None:
+    """Registers a forward hook that compares weights every SMDDP_CHECK_WEIGHTS training passes, if that is set.
+
+    Raises SMDDPError if the value is not a number above 0.
+    """
     text = os.environ.get("SMDDP_CHECK_WEIGHTS")
     if not text:
         return
     if not text.isdecimal() or not int(text):
-        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is not a number of steps above 0.")
+        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is invalid: it must be a number of steps above 0.")
     every, passes = int(text), 0
 
     def check(module: torch.nn.Module, _: object) -> None:

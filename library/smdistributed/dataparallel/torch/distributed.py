@@ -1,28 +1,24 @@
-"""The first-generation collectives, customarily imported `as dist` (AWS developer guide, 1.x).
+"""The first-generation collectives, usually imported `as dist` (AWS developer guide, 1.x).
 
-Underneath is torch.distributed with the backend `smddp`, which `init_process_group` initialises: other libraries in the
-process may use it directly (published scripts rely on that). What the backend raises passes through: SMDDPError when a
-rank is gone, does not come in time, or calls another collective.
+They use torch.distributed with the backend `smddp`, which `init_process_group` initializes. Other libraries in the
+process may use it directly, as published scripts expect. Collectives raise the backend's SMDDPError if a rank has
+ended, is late or calls another collective.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup, Work
 
 from smdistributed.core.launch import read_launch
 from smdistributed.core.torch.rendezvous import open_store
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch.torch_smddp import BACKEND
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import ProcessGroup, Work
 
 __all__ = [
     "ReduceOp",
@@ -54,28 +50,32 @@ _DEPRECATED = (
 
 
 class group:  # noqa: N801 (the published name)
-    """Which ranks take part: WORLD, all of them, or a process group of torch.distributed."""
+    """The ranks that take part: WORLD for all of them, or a process group of torch.distributed."""
 
     WORLD: ProcessGroup | None = None
 
 
 def is_available() -> bool:
-    """True when a launcher started this process as a rank of a job (AWS developer guide).
+    """Returns whether a launcher started this process as a rank of a job (AWS developer guide).
 
-    Raises LaunchError as `init_process_group` does.
+    Raises:
+        LaunchError: As `init_process_group`.
     """
     return read_launch().launched
 
 
 def init_process_group(*args: object, **kwargs: object) -> None:
-    """Join this process's job, and make the CUDA device numbered like the local rank current, where there is one.
+    """Joins this process's job, and makes the CUDA device with the number of the local rank current if there is one.
 
-    All arguments are ignored: callers pass `backend="smddp"` or nothing (published scripts). Does nothing when
-    torch.distributed is initialised already. A process that no launcher started becomes a job of one rank.
+    Does nothing if torch.distributed is initialized already. A process that no launcher started becomes a job of one
+    rank. Rank 0 warns that this generation is deprecated, as AWS's does from 1.4 on.
 
-    Rank 0 warns that this generation is deprecated, as AWS's does from 1.4 on.
+    Args:
+        args: Ignored: published scripts pass `backend="smddp"` or nothing.
+        kwargs: Ignored.
 
-    Raises LaunchError (`smdistributed.core.launch`) when the environment is incomplete or contradicts itself.
+    Raises:
+        LaunchError: If the launch environment is incomplete or contradicts itself (`smdistributed.core.launch`).
     """
     if is_initialized():
         return
@@ -87,27 +87,42 @@ def init_process_group(*args: object, **kwargs: object) -> None:
 
 
 def is_initialized() -> bool:
-    """True once this process has joined its job."""
+    """Returns whether this process has joined its job."""
     return torch.distributed.is_initialized()
 
 
 def get_world_size(group: ProcessGroup | None = group.WORLD) -> int:
-    """The number of ranks. Raises SMDDPError before `init_process_group`."""
+    """Returns the number of ranks.
+
+    Args:
+        group: The ranks that take part; default: all.
+
+    Raises:
+        SMDDPError: Before `init_process_group`.
+    """
     require_init()
     return torch.distributed.get_world_size(group)
 
 
 def get_rank(group: ProcessGroup | None = group.WORLD) -> int:
-    """This process's rank among all, from 0; not the node's rank, whatever the guide says (published scripts).
+    """Returns this process's rank among all, from 0; not the host's number, as the guide says (published scripts).
 
-    Raises SMDDPError before `init_process_group`.
+    Args:
+        group: The ranks that take part; default: all.
+
+    Raises:
+        SMDDPError: Before `init_process_group`.
     """
     require_init()
     return torch.distributed.get_rank(group)
 
 
 def get_local_rank() -> int:
-    """This process's rank among those of its host, from 0. Raises SMDDPError before `init_process_group`."""
+    """Returns this process's local rank: from 0, among the ranks of its host.
+
+    Raises:
+        SMDDPError: Before `init_process_group`.
+    """
     require_init()
     return read_launch().local_rank
 
@@ -118,11 +133,20 @@ def all_reduce(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine `tensor` over the ranks, in place: same shape and dtype on all, bitwise the same result on all.
+    """Combines a tensor over the ranks, in place; all ranks get bitwise the same result (AWS developer guide).
 
-    So says the AWS developer guide. AVERAGE is the sum divided by the number of ranks; it raises TypeError for
-    integers, whose average is none. Returns a work handle when `async_op` (the result is there after its `wait()`),
-    else None. Raises SMDDPError before `init_process_group`.
+    Args:
+        tensor: Any shape and strides, the same shape and dtype on all ranks.
+        op: AVERAGE is the sum divided by the number of ranks, for floating-point and complex dtypes.
+        group: The ranks that take part; default: all.
+        async_op: Whether to return at once with a handle.
+
+    Returns:
+        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
+        TypeError: For AVERAGE of integers, or an `op` of another library.
     """
     require_init()
     work: Work | None = torch.distributed.all_reduce(tensor, _torch_op(op, tensor), group, async_op)
@@ -130,9 +154,14 @@ def all_reduce(
 
 
 def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
-    """Sum `tensor` over the ranks into rank `dst`'s; the others keep theirs (published scripts).
+    """Sums a tensor over the ranks into the tensor of rank `dst`; other ranks keep theirs (published scripts).
 
-    Raises SMDDPError before `init_process_group`.
+    Args:
+        tensor: Any shape and strides, the same shape and dtype on all ranks.
+        dst: The rank that gets the sum.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
     """
     require_init()
     torch.distributed.reduce(tensor, dst)
@@ -141,9 +170,19 @@ def reduce(tensor: torch.Tensor, dst: int = 0) -> None:
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: ProcessGroup | None = group.WORLD, async_op: bool = False
 ) -> Work | None:
-    """Copy rank `src`'s `tensor` into that of every rank, in place: same shape, and any dtype, on all (AWS guide).
+    """Copies rank `src`'s tensor into every rank's, in place (AWS developer guide).
 
-    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    Args:
+        tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
+        src: The rank that sends.
+        group: The ranks that take part; default: all.
+        async_op: Whether to return at once with a handle.
+
+    Returns:
+        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
     """
     require_init()
     work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
@@ -156,9 +195,19 @@ def all_gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Copy every rank's `tensor` into that of `tensor_list` which has its number; all of the same shape and dtype.
+    """Gathers `tensor` from every rank into `tensor_list`, in rank order.
 
-    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    Args:
+        tensor_list: One tensor for each rank, with the shape and dtype of `tensor`.
+        tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
+        group: The ranks that take part; default: all.
+        async_op: Whether to return at once with a handle.
+
+    Returns:
+        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
     """
     require_init()
     work: Work | None = torch.distributed.all_gather(tensor_list, tensor, group, async_op)
@@ -173,12 +222,21 @@ def all_to_all_single(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Cut `input_t` along its first dimension, give each rank its part, and join what all give in `output_t`.
+    """Splits `input_t` along its first dimension, sends each rank its part, and joins the received parts in `output_t`.
 
-    output_split_sizes, input_split_sizes: rows from and for each rank; None: all the same.
+    Args:
+        output_t: Gets the rows of all ranks, in rank order.
+        input_t: The rows to send, of the same dtype.
+        output_split_sizes: Number of rows from each rank; None: equally many.
+        input_split_sizes: Number of rows for each rank; None: equally many.
+        group: The ranks that take part; default: all.
+        async_op: Whether to return at once with a handle.
 
-    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`, and when a rank
-    gives another number of rows than the one that gets them expects.
+    Returns:
+        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank sends another number of rows than the receiver expects.
     """
     require_init()
     work: Work | None = torch.distributed.all_to_all_single(
@@ -188,9 +246,17 @@ def all_to_all_single(
 
 
 def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) -> Work | None:
-    """Wait until every rank is here (AWS developer guide).
+    """Blocks until every rank has called it (AWS developer guide).
 
-    Returns a work handle when `async_op`, else None. Raises SMDDPError before `init_process_group`.
+    Args:
+        group: The ranks that take part; default: all.
+        async_op: Whether to return at once with a handle.
+
+    Returns:
+        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
     """
     require_init()
     work: Work | None = torch.distributed.barrier(group, async_op)
@@ -198,9 +264,9 @@ def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) ->
 
 
 def require_init() -> None:
-    """Raise SMDDPError before `init_process_group`."""
+    """Raises SMDDPError before `init_process_group`."""
     if not is_initialized():
-        raise SMDDPError("This process has not joined its job: call init_process_group() first.")
+        raise SMDDPError("This process has not joined its job. Fix: call init_process_group() first.")
 
 
 def _torch_op(op: ReduceOp, tensor: torch.Tensor) -> torch.distributed.ReduceOp.RedOpType:

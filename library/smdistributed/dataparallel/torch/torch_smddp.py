@@ -1,35 +1,59 @@
-"""Importing this module registers the backend `smddp` with torch.distributed (AWS developer guide, 1.4 and later).
+"""Import this module to register the backend `smddp` with torch.distributed (AWS developer guide, 1.4 and later).
 
     import smdistributed.dataparallel.torch.torch_smddp
     torch.distributed.init_process_group(backend="smddp")
 
-Then torch.distributed has all its collectives, of tensors on the CPU and on CUDA devices, of any shape and strides:
-sums and averages of real and complex dtypes (float16 and bfloat16 are added up in float32), minima, maxima, products,
-and what integers have; of sparse tensors, sums and averages. All ranks get bitwise the same result. `ReduceOp.AVG`,
-`new_group` and other backends beside this one work, which AWS's lacks: `init_process_group("cpu:gloo,cuda:smddp")` too.
-torch's own DistributedDataParallel, FullyShardedDataParallel and ZeroRedundancyOptimizer run on it, and torch.compile.
-CUDA tensors go to torch's NCCL where each rank has a device of its own, else through the host: not yet run on a GPU.
+All collectives of torch.distributed then work, for CPU and CUDA tensors of any shape and strides. All ranks get bitwise
+the same result. Real, complex and sparse tensors have sums and averages; float16 and bfloat16 are summed in float32.
+Real dtypes also have minima, maxima and products. Integers also have bitwise reductions.
 
-Where mpirun alone has started this process, importing also sets RANK, WORLD_SIZE and the rest of what torch's `env://`
-reads. Raises LaunchError where the launch environment contradicts itself; the collectives raise SMDDPError when a rank
-is gone, does not come in time or calls another one, and where a dtype has no such reduction. Variables that AWS's
-library reads and this one does not are warned of, on rank 0.
+torch's DistributedDataParallel, FullyShardedDataParallel, ZeroRedundancyOptimizer and torch.compile work. Unlike in
+AWS's library, so do `ReduceOp.AVG`, `new_group` and several backends: `init_process_group("cpu:gloo,cuda:smddp")`. CUDA
+tensors go through torch's NCCL if each rank has a device of its own, otherwise through the host. None of this has run
+on a GPU yet.
+
+If only mpirun started this process, the import also sets the variables that torch's `env://` reads (RANK, WORLD_SIZE,
+…). On rank 0 it warns of variables that AWS's library reads and this one ignores. It patches
+DistributedDataParallel.__init__, which then compares the ranks' models.
+
+The import raises LaunchError if the launch environment contradicts itself. Collectives raise SMDDPError if a rank has
+ended, is late or calls another collective, and if a dtype does not support the reduction.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
 
-from smdistributed.core.launch import fill_in
+from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.per_device import engine_of
 from smdistributed.dataparallel.torch import consistency
-from smdistributed.dataparallel.unused_settings import warn_of_unused_settings
 
 __all__ = ["BACKEND"]
 
+_UNUSED_NAMES = ("SMDATAPARALLEL_OPTIMIZE_SDP",)
+_UNUSED_PREFIXES = ("SMDDP_AG_",)
+
+
+def _warn_of_unused_settings(environ: Mapping[str, str]) -> None:
+    """Warns once of variables that tune AWS's collectives for sharded data parallel training.
+
+    SMDATAPARALLEL_USE_SINGLENODE and SMDATAPARALLEL_USE_HOMOGENEOUS cause no warning: launchers set them, and this
+    library finds out itself which ranks share a host.
+    """
+    unused = sorted(name for name in environ if name in _UNUSED_NAMES or name.startswith(_UNUSED_PREFIXES))
+    if unused:
+        warnings.warn(
+            f"{', '.join(unused)} in the environment: no effect. They tune AWS's collectives; this library has "
+            "SMDDP_ENGINE instead.",
+            stacklevel=3,
+        )
+
+
 register()
-consistency.install(engine_of)
-fill_in(os.environ)
+consistency.install_model_check(engine_of)
+set_torch_environment(os.environ)
 if os.environ.get("RANK", "0") == "0":
-    warn_of_unused_settings(os.environ)
+    _warn_of_unused_settings(os.environ)

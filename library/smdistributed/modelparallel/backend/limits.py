@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smdistributed.core.guards import seconds_of
+from smdistributed.core.diagnostics import read_seconds
 
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
 TIMEOUT_FIX = f"Fix: find out why it is slow; if it may take longer, set {TIMEOUT_VARIABLE} higher on all ranks."
@@ -22,4 +22,4 @@ def timeout_seconds() -> float:
     Raises:
         CollectiveError: If the value is not a number above 0.
     """
-    return seconds_of(TIMEOUT_VARIABLE, _DEFAULT_SECONDS)
+    return read_seconds(TIMEOUT_VARIABLE, _DEFAULT_SECONDS)

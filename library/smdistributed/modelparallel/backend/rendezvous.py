@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from smdistributed.core.guards import Store
 from smdistributed.core.launch import LaunchError
 from smdistributed.core.secret import VARIABLES, job_key
 from smdistributed.core.sockets import is_loopback, own_address
+from smdistributed.core.store import Store
 from smdistributed.modelparallel.backend.transport import Access, Transport
 
 _KEY_BYTES = 32

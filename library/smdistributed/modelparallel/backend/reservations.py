@@ -64,7 +64,7 @@ class Reservations:
             self._signal(transfer.receiver, Signal.OFFER, transfer)
 
     def take(self, signal: Signal, transfer: Transfer) -> None:
-        """Take a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
+        """Takes a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
         is_lower = self._rank < transfer.peer_of(self._rank)
         if signal is Signal.OFFER and is_lower:
             self._waiting.append(transfer)
@@ -82,7 +82,7 @@ class Reservations:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Reserve this rank for the next transfer, if it is free. Those that hold another rank come first."""
+        """Reserves this rank for the next transfer, if it is free. Those that hold another rank come first."""
         waiting = self._urgent or self._waiting
         if self._current is not None or not waiting:
             return

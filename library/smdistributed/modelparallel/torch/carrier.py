@@ -1,6 +1,6 @@
 """Tensors from one stage's device to another's, by torch's process group of that device: NCCL for GPUs.
 
-`Carrier` does what the device is asked for. Which transfer is carried out when, `transfers` decides.
+`Carrier` does the work on the device. `transfers` decides when.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.core.torch.devices import leave_to_host, without_nccl
+from smdistributed.core.torch.devices import nccl_problem, publish_nccl_problem
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.torch.packing import Meta
 
@@ -26,7 +26,7 @@ VARIABLE = "SMP_STAGE_TRANSFERS"
 CHOICES = ("host", "auto", "nccl")
 _LEAST_BYTES = 256 << 10  # below, signals cost more than copies through the host; not measured on a GPU
 _WARM_UP_BYTES = 1 << 20
-_TIMEOUTS = 2  # torch's own limit, which ends the process, is so many times that of a transfer
+_TIMEOUTS = 2  # torch's own limit, which ends the process, as a multiple of the limit of a transfer
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 
 
@@ -34,7 +34,7 @@ class Carrier:
     """Sends and receives tensors of one device. One thread at a time may use it.
 
     Args:
-        group: A process group of torch of all stages, whose ranks are the stages' numbers.
+        group: A process group of torch with the stages as its ranks.
         device: Where this stage has its tensors.
         least_bytes: Shorter tensors are not for this.
     """
@@ -86,7 +86,7 @@ class Carrier:
 
         Raises:
             InterruptedError: If `stopped` was set.
-            TimeoutError: After so many seconds.
+            TimeoutError: After `seconds`.
             RuntimeError: If the process group fails.
         """
         self._exchange(self.group.recv, tensors, source, stopped, seconds)
@@ -94,7 +94,7 @@ class Carrier:
     def warm_up(self, stage: int, stages: int, seconds: float) -> None:
         """Lets each pair of stages connect and load the kernels of transfers, while nothing else runs.
 
-        All stages call it. Pairs go one after the other, in the same order everywhere, each within so many seconds.
+        All stages call it. Pairs go one after the other, in the same order everywhere. `seconds` is the limit of each.
         """
         never = threading.Event()
         tensor = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
@@ -167,9 +167,9 @@ def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: flo
     """
     choice = read_choice(os.environ)
     if choice == "host" or size == 1:
-        leave_to_host(store, rank, f"has {VARIABLE}=host")
+        publish_nccl_problem(store, rank, f"has {VARIABLE}=host")
         return None
-    problem = "the job has several replicas of the model" if replicas > 1 else without_nccl(store, rank, size)
+    problem = "the job has several replicas of the model" if replicas > 1 else nccl_problem(store, rank, size)
     if problem and choice == "nccl":
         raise SMPConfigError(
             f"{VARIABLE} is 'nccl', and NCCL cannot carry tensors between stages: {problem}. "

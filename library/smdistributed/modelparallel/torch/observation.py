@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from smdistributed.core import timeline
-from smdistributed.core.guards import stall_seconds
+from smdistributed.core.diagnostics import StallDetector
 from smdistributed.modelparallel.torch.tasks import Task
 
 _STACK_CALLS = 8
@@ -41,7 +41,7 @@ class Observer:
         self._began = self._began_ns = 0
         self._waits: dict[int, tuple[Callable[[], str], float]] = {}
         self._reported: set[int] = set()
-        self._stall = stall_seconds()
+        self._stall = StallDetector().seconds
         self._step = 0
         self._step_began = 0.0
         self._thread: threading.Thread | None = None

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from smdistributed.core.launch import fill_in
+from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
-from smdistributed.core.torch.devices import take_device
+from smdistributed.core.torch.devices import select_device
 from smdistributed.modelparallel.backend.config import read_verify_steps
 from smdistributed.modelparallel.backend.context import Context, start_timeline
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
@@ -90,7 +90,7 @@ class State(Context):
         """
         if self.initialized:
             return
-        fill_in(os.environ)
+        set_torch_environment(os.environ)
         launch = self.configure(argument)
         self.verify_steps = read_verify_steps(os.environ)
         register()
@@ -101,7 +101,7 @@ class State(Context):
             for ranks in self.grid.groups(name):
                 self._open_group(ranks)
         if torch.cuda.is_available():
-            take_device()
+            select_device()
         devices.remember_device()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""The model wrapper, by the two names that scripts import it under."""
+"""The model wrapper, under both names by which scripts import it."""
 
 from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
 

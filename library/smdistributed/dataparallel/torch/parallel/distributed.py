@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.parallel
 
-from smdistributed.core.options import names_of, refuse_unknown
+from smdistributed.core.options import keyword_names, refuse_unknown
 from smdistributed.dataparallel.torch.distributed import require_init
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUCKET_CAP_MB = 25
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """Train `module` data parallel: backward averages the gradients over the ranks (AWS developer guide, 1.x).
+    """Trains a module data parallel: backward averages the gradients over the ranks (AWS developer guide, 1.x).
 
-    At construction the parameters and buffers of rank 0 are copied to all. `.module` is the wrapped module; inside
-    `.no_sync()` gradients add up on each rank and travel with the first backward after it.
+    The constructor copies rank 0's parameters and buffers to all ranks. `.module` is the wrapped module. Inside
+    `.no_sync()` gradients accumulate on each rank; the first backward after it reduces them.
 
-    device_ids, output_device: one CUDA device, for a module on that device; None for a module on the CPU.
-    broadcast_buffers: copy rank 0's buffers to all before each forward in training mode.
-    process_group: of torch.distributed, or `group.WORLD`.
-    bucket_cap_mb: gradients travel in buckets of this size, in MiB; None for 25.
-    gradient_accumulation_steps: taken (published scripts give it) and not needed: what has been averaged stays the same
-        when it is averaged again with the next gradients. `.no_sync()` saves the traffic.
-    torch_options: the further options of torch's own class (`find_unused_parameters`, …).
-
-    A module on the CPU goes to this rank's CUDA device, where there is one: published scripts wrap first, then move it.
-
-    A forward in evaluation mode under `torch.no_grad()` starts no collective: rank 0 may evaluate alone (published
+    A module on the CPU is moved to this rank's CUDA device if there is one: published scripts wrap first and move then.
+    A forward in evaluation mode under `torch.no_grad()` starts no collective, so rank 0 may evaluate alone (published
     scripts).
 
-    Raises SMDDPError before `init_process_group`, TypeError for an unknown option, and what torch's own class raises.
+    Args:
+        module: The model; it is moved to this rank's CUDA device if there is one.
+        device_ids: One CUDA device, for a module on that device; None for a module on the CPU.
+        output_device: The same device, or None.
+        broadcast_buffers: Whether to copy rank 0's buffers to all ranks before each forward in training mode.
+        process_group: Of torch.distributed, or `group.WORLD`.
+        bucket_cap_mb: Size of the gradients' buckets in MiB; None: 25.
+        gradient_accumulation_steps: Accepted for published scripts, and not needed: averaged gradients stay the same
+            when they are averaged again with the next ones. `.no_sync()` saves the traffic.
+        torch_options: Further options of torch's own class (`find_unused_parameters`, …).
+
+    Raises:
+        SMDDPError: Before `init_process_group`, or if the ranks' models differ.
+        TypeError: For an unknown option.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         **torch_options: Any,
     ) -> None:
         require_init()
-        _onto_device(module)
-        known = [*names_of(DistributedDataParallel), *names_of(torch.nn.parallel.DistributedDataParallel)]
+        _move_to_device(module)
+        known = [*keyword_names(DistributedDataParallel), *keyword_names(torch.nn.parallel.DistributedDataParallel)]
         refuse_unknown("DistributedDataParallel", torch_options, dict.fromkeys(known))
         if not broadcast_buffers:  # torch's default is True; naming the option warns since 2.13
             torch_options["broadcast_buffers"] = False
@@ -64,11 +66,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
 
     def will_sync_module_buffers(self) -> bool:
-        """Buffers do not change in evaluation mode, so there is nothing to copy."""
+        """Whether torch copies buffers now: not in evaluation mode, in which they do not change."""
         return self.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
 
-def _onto_device(module: torch.nn.Module) -> None:
+def _move_to_device(module: torch.nn.Module) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     if on_cpu and torch.cuda.is_available():
         module.cuda(torch.cuda.current_device())

@@ -28,7 +28,7 @@ _DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command. Returns its exit code: 0 if a configuration is recommended, 1 if none fits, 2 for an error."""
+    """Runs the command and returns its exit code, as described at the top."""
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)

@@ -51,7 +51,7 @@ def _inside(root: Path, name: str, src_rank: int) -> Path:
     path = Path(root, name).resolve()
     if not path.is_relative_to(root):
         raise SMPRuntimeError(
-            f"Rank {src_rank} sends a file {name!r} with a place that is not under {root}. Its path must be relative and "
-            "without `..` or links that lead out."
+            f"Rank {src_rank} sends a file {name!r} with a place that is not under {root}. Its path must be relative "
+            "and without `..` or links that lead out."
         )
     return path

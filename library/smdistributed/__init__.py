@@ -1,6 +1,6 @@
 """The distributed training libraries, by the names that scripts import.
 
-`core` is what they share; `dataparallel` trains data parallel, `modelparallel` model parallel.
+They share `core`. `dataparallel` trains data parallel, `modelparallel` model parallel.
 
 Importing this package, or `core`, imports no framework.
 """

@@ -1,4 +1,4 @@
-"""What layers cost relative to each other, and which of them must be on one stage; for both frameworks."""
+"""The relative costs of layers, and which of them must be on one stage; for both frameworks."""
 
 from __future__ import annotations
 

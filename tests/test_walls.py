@@ -43,9 +43,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "shoal_rehearsal": ("after_import settings", "notice replacements", "torch tensorflow"),
 }
 """What each package consists of, lowest layer first. A part imports only parts of lower layers."""
-CYCLES = {
-    frozenset({"smdistributed.modelparallel.torch.messages", "smdistributed.modelparallel.torch.transfers"}),
-}
+CYCLES: set[frozenset[str]] = set()
 """The import cycles that are still there. Remove an entry when its cycle is gone; add none."""
 
 

@@ -13,11 +13,13 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import IO
 
 import docker
 import docker.errors
 import pytest
 
+from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
@@ -250,3 +252,22 @@ def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: dock
             network.reload()
     finally:
         stranger.remove(force=True)
+
+
+def test_an_interrupt_while_files_are_copied_does_not_wait_for_docker(
+    pytorch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker locks a container while an archive of it is read: its removal waited until the connection timed out."""
+
+    def interrupt(source: IO[bytes], _: object) -> None:
+        assert source.read(1)
+        raise KeyboardInterrupt
+
+    client = docker_client.connect(timeout=20)
+    name = containers.unique_name("shoal-read")
+    monkeypatch.setattr("shutil.copyfileobj", interrupt)
+    with pytest.raises(KeyboardInterrupt), containers.remove_at_end(client, name):
+        container = containers.create_container(client, pytorch, ["true"], {"labels": {containers.JOB_LABEL: name}})
+        with containers.read_archive(container, "/opt/venv/lib"):
+            pass
+    assert client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={name}"}) == []

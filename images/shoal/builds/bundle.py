@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 
 import docker
 from docker.models.containers import Container
@@ -24,7 +24,7 @@ from shoal import docker_client
 from shoal.builds import base_image, bundled, debian_lock
 from shoal.builds.base_image import Say
 from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
-from shoal.docker_client import archive
+from shoal.docker_client import archive, containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
@@ -196,11 +196,7 @@ def _index_others(new: Path, old: Path) -> None:
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
-    chunks, _ = container.get_archive(path)
-    with TemporaryFile(dir=directory) as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.seek(0)
+    with containers.read_archive(container, path, directory) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 

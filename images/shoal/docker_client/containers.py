@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import docker
 import docker.errors
+import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
@@ -98,6 +102,30 @@ def create_container(
             return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
         raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
+
+
+@contextlib.contextmanager
+def read_archive(container: Container, path: str, scratch: Path | None = None) -> Iterator[IO[bytes]]:
+    """Copy a directory of a container into a temporary tar file in `scratch`, and give that file.
+
+    The connection is closed also if an interrupt comes in the middle. The SDK's `get_archive` leaves it open, and until
+    it is closed, Docker locks the container: its removal would wait for 10 minutes, and other commands with it.
+
+    Raises:
+        docker.errors.NotFound: If the container has no such directory.
+    """
+    assert container.client is not None  # the SDK sets it
+    api = container.client.api
+    url = f"{api.base_url}/v{api.api_version}/containers/{container.id}/archive"
+    with contextlib.closing(api.get(url, params={"path": path}, stream=True, timeout=api.timeout)) as response:
+        try:
+            response.raise_for_status()
+        except requests.HTTPError as error:
+            docker.errors.create_api_error_from_http_exception(error)
+        with TemporaryFile(dir=scratch) as file:
+            shutil.copyfileobj(response.raw, file)
+            file.seek(0)
+            yield file
 
 
 def strip_controls(text: str) -> str:

@@ -234,15 +234,11 @@ def _fetch_results(container: Container, target: Path, console: Console) -> Path
     """Copy model, output and checkpoints from a container to `target`, which is created, and return it."""
     target.mkdir()
     for part in ("model", "output", "checkpoints"):
-        try:
-            chunks, _ = container.get_archive(f"/opt/ml/{part}")
-        except docker.errors.NotFound:
-            continue
-        with TemporaryFile() as buffer:
-            for chunk in chunks:
-                buffer.write(chunk)
-            buffer.seek(0)
-            for skipped in archive.unpack_safely(buffer, target):
+        with (
+            contextlib.suppress(docker.errors.NotFound),
+            containers.read_archive(container, f"/opt/ml/{part}") as file,
+        ):
+            for skipped in archive.unpack_safely(file, target):
                 text = containers.strip_controls(f"{target.name}: not collected: {skipped}")
                 console.print(text, markup=False, soft_wrap=True)
     return target

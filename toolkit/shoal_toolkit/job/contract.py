@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.entry import Script, describe_entry, find_script
-from shoal_toolkit.job.metrics import DEFINITIONS_KEY, MetricDefinition, read_metric_definitions
 from shoal_toolkit.job.source import (
     Code,
     describe_without_fetching,
@@ -21,7 +20,10 @@ from shoal_toolkit.job.source import (
     locate_code,
     make_code_directory,
 )
-from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # few jobs define metrics
+    from shoal_toolkit.job.metrics import MetricDefinition
 
 DEFAULT_BASE = "/opt/ml"
 HYPERPARAMETERS = "hyperparameters.json"
@@ -41,7 +43,7 @@ TOOLKIT_KEYS = frozenset(
         "_tuning_objective_metric",
         "sagemaker_s3_output",
         "sagemaker_store_true",  # only in this toolkit: see plan/arguments.py
-        DEFINITIONS_KEY,  # only in this toolkit: see job/metrics.py
+        "sagemaker_metric_definitions",  # only in this toolkit: see job/metrics.py
     }
 )
 # Hyperparameters that choose and tune a launcher: SM_FRAMEWORK_PARAMS.
@@ -239,7 +241,7 @@ def read_job(
         extra_args=extra_args,
         environ=environ,
         configured=raw is not None,
-        metrics=read_metric_definitions(paths.config, code.directory, toolkit.get(DEFINITIONS_KEY)),
+        metrics=_read_metrics(paths, code, toolkit),
         entry_notes=describe_entry(code, script, environ),
     )
 
@@ -296,6 +298,17 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1.")
     return int(text)
+
+
+def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricDefinition, ...]:
+    """Returns the metric definitions; most jobs have none, and start faster without the module for them."""
+    listed = toolkit.get("sagemaker_metric_definitions")
+    files = (os.path.join(directory, "metrics.json") for directory in (paths.config, code.directory))
+    if listed is None and not any(map(os.path.isfile, files)):
+        return ()
+    from shoal_toolkit.job.metrics import read_metric_definitions
+
+    return read_metric_definitions(paths.config, code.directory, listed)
 
 
 def _read_object(path: str) -> dict[str, Any] | None:

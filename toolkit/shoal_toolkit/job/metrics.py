@@ -14,7 +14,6 @@ import re
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.light_typing import Any, NamedTuple
 
-DEFINITIONS_KEY = "sagemaker_metric_definitions"
 _FILE = "metrics.json"
 _EXAMPLE = '[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}]'
 
@@ -51,7 +50,7 @@ def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> 
 def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[str, Any]:
     """Returns where metrics are defined, and the undecoded list; None if nowhere."""
     if hyperparameter is not None:
-        return f"hyperparameters.json: {DEFINITIONS_KEY}", hyperparameter
+        return "hyperparameters.json: sagemaker_metric_definitions", hyperparameter
     path = os.path.join(config, _FILE)
     if os.path.isfile(path):
         return path, _load_json(path)

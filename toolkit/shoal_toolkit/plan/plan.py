@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.metrics import MetricDefinition
 from shoal_toolkit.job.settings import find_misspelt_variables
-from shoal_toolkit.light_typing import NamedTuple
+from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
 from shoal_toolkit.plan.arguments import STORE_TRUE, build_script_command, format_arguments, shorten_for_mpirun
 from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized
 from shoal_toolkit.plan.fabric import choose_network_variables
@@ -30,6 +29,9 @@ from shoal_toolkit.plan.launcher import (
     count_ranks,
     select_hosts,
 )
+
+if TYPE_CHECKING:  # few jobs define metrics
+    from shoal_toolkit.job.metrics import MetricDefinition
 
 DEFAULT_MASTER_PORT = "7777"
 _DATAPARALLEL_PORT = "7592"

@@ -23,7 +23,6 @@ from shoal_toolkit.result.result import (
     write_result,
 )
 from shoal_toolkit.run.processes import HostEvents, HostProcesses
-from shoal_toolkit.system.disks import collect_disk_facts
 from shoal_toolkit.system.loop import STOP_SIGNALS, Loop
 from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 
@@ -176,6 +175,8 @@ class Host(Role):
 
     def collect_facts(self) -> dict[str, int]:
         """Returns facts about this host that may explain a failure."""
+        from shoal_toolkit.system.disks import collect_disk_facts
+
         gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0
         return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import docker
 import docker.errors
@@ -23,7 +23,7 @@ from shoal import docker_client
 from shoal.builds import base_image, buildkit, bundled, debian_lock, graph
 from shoal.builds.base_image import BaseImage, Say
 from shoal.builds.progress import BuildProgress, make_display
-from shoal.docker_client import archive
+from shoal.docker_client import archive, containers
 from shoal.docker_client.images import find_image, remove_replaced
 from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
@@ -306,18 +306,10 @@ def _send(
         if response.status_code != requests.codes.ok:
             raise BuildError(f"{options['t']}: Docker refused the build: {response.text.strip()}")
         with streams.reading(response):
-            for event in buildkit.read_events(_json_lines(response)):
+            # chunk_size=None hands over each chunk as it comes.
+            lines = containers.split_lines(response.iter_content(chunk_size=None))
+            for event in buildkit.read_events(json.loads(line) for line in lines if line.strip()):
                 progress.show(event)
-
-
-def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:
-    # chunk_size=None hands over each chunk as it comes; Docker ends each object with a line end.
-    rest = b""
-    for chunk in response.iter_content(chunk_size=None):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (json.loads(line) for line in lines if line.strip())
-    if rest.strip():
-        yield json.loads(rest)
 
 
 def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:

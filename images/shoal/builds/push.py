@@ -115,10 +115,12 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
     """Push once; return the manifest's digest."""
     digest = ""
-    with _bar(console) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(target, total=None)
         layers: dict[str, Mapping[str, int]] = {}
-        for line in _lines(client, target):
+        lines: Iterable[dict[str, Any]] = client.api.push(target, stream=True, decode=True)
+        for line in lines:
             if "error" in line:
                 raise PushError(str(line["error"]).strip())
             if detail := line.get("progressDetail"):
@@ -131,19 +133,9 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
     return digest
 
 
-def _lines(client: docker.DockerClient, target: str) -> Iterable[dict[str, Any]]:
-    lines: Iterable[dict[str, Any]] = client.api.push(target, stream=True, decode=True)
-    return lines
-
-
 def _sums(layers: Iterable[Mapping[str, int]]) -> tuple[int, int]:
     known = [(layer.get("current", 0), layer["total"]) for layer in layers if "total" in layer]
     return sum(min(current, total) for current, total in known), sum(total for _, total in known)
-
-
-def _bar(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _advice(error: str, tries: int) -> str:

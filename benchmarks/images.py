@@ -58,7 +58,7 @@ def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:
 
 
 def make_image(root: Path, tag: str) -> Figure:
-    """Time `make image` with nothing changed: what `shoal build` takes, and make, the checks of .venv and Docker."""
+    """Time `make image` with nothing changed: `shoal build`, make, and the checks of .venv and Docker."""
     command: list[str | Path] = ["make", "image", f"IMAGE={tag}"]
     return Figure("make-image", statistics.median(seconds(command, root) for _ in range(REPEATS)), "s", goal=1.0)
 

@@ -30,7 +30,7 @@ def copy(project: Project, target: Path) -> Project:
     """Copy what builds read; caches are shared."""
     target.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("library", "toolkit", "dockerfiles"):
+    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, target / name, ignore=ignored)
     shutil.copy(project.buildspec, target)
     (target / ".cache").symlink_to(project.root / ".cache")
@@ -44,7 +44,7 @@ def change_toolkit(directory: Path) -> None:
 
 
 def change_first_step(project: Project) -> None:
-    """Have every step of images that extend none run again; what pip has downloaded stays in the builder's cache."""
+    """Make every step of base images run again. The downloads of pip stay in the builder's cache."""
     path = project.templates / "macros.j2"
     mark = "export APT_CONFIG=/run/machine/apt.conf"
     before, after = path.read_text().split(mark)
@@ -63,12 +63,12 @@ class Shoal:
 
 
 class Plain:
-    """`docker build` of plain.Dockerfile, of BuildKit, from a directory that has what an image is made of."""
+    """`docker build` of plain.Dockerfile, of BuildKit, from a directory with the sources of an image."""
 
     def __init__(self, project: Project, image: ImageSpec, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        for name in ("library", "toolkit"):
+        for name in ("library", "rehearsal", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
@@ -103,7 +103,7 @@ def _printed(*command: str | Path) -> str:
 
 
 def seconds(command: list[str | Path], directory: Path) -> float:
-    """Return how long a whole command takes; one that fails ends the benchmark with what it said."""
+    """Return how long a whole command takes; one that fails ends the benchmark with its output."""
     started = time.monotonic()
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     ended = subprocess.run(
@@ -122,7 +122,7 @@ def seconds(command: list[str | Path], directory: Path) -> float:
 
 @contextlib.contextmanager
 def kept(tags: list[str]) -> Iterator[None]:
-    """Give the tags back to the images that have them now, and remove what was built meanwhile."""
+    """Give the tags back to the images that have them now, and remove the images that were built meanwhile."""
     client = docker_client.connect()
     before = {tag: image for tag in tags if (image := find_image(client, tag))}
     for number, image in enumerate(before.values()):

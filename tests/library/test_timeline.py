@@ -111,7 +111,7 @@ def test_spans_at_the_same_time_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_threads_lose_no_event_and_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "_MOST_EVENTS", 100)
+    monkeypatch.setattr(timeline, "_MAX_EVENTS", 100)
     dataparallel.start_profiler(tmp_path)
     running = timeline.recorder
     assert running is not None

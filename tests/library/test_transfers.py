@@ -59,7 +59,7 @@ def test_jobs_of_the_suite_run_so_too(mpirun: Mpirun) -> None:
 
 @pytest.mark.mpi
 def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
-    """Streams, events and devices are there in a rehearsal; the tensors are those of CUDA."""
+    """A rehearsal has streams, events and devices, and CUDA tensors."""
     script = (RANKS / "transfers.py", "pipeline", "cuda")
     said = mpirun(2, RANKS / "transferring.py", "--device", *script, STAGES="2", **REHEARSE)
     assert transferred(said) > 0

@@ -153,8 +153,8 @@ def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> 
 
 def raise_first(errors: Iterable[Exception | None]) -> None:
     """Raise the first of the errors, after printing the others. None stands for success."""
-    first, *others = [error for error in errors if error] or [None]
-    for error in others:
+    failures = [error for error in errors if error]
+    for error in failures[1:]:
         print(f"shoal: {error}", file=sys.stderr)
-    if first:
-        raise first
+    if failures:
+        raise failures[0]

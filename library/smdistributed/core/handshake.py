@@ -26,7 +26,7 @@ _RANK = struct.Struct("!I")
 
 
 class HandshakeError(ConnectionError):
-    """The other side does not have the job's key, or is no process of a job."""
+    """The other side does not have the job's key, or is not a process of a job."""
 
 
 class Initiator:
@@ -51,7 +51,7 @@ class Initiator:
         nonce, proof = _ANSWER.unpack(answer)
         transcript = self.hello + nonce + _RANK.pack(self._to)
         if not hmac.compare_digest(proof, _mac(self._key, b"listener", transcript)):
-            raise HandshakeError("the other side has another key, or is no process of this job")
+            raise HandshakeError("the other side has another key, or is not a process of this job")
         self.session = _mac(self._key, b"session", transcript)
         return _mac(self._key, b"caller", transcript)
 

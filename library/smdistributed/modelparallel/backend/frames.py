@@ -30,7 +30,7 @@ Message = tuple[bytes, "list[bytearray]"]
 
 
 class FrameError(ConnectionError):
-    """The bytes are no message of the other side, or not the next one."""
+    """The bytes are not the next message of the other side."""
 
 
 class Writer:
@@ -72,7 +72,7 @@ class Reader:
         return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
 
     def advance(self, count: int) -> None:
-        """So many bytes were read into `buffer()`. Raises FrameError if they are no message, or not the next one."""
+        """Takes `count` bytes that were read into `buffer()`. Raises FrameError if they are not the next message."""
         ahead = self._ahead
         if self.missing >= _READ_BYTES:
             ahead, self._filled = ahead[:0], self._filled + count

@@ -383,7 +383,7 @@ class _Incoming:
         Raises:
             BlockingIOError: If none have.
             EOFError: At the end of the connection.
-            FrameError: If they are no message of the other side.
+            FrameError: If they are not the next message of the other side.
         """
         count = self.sock.recv_into(reader.buffer())
         if not count:

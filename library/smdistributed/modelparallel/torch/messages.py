@@ -82,7 +82,7 @@ class Message(NamedTuple):
         """Whether all its tensors have arrived."""
         return not (self.pending and self.pending.metas)
 
-    def set_torch_environment(self, tensors: Sequence[torch.Tensor]) -> None:
+    def fill_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Puts the transferred tensors into their places, which completes the message."""
         assert self.pending is not None
         for (place, meta), tensor in zip(self.pending.metas.items(), tensors):

@@ -164,7 +164,7 @@ def test_the_secret_of_the_launch_is_the_key_and_goes_nowhere(monkeypatch: pytes
         assert "launch" not in kept
         assert ranks[0].access.key.hex() not in kept
     monkeypatch.setenv("SMDDP_JOB_SECRET", "short")
-    with pytest.raises(LaunchError, match=r"SMDDP_JOB_SECRET has 5 characters: it must have 16 or more"):
+    with pytest.raises(LaunchError, match=r"SMDDP_JOB_SECRET has 5 characters: it must have 16 random ones or more"):
         Rank(LocalStore(1.0), 0, 1)
 
 

@@ -1,4 +1,4 @@
-# The commands that people meet. Every target sets up what it needs; `make help` lists them.
+# Commands for users and developers. Every target sets up its dependencies. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -18,7 +18,7 @@ endif
 CHANNEL := .cache/digits
 SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 
-# Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest all tests.
+# Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
@@ -26,16 +26,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with the three packages and what tests need
+setup: ## make .venv with our packages and the dependencies of the tests
 	@scripts/setup.sh
 
-doctor: setup ## check what builds and jobs need of this machine, and say what to do
+doctor: setup ## check this machine for builds and jobs, and print fixes
 	@$(SHOAL) doctor
 
-engine: ## make a Docker Engine answer (installs and starts Debian's as root)
+engine: ## start Docker if it does not answer (as root, install it if it is missing)
 	@scripts/engine.sh
 
-# The name is checked before an engine is set up for it.
+# The name is checked before Docker is set up for it.
 known-image: setup
 	@scripts/engine.sh check || $(SHOAL) list $(IMAGE) >/dev/null
 
@@ -45,9 +45,9 @@ image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggi
 images: setup engine ## build all images of buildspec.yml
 	@$(SHOAL) build
 
-train: known-image ## train the digits on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
+train: known-image ## train the digits example on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
 ifeq ($(ENGINE)$(findstring tensorflow,$(IMAGE)),nonetensorflow)
-	$(error ENGINE=none: .venv has PyTorch only, TensorFlow is in its images. Leave ENGINE out, or choose FRAMEWORK=pytorch)
+	$(error ENGINE=none: .venv has PyTorch only. Fix: leave ENGINE out, or set FRAMEWORK=pytorch)
 endif
 ifneq ($(ENGINE),none)
 	@scripts/engine.sh
@@ -56,46 +56,48 @@ endif
 	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point $(SCRIPT) \
 	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
 
-# One run of pytest for all tests, so that those that wait run beside those that compute.
+# One run of pytest for all tests, so that waiting tests and computing tests run at the same time.
 ifdef CHANGED
-test: check ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only tests that the change can affect
 	@files=$$($(BIN)/python scripts/affected.py $(CHANGED)) || exit; \
 	if [ -z "$$files" ]; then echo "no test depends on what has changed"; exit; fi; \
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
 	$(PYTEST) $$files
 else
-# The first steps of the images wait for downloads, beside which the checks compute.
-test: setup engine ## everything; CHANGED=1 or CHANGED=<revision>: only what the change can affect
+# The first steps of the images wait for downloads. The checks compute meanwhile.
+test: setup engine
 	@$(MAKE) --no-print-directory -j 2 check images
 	@$(PYTEST) tests
 endif
 
-check: setup ## ruff, mypy strict, rendered Dockerfiles and docs/api fresh
+check: setup ## run ruff, mypy, the docstring and prose rules; check that Dockerfiles and docs/api are fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(SHOAL) render --check
 	@$(BIN)/python scripts/api_docs.py --check
+	@$(BIN)/python scripts/docstrings.py
+	@$(BIN)/python scripts/prose.py
 
-test-fast: setup ## the tests that need no Docker
+test-fast: setup ## run the tests that need no Docker
 	@$(PYTEST) tests --ignore tests/integration --ignore tests/conformance --ignore tests/faults
 
-test-integration: images ## the tests with real containers
+test-integration: images ## run the tests with real containers
 	@$(PYTEST) tests/integration
 
-conformance: setup engine ## the same jobs through the stock toolkit and through ours, and what differs
+conformance: setup engine ## run the same jobs through AWS's toolkit and ours, and compare
 	@$(SHOAL) build pytorch-training:2.13.0-cpu-py311-debian12 tensorflow
 	@SHOAL_CONFORMANCE_AGAIN=1 $(BIN)/pytest tests/conformance
 
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-faults: image ## what goes wrong in real containers, and that it ends as docs/reliability.md says
+faults: image ## break things in real containers, and check the results in docs/reliability.md
 	@$(PYTEST) tests/faults
 
-soak: images ## the tests that draw at random, for hours: SEED=<number> repeats a run
+soak: images ## run the random tests for hours; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600
 
 bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-bench-faults: image ## how long each fault takes to end, with nothing beside it (docs/reliability.md)
+bench-faults: image ## measure how long each fault takes to end, without other load (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
 
 docs: setup ## write docs/api from the library's docstrings
@@ -104,36 +106,36 @@ docs: setup ## write docs/api from the library's docstrings
 render: setup ## render the Dockerfiles from the templates
 	@$(SHOAL) render
 
-lock: setup ## resolve all images' requirements to locked files with hashes
+lock: setup ## resolve the requirements of all images to lock files with hashes
 	@$(SHOAL) lock
 
-bench-launch: image ## how fast `train` launches, in containers of the image
+bench-launch: image ## measure how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
 
-bench-logs: setup ## what the log costs: 1,000,000 lines through `train` against `cat`
+bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
 
-bench-dataparallel: setup ## collectives and a step on the backend smddp against gloo and MPI
+bench-dataparallel: setup ## measure collectives and a step on the backend smddp against gloo and MPI
 	@$(BIN)/python benchmarks/dataparallel.py
 
-bench-link: setup ## all_reduce between two hosts over 1 Gbit/s, on smddp against gloo (root: makes network namespaces)
+bench-link: setup ## measure all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
 	@$(BIN)/python benchmarks/link.py
 
-bench-modelparallel: setup ## partitions, pipelines, calls, memory and throughput of model parallelism, against torch's
+bench-modelparallel: setup ## measure partitions, pipelines, calls, memory and throughput against torch
 	@$(BIN)/python benchmarks/modelparallel.py
 
 bench-tensorflow: FRAMEWORK = tensorflow
-bench-tensorflow: image ## the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
+bench-tensorflow: image ## measure the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
 	@$(BIN)/python benchmarks/tensorflow_image.py --image $(IMAGE)
 
-bench-scale: setup ## a model of all_reduce checked on this machine, and docs/scaling.svg: 2,048 ranks as it sees them
+bench-scale: setup ## check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
 	@$(BIN)/python benchmarks/scale.py
 
-bench-gpu: setup ## CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
+bench-gpu: setup ## measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py
 
-bench-images: image ## an image's size, and builds against docker build of a plain Dockerfile; QUICK=1: not the whole matrix, MATRIX=1: it alone
+bench-images: image ## measure image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
 	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
-clean: ## remove .venv, caches and job directories (images stay: docker image rm)
+clean: ## remove .venv, caches and job directories (for images: docker image rm)
 	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache

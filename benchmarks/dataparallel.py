@@ -1,14 +1,15 @@
 """Collectives and a training step on `smddp` against gloo and MPI, in one run: `make bench-dataparallel`.
 
-Medians of the rounds, in which the engines take turns; a round's time is that of its slowest rank, after a barrier.
-Below 1 MB a round is 50 calls, one right after the other, and counts for one. Ranks have one thread each, on one host.
+The figures are medians of the rounds. In each round the libraries take turns, after a barrier, and the slowest rank
+counts. Below 1 MB a round has 50 calls without a pause, and their mean counts. Ranks have one thread each, on one host.
 MPI is Open MPI's Allreduce through mpi4py, on the same memory.
 
-- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo; `…-mpi` against MPI, `…-copies` against two copies of the
-  same size; `engine-SIZE-Nranks-mpi`: the engine called as mpi4py calls MPI, without torch.distributed around it;
+- `all-reduce-SIZE-Nranks`: float32, SIZE bytes, against gloo. `…-mpi` is against MPI.
+- `all-reduce-64MB-2ranks-copies`: against two copies of the same size;
+- `engine-SIZE-Nranks-mpi`: our communication engine without torch.distributed, against MPI;
 - `all-gather-64MB`, `reduce-scatter-64MB`: 64 MB in all, 2 ranks;
-- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks; `ddp-mlp-least`: gloo's
-  step against one without any reduction, which is the most that a faster engine can gain;
+- `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks;
+- `ddp-mlp-least`: such a step without reduction, against gloo's step: the limit of any speed-up;
 - `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction (`no_sync`);
 - `init`: from the start of the process to the end of the first all_reduce, 2 ranks, the import of torch included.
 """
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(ranks: int, rounds: int, sizes: Iterable[int] = SIZES) -> dict[str, dict[str, float]]:
-    """Run the ranks; returns seconds by case and engine. Of one size alone, only all_reduce is measured."""
+    """Run the ranks; returns seconds by case and library. With one size, only all_reduce is measured."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.json")
         subprocess.run(mpirun(ranks, RANKS, out, rounds, *sizes), env=environment(), check=True)

@@ -25,7 +25,7 @@ WIDTH = 4096  # of the MLP's layers: three of them are 50 million parameters
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure every case with every engine."""
+    """Measure every case with every library."""
     from mpi4py import MPI
 
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
@@ -73,7 +73,7 @@ def others(mpi: Any, groups: dict[str, Any], rounds: int) -> dict[str, dict[str,
 
 
 def convolutions() -> dict[str, Callable[[], None]]:
-    """A step of a CNN, whose gradients are small beside its computation; with them reduced, and without."""
+    """A step of a CNN, with its gradients reduced and without. They are small, and its computation is long."""
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for width, wider in ((3, 32), (32, 64), (64, 128)):

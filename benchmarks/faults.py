@@ -52,7 +52,7 @@ def run(*options: str, **variables: str) -> bool:
 
 
 def read(directory: Path) -> list[Row]:
-    """Return what was measured, in the order of the tests."""
+    """Return the measured rows, in the order of the tests."""
     return [row for path in sorted(directory.glob("*.json")) for row in json.loads(path.read_text())]
 
 

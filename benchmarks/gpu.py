@@ -1,7 +1,8 @@
-"""Tensors on CUDA devices through `smddp`: `make bench-gpu`. Exits 2, saying what is missing, where there is no GPU.
+"""Tensors on CUDA devices through `smddp`: `make bench-gpu`. Without a GPU it exits with 2.
 
-It has not been run on a GPU yet. Medians, after a warm-up; a round's time is that of its slowest rank, with the device
-synchronised. One GPU is enough; with several, what is named `…-1rank` is also measured with a rank on each.
+It has not been run on a GPU yet. The figures are medians of the rounds, after a warm-up, with the
+device synchronised. In each round the slowest rank counts. One GPU is enough. With several, figures named `…-1rank` are
+also measured with a rank on each.
 
 - `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. This
   comes first, because figures of wrong results mean nothing. The output of a script that fails is printed;
@@ -9,15 +10,15 @@ synchronised. One GPU is enough; with several, what is named `…-1rank` is also
   torch's own NCCL group;
 - `gpu-nccl-ddp-…`, `gpu-nccl-compiled-ddp-…`, `gpu-nccl-fsdp2-…`: a step on these two, each in one process;
 - `gpu-timeline-…`: a step while a timeline is recorded, with NCCL's collectives, against one that is not;
-- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU, whose tensors are copied to the host, reduced there and
-  copied back, against nothing but the two copies, through pinned memory, by both ranks at once; the rates are printed;
-- `gpu-amp-step`, `gpu-amp-bytes`: a step under autocast on those two ranks, its gradients compressed to fp16, against
-  fp32 ones; and the bytes that its collectives were given, by our timeline;
+- `gpu-staging-all-reduce-2ranks`: two ranks that share one GPU. Tensors are copied to the host, reduced there and
+  copied back. The rival is the two copies alone, through pinned memory, by both ranks together. Rates are printed;
+- `gpu-amp-step`: a step under autocast on these two ranks, with gradients in fp16 against fp32;
+- `gpu-amp-bytes`: the bytes of the collectives of such a step, by our timeline;
 - `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;
 - `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree;
 - `gpu-pipeline-transfers`: two stages on two GPUs, by NCCL against through the host; their losses must be the same.
 
-`--device cpu` runs the same code without a GPU, which is what the tests do: its figures, named `cpu-…`, mean nothing.
+`--device cpu` runs the same code without a GPU, as the tests do. Its figures, named `cpu-…`, mean nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from typing import Any
 from report import Figure, finish, make_parser, print_machine
 
 from shoal.report import trace
-from shoal.report.analysis import Analysis, analyse
+from shoal.report.timeline_analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"
 NO_GPU = 2
-"""The exit code where there is nothing to measure on."""
+"""The exit code without a GPU."""
 _Times = dict[str, dict[str, float]]
 
 
@@ -65,7 +66,7 @@ def main(words: list[str]) -> int:
         for ranks in sorted({1, len(devices)}):
             figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
         shared = measure("shared", devices[:1] * 2, found, options)
-        recorded = {name: analyse(trace.read(trace.find([found / name]))) for name in ("fp16", "fp32")}
+        recorded = {name: analyse(trace.read_timeline(trace.find_files([found / name]))) for name in ("fp16", "fp32")}
         figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
         figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
         if len(devices) > 1 or options.device == "cpu":
@@ -105,7 +106,7 @@ def visible_devices(device: str) -> list[str]:
 
 
 def measure(case: str, devices: Sequence[str], directory: Path, options: Any) -> _Times:
-    """Run a rank on each of the devices, of which one may be there twice; returns seconds by case and what was run."""
+    """Run a rank on each of the devices, which may be listed twice. Returns seconds by case and variant."""
     words = [RANKS, case, directory, options.rounds, options.bytes, options.device]
     codes = [code for code, _ in run(words, devices, options.device, quiet=False)]
     if any(codes):
@@ -115,7 +116,7 @@ def measure(case: str, devices: Sequence[str], directory: Path, options: Any) ->
 
 
 def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: bool) -> list[tuple[int, str]]:
-    """Run a script on a rank for each device, each of which sees its own alone; exit codes, and what was said."""
+    """Run a script on a rank for each device, and let it see that device only. Returns exit codes and outputs."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     common.update(WORLD_SIZE=str(len(devices)), LOCAL_WORLD_SIZE=str(len(devices)), OMP_NUM_THREADS="1")
@@ -152,7 +153,7 @@ def of_suites(prefix: str, devices: list[str], options: Any) -> Iterator[Figure]
 
 
 def of_nccl(prefix: str, ranks: int, measured: _Times) -> Iterator[Figure]:
-    """Yield what the backend adds to the group that has the tensors, and what a timeline costs."""
+    """Yield the times of the backend against its group of torch, and of a timeline against none."""
     ceiling, name = (1.1 if prefix == "gpu" else None), f"{ranks}rank{'s' if ranks > 1 else ''}"
     for what in ("all-reduce", "short-all-reduce", "ddp", "compiled-ddp", "fsdp2"):
         if what not in measured:

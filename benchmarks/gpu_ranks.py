@@ -29,7 +29,7 @@ _Times = dict[str, dict[str, float]]
 
 
 class Case:
-    """What a rank measures with."""
+    """The parameters of a rank, and how it measures."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.directory, self.rounds, self.size = Path(words[0]), int(words[1]), int(words[2])
@@ -66,7 +66,7 @@ class Case:
             torch.cuda.synchronize()
 
     def model(self) -> torch.nn.Sequential:
-        """Return an MLP whose gradients, as float32, are about `size` bytes."""
+        """Return an MLP with about `size` bytes of gradients in float32."""
         layers = [torch.nn.Linear(self.width, self.width, device=self.device) for _ in range(LAYERS)]
         return torch.nn.Sequential(*layers)
 
@@ -82,7 +82,7 @@ class Case:
 
 
 def own_device(case: Case) -> _Times:
-    """Ranks with a device each: what the backend adds to the group of torch's own that has the tensors."""
+    """Ranks with a device each: the backend against the group of torch that carries its tensors."""
     times = {"all-reduce": case.measure(all_reduces(case, case.size))}
     times["short-all-reduce"] = case.measure(all_reduces(case, SHORT_BYTES))
     for name, step in (("ddp", ddp_step), ("compiled-ddp", compiled_step), ("fsdp2", fsdp2_step)):
@@ -102,7 +102,7 @@ def groups(case: Case) -> dict[str, Any]:
 
 
 def all_reduces(case: Case, size: int) -> _Runs:
-    """Of one tensor of so many bytes, by both groups."""
+    """all_reduce of one tensor of `size` bytes, by both groups."""
     tensor = torch.zeros(size // 4, device=case.device)
 
     def of(group: Any) -> Callable[[], object]:
@@ -112,7 +112,7 @@ def all_reduces(case: Case, size: int) -> _Runs:
 
 
 def ddp_step(case: Case, group: Any, compress: bool = False) -> Callable[[], object]:
-    """A step under autocast, whose gradients are reduced in several buckets."""
+    """A step under autocast, with gradients in several buckets."""
     bucket_mb = max(case.size / LAYERS / (1 << 20), 0.001)
     model = DistributedDataParallel(case.model(), process_group=group, bucket_cap_mb=bucket_mb)
     if compress:
@@ -176,7 +176,7 @@ def shared_device(case: Case) -> _Times:
 
 
 def staging(case: Case) -> _Runs:
-    """What such ranks do, and its copies alone."""
+    """A staged all_reduce, and its copies alone."""
     tensor = torch.zeros(case.size // 4, device=case.device)
     host = torch.empty(case.size // 4, pin_memory=case.device.type == "cuda")
     staged, options = carrier(case), dist.AllreduceOptions()
@@ -189,7 +189,7 @@ def staging(case: Case) -> _Runs:
 
 
 def carrier(case: Case) -> Any:
-    """Return what carries tensors on the device where ranks share it."""
+    """Return the group that carries tensors of ranks which share a device."""
     group: Any = dist.group.WORLD
     if case.device.type != "cuda":
         return HostStaging(group)
@@ -200,7 +200,7 @@ def carrier(case: Case) -> Any:
 
 
 def stages(case: Case) -> _Times:
-    """Two stages of a pipeline on one device, against one process, whose losses they must have."""
+    """Two stages of a pipeline on one device, against one process. The losses must agree."""
     import smdistributed.modelparallel.torch as smp
 
     smp.init({"partitions": 2, "microbatches": 4})
@@ -235,7 +235,7 @@ def stages(case: Case) -> _Times:
 
 
 def transfers(case: Case) -> _Times:
-    """Two stages with a device each, whose tensors go by NCCL, against the same through the host: the same losses."""
+    """Two stages with a device each: tensors by NCCL, against tensors through the host. The losses must be equal."""
     import smdistributed.modelparallel.torch as smp
     from smdistributed.modelparallel.torch import carrier, state_mod
 

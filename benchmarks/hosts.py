@@ -1,7 +1,7 @@
-"""Two "hosts" on one machine: network namespaces with a wire between them that carries so many bits a second.
+"""Two "hosts" on one machine: network namespaces with a wire between them of a given rate.
 
-The wire is a veth pair, each end shaped with tbf; its packets are those of a real one (MTU 1500, TCP/IP headers count),
-and they never leave the machine. Everything is removed when the `with` block ends, however it ends.
+The wire is a veth pair, each end shaped with tbf. Its packets are as on a real wire (MTU 1500, TCP/IP headers count).
+They never leave the machine. Everything is removed when the `with` block ends, even after an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 INTERFACE = "eth0"
 _PREFIX = "10.213.78"
 # A burst has room for a packet as TCP hands it over (64 KiB; the interface would cut a longer one), and the queue for
-# what several connections have under way: nothing is dropped.
+# the packets of several connections: nothing is dropped.
 _BURST_BYTES, _QUEUE_MILLISECONDS = 128 << 10, 50
 
 
@@ -33,7 +33,7 @@ class Host:
 
 
 def missing() -> str:
-    """What this machine lacks for two hosts, and how to fix it; empty: nothing."""
+    """The tool or right that this machine lacks for two hosts, and how to fix it. Empty if it lacks none."""
     tools = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if tools:
         return f"{' and '.join(tools)}. Fix: install iproute2"
@@ -50,7 +50,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     with ExitStack() as undo:
         for host in (first, second):
             _do("ip", "netns", "add", host.namespace)
-            undo.callback(_do, "ip", "netns", "delete", host.namespace)  # and what is in it
+            undo.callback(_do, "ip", "netns", "delete", host.namespace)  # and all in it
         ends = [word for host in (first, second) for word in (INTERFACE, "netns", host.namespace)]
         _do("ip", "link", "add", *ends[:3], "type", "veth", "peer", *ends[3:])
         for host in (first, second):

@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 from images_builders import Plain, Shoal, change_first_step, change_toolkit, kept, seconds
 from report import Figure, finish, make_parser, print_machine
 
-from shoal import engine
-from shoal.build import base
-from shoal.inside import sizes as inside
-from shoal.inside.sizes import MIB
+from shoal import docker_client
+from shoal.builds import base_image
 from shoal.matrix import project
 from shoal.matrix.spec import ImageSpec, load
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.integration.image_sizes import MIB, measure_parts
 
 REPEATS = 5
 AWS_MIB = 20_575
@@ -31,8 +32,8 @@ AWS_MIB = 20_575
 
 def sizes(spec: ImageSpec) -> list[Figure]:
     """Compare the image with its base plus its wheels."""
-    client, tag = engine.connect(), spec.tag
-    parts = inside.read(client, tag, base.beneath(client, tag, spec.system))
+    client, tag = docker_client.connect(), spec.tag
+    parts = measure_parts(client, tag, base_image.find_base_of(client, tag, spec.system))
     print(parts)
     total, rival = parts.total / MIB, (parts.base + parts.wheels) / MIB
     return [
@@ -57,7 +58,7 @@ def rebuilds(ours: Shoal, rival: Plain, tag: str) -> list[Figure]:
 
 
 def make_image(root: Path, tag: str) -> Figure:
-    """Time `make image` with nothing changed: what `shoal build` takes, and make, the checks of .venv and Docker."""
+    """Time `make image` with nothing changed: `shoal build`, make, and the checks of .venv and Docker."""
     command: list[str | Path] = ["make", "image", f"IMAGE={tag}"]
     return Figure("make-image", statistics.median(seconds(command, root) for _ in range(REPEATS)), "s", goal=1.0)
 

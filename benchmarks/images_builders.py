@@ -14,13 +14,13 @@ from pathlib import Path
 
 import docker
 
-from shoal import engine
-from shoal.build import base
-from shoal.engine.images import find
-from shoal.host import machine
+from shoal import docker_client
+from shoal.builds import base_image
+from shoal.docker_client.images import find_image
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
-from shoal.sources.pins import read_image
+from shoal.network.settings import read_network_settings
+from shoal.sources.pins import read_image_pins
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"
@@ -30,7 +30,7 @@ def copy(project: Project, target: Path) -> Project:
     """Copy what builds read; caches are shared."""
     target.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("library", "toolkit", "dockerfiles"):
+    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, target / name, ignore=ignored)
     shutil.copy(project.buildspec, target)
     (target / ".cache").symlink_to(project.root / ".cache")
@@ -44,7 +44,7 @@ def change_toolkit(directory: Path) -> None:
 
 
 def change_first_step(project: Project) -> None:
-    """Have every step of images that extend none run again; what pip has downloaded stays in the builder's cache."""
+    """Make every step of base images run again. The downloads of pip stay in the builder's cache."""
     path = project.templates / "macros.j2"
     mark = "export APT_CONFIG=/run/machine/apt.conf"
     before, after = path.read_text().split(mark)
@@ -63,19 +63,19 @@ class Shoal:
 
 
 class Plain:
-    """`docker build` of plain.Dockerfile, of BuildKit, from a directory that has what an image is made of."""
+    """`docker build` of plain.Dockerfile, of BuildKit, from a directory with the sources of an image."""
 
     def __init__(self, project: Project, image: ImageSpec, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        for name in ("library", "toolkit"):
+        for name in ("library", "rehearsal", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        pins = read_image(project, load(project.buildspec), image).values()
+        pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))
         (directory / "machine").mkdir()
-        for name, content in machine.read().files(image.system.suite).items():
+        for name, content in read_network_settings().build_files(image.system.suite).items():
             (directory / "machine" / name).write_bytes(content)
-        found = base.find(engine.connect(), image.system)
+        found = base_image.find_base(docker_client.connect(), image.system)
         assert found is not None
         file = Path(__file__).with_name("plain.Dockerfile")
         self._command = [_client(), "build", "--quiet", f"--tag={PLAIN}", f"--file={file}"]
@@ -103,7 +103,7 @@ def _printed(*command: str | Path) -> str:
 
 
 def seconds(command: list[str | Path], directory: Path) -> float:
-    """Return how long a whole command takes; one that fails ends the benchmark with what it said."""
+    """Return how long a whole command takes; one that fails ends the benchmark with its output."""
     started = time.monotonic()
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     ended = subprocess.run(
@@ -122,9 +122,9 @@ def seconds(command: list[str | Path], directory: Path) -> float:
 
 @contextlib.contextmanager
 def kept(tags: list[str]) -> Iterator[None]:
-    """Give the tags back to the images that have them now, and remove what was built meanwhile."""
-    client = engine.connect()
-    before = {tag: image for tag in tags if (image := find(client, tag))}
+    """Give the tags back to the images that have them now, and remove the images that were built meanwhile."""
+    client = docker_client.connect()
+    before = {tag: image for tag in tags if (image := find_image(client, tag))}
     for number, image in enumerate(before.values()):
         image.tag(_KEPT.format(number))
     try:
@@ -134,12 +134,12 @@ def kept(tags: list[str]) -> Iterator[None]:
             _give_back(client, tag, before.get(tag))
         for number in range(len(before)):
             client.images.remove(_KEPT.format(number))
-        if find(client, PLAIN):
+        if find_image(client, PLAIN):
             client.images.remove(PLAIN)
 
 
 def _give_back(client: docker.DockerClient, tag: str, image: docker.models.images.Image | None) -> None:
-    built = find(client, tag)
+    built = find_image(client, tag)
     if built is None or (image is not None and built.id == image.id):
         return
     if image is None:

@@ -20,7 +20,7 @@ WITHOUT_FRAMEWORK = {"SAGEMAKER_TRAINING_MODULE": ""}
 
 
 class Job(NamedTuple):
-    """A job through `train`: so many hosts of so many ranks; 0 ranks: the script alone, without MPI."""
+    """A job through `train`. ranks: on each host; 0 means the script alone, without MPI."""
 
     image: str
     script: str

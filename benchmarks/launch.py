@@ -1,16 +1,16 @@
 """How fast `train` launches, against the stock toolkit in an image of its own: `make bench-launch`.
 
-With scripts that do nothing, medians of the rounds if nothing else is said:
+The scripts do nothing. Figures are medians of the rounds, with the exceptions below:
 
 - `train-noop`: the command `train` from its start to its end, in a container that runs already;
 - `launch-1host-2ranks`, `launch-2hosts-1rank`: MPI jobs, as SageMaker starts them. Time is from the start of the last
-  container until all have ended (State.StartedAt and FinishedAt), so that Docker's work on containers and networks
-  does not count; `with-engine` is the upper bound, from the request to start the first container; `against-floor`
-  compares with `mpirun` alone in one container; `until-first-rank` is `launch_seconds` of our output/job.json;
+  container until all have ended (State.StartedAt and FinishedAt). Docker's work on containers and networks does not
+  count. `with-engine` counts it, from the request to start the first container. `against-floor` compares with `mpirun`
+  alone in one container. `until-first-rank` is `launch_seconds` of our output/job.json;
 - `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
 - `launcher-memory`: the most resident memory (VmHWM) of the `train` of an MPI job, when its ranks run;
 - `installed-size`: the files of our toolkit, and of the stock one with all that it requires, Python and the framework
-  aside. What the images carry for code on S3 (boto3) is a row of its own.
+  aside. The packages for code on S3 (boto3) are a row of their own.
 
 The stock toolkit runs without a framework toolkit, which would import its framework first. It sleeps for half a minute
 after each MPI job: those jobs run three times, beside each other while nothing else is measured. Its workers miss a job
@@ -66,7 +66,7 @@ while pid:
     pid = int(re.search(r"PPid:\\s+(\\d+)", status)[1])
 pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], "kib").write_text(str(most))
 """
-# Runs in a container: `train`, so many times.
+# Runs in a container: `train`, as often as the argument says.
 TIMES = """\
 import subprocess, sys, time
 for _ in range(int(sys.argv[1]) + 1):
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     ours, rounds = resolve(options.image), options.rounds
     stock = oracle(ours)
     print_machine()
-    print(f"engine: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds} (medians)")
+    print(f"Docker: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds} (medians)")
     with ThreadPoolExecutor(4) as pool:
         theirs = measure_stock(client, stock, pool, rounds)
     return finish(figures(theirs, measure_ours(client, ours, rounds)))
@@ -136,13 +136,13 @@ def resolve(name: str) -> str:
 
 
 def oracle(image: str) -> str:
-    """Return the tag of the stock toolkit's image on top of ours, built where it is not there."""
+    """Return the tag of the stock toolkit's image, which extends our image. Build it if it is missing."""
     command = [sys.executable, str(ORACLE), image]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> dict[str, float]:
-    """Measure the stock toolkit: what needs the machine for itself first."""
+    """Measure the stock toolkit. Figures that need the whole machine come first."""
     figures = {
         "train-noop": median("train-noop", "stock", commands(client, image, rounds)),
         "installed-size": installed(client, image, "sagemaker-training"),
@@ -188,12 +188,12 @@ def median(name: str, side: str, values: Sequence[float]) -> float:
 
 
 def job(described: Job) -> Ran:
-    """Run a job with an engine's client of its own: one a thread."""
+    """Run a job with a Docker client of its own: each thread needs one."""
     return run(docker.from_env(timeout=600), described)
 
 
 def commands(client: Any, image: str, rounds: int) -> list[float]:
-    """Time `train` in a container, so many times; one before that is for the disk."""
+    """Time `train` in a container, after one run that warms the disk cache."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         tree = write_tree(Path(directory) / "ml", Job(image, NOTHING), "algo-1")
         command = ["python", "-c", TIMES, str(rounds)]

@@ -1,12 +1,12 @@
 """all_reduce over a slow link between two hosts, on `smddp` against gloo, in one run: `make bench-link`.
 
-Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s each way. Medians of the rounds, in which
-the engines take turns; a round's time is that of its slowest rank, after a barrier. gloo is torch's own group of all
-ranks, which knows no hosts. With R ranks on each of two hosts:
+Two "hosts" on this machine (see hosts.py) are joined by a wire of 1 Gbit/s each way. The figures are medians
+of the rounds. In each round the libraries take turns, after a barrier, and the slowest rank counts. The rival
+is torch's own gloo group of all ranks, which does not know hosts. With R ranks on each of two hosts:
 
 - `link-all-reduce-64MB-2xR`: float32, against gloo;
-- `link-bytes-64MB-2xR`: what passed the wire, in the direction with more, against the least that can: the whole tensor.
-  The interface counts 64 KiB as one packet, so headers hardly count here; for the rate they do, packet by packet;
+- `link-bytes-64MB-2xR`: bytes on the wire, in the direction with more, against the minimum: the whole tensor. The
+  interface counts 64 KiB as one packet, so that headers hardly count here. For the rate they do, packet by packet;
 - `link-float16-2xR`: as many float16, which are half the bytes, against float32.
 """
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int]) -> Measured:
-    """Run so many ranks on each host; returns what they measured, by size and engine."""
+    """Run ranks on each host. Returns their measurements, by size and library."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         out = Path(directory, "measured.json")
         started = []
@@ -100,7 +100,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def figures(ranks: int, measured: dict[str, dict[str, float]]) -> list[Figure]:
-    """The figures of so many ranks on each host."""
+    """The figures for a number of ranks on each host."""
     ours, gloo, half = (1000 * measured[engine]["seconds"] for engine in ("smddp", "gloo", "smddp-float16"))
     passed = max(measured["smddp"][way] for way in ("tx", "rx")) / MB
     grid, bound = f"2x{ranks}", BYTES / MB

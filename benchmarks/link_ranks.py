@@ -21,7 +21,7 @@ Measured = dict[str, float]  # seconds, and the bytes that went out of host 0 an
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure every case with every engine."""
+    """Measure every case with every library."""
     out, rounds, sizes = Path(words[0]), int(words[1]), [int(word) for word in words[2:]]
     dist.init_process_group(backend="smddp")
     gloo = dist.new_group(backend="gloo")
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(gloo: Any, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
-    """Return medians; the engines take turns, and each round counts for its slowest rank."""
+    """Return medians; the libraries take turns, and each round counts for its slowest rank."""
     found: dict[str, list[Measured]] = {name: [] for name in runs}
     for _ in range(rounds + 1):  # one to warm up
         for name, run in runs.items():

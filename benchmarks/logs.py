@@ -1,4 +1,4 @@
-"""What the log costs: 1,000,000 lines of a script through `train`, and through `cat`: `make bench-logs`.
+"""The cost of the log: 1,000,000 lines of a script through `train`, and through `cat`: `make bench-logs`.
 
 Per round and case, one after the other, the same writer:
 

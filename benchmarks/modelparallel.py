@@ -1,18 +1,18 @@
-"""Model parallelism against what torch has, in one run: `make bench-modelparallel`.
+"""Model parallelism against torch's own, in one run: `make bench-modelparallel`.
 
-All on this machine, and all but partitions under mpirun, a thread for each rank; medians of the rounds, in which
-the ways take turns.
+All ranks run on this machine, with a thread each. The figures are medians of the rounds, in which the libraries take
+turns.
 
-- `partition-MODEL-P`: the largest of the P stages that the automatic partition makes over an equal share, by its own
-  costs, against the published algorithm; the goal is 1.03 times the best contiguous cut;
-- `bubble-P-M`: the share of a step in which a stage idles, of P stages and M microbatches on virtual accelerators
-  (modules that sleep 30 ms forward and 60 ms backward), against GPipe and 1F1B of torch.distributed.pipelining; the
-  goal is 1.1 times the least, (P-1)/(M+P-1);
-- `held-4-16`: the most microbatches whose activations the first stage holds, against the simple pipeline;
-- `call-forward`, `call-backward`: a call of a module on another stage with 64 KiB there and back, against torch's send
+- `partition-MODEL-P`: the largest of P stages by the automatic partition, as a multiple of an equal share. The rival is
+  the published algorithm. The goal is 1.03 times the best contiguous cut;
+- `bubble-P-M`: the idle share of a step with P stages and M microbatches. The rivals are GPipe and 1F1B of torch.
+  Modules are virtual accelerators, which sleep 30 ms forward and 60 ms backward. The goal is 1.1 times the minimum,
+  (P-1)/(M+P-1);
+- `held-4-16`: the most microbatches with activations on the first stage, against the simple pipeline;
+- `call-forward`, `call-backward`: a call of a module on another stage, with 64 KiB each way. The rival is torch's send
   and recv of the same bytes;
-- `throughput-2-16`: a step of a small GPT on 2 stages of a thread each, against one process with two threads; the
-  ideal is that times (M+P-1)/M;
+- `throughput-2-16`: a step of a small GPT on 2 stages of a thread each, against one process with two threads. The ideal
+  is the rival's time multiplied by (M+P-1)/M;
 - `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process.
 """
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def job(ranks: int, *case: object) -> dict[str, Any]:
-    """Run a case on so many ranks; returns what it measured."""
+    """Run a case on a number of ranks. Returns its measurements."""
     command = mpirun(ranks, RANKS, *case, options=f"--timeout {LIMIT_S}")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

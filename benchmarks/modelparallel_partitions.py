@@ -1,7 +1,7 @@
 """How even automatic partitions are, against the published algorithm: `partitions` of modelparallel.py.
 
-Both deal the same modules at the same costs, and these are the library's own: shares of memory and of operations, by a
-trace on the meta device and the default configuration. Nothing is timed.
+Both place the same modules with the library's costs: shares of memory and of operations. The costs come from a trace on
+the meta device, with the default configuration. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def torchs(name: str, count: int) -> Callable[[], Any]:
 
 
 def held(microbatches: str) -> None:
-    """The most microbatches whose activations the first stage holds at once."""
+    """The most microbatches with activations on the first stage at one time."""
     found = {}
     for pipeline in ("simple", "interleaved"):
         run = ours(pipeline, int(microbatches))

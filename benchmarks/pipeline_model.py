@@ -1,7 +1,7 @@
-"""A pipeline as the schedule of the library runs it, without ranks: when which stage does what, and a picture of it.
+"""A pipeline as the schedule of the library runs it, without ranks: the turns of each stage, and a picture.
 
-The rules are those of `smdistributed.modelparallel.backend.schedule` itself; times
-are a model: every stage takes as long, a message takes none, and the loss is on the first stage.
+It runs `smdistributed.modelparallel.backend.schedule` itself. The times are a model: all stages take equally long,
+messages take no time, and the loss is on the first stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLORS = {TurnKind.FORWARD: "#4c78a8", TurnKind.BACKWARD: "#f58518"}
 
 @dataclass(frozen=True)
 class Span:
-    """What a stage does from `begin` to `end`."""
+    """A turn of a stage, from `begin` to `end`."""
 
     stage: int
     turn: Turn

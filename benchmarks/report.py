@@ -1,4 +1,4 @@
-"""What benchmarks have in common: options, one `RESULT` line per figure, and the machine it was measured on."""
+"""The common parts of benchmarks: options, one `RESULT` line per figure, and the machine it was measured on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Figure:
 
 
 def make_parser(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Make a parser of a benchmark's options, whose help is its docstring. rounds: the default of `--rounds`."""
+    """Make a parser of a benchmark's options, with its docstring as help. rounds: the default of `--rounds`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         parser.add_argument(
@@ -68,7 +68,7 @@ def _positive(text: str) -> int:
 
 
 def mpirun(ranks: int, *words: object, options: str = "") -> list[str]:
-    """The command that runs Python with these words on so many ranks of this machine."""
+    """The command that runs Python with these words on a number of ranks of this machine."""
     given = f"--allow-run-as-root --oversubscribe --bind-to none {options} -np {ranks}".split()
     return [str(Path(sys.executable).with_name("mpirun")), *given, sys.executable, *map(str, words)]
 

@@ -4,9 +4,9 @@ Measures all_reduce of 1 KB to 64 MB through shared memory on 2, 4 and 8 ranks o
 the rounds: the model knows no other load), and fits seconds = alpha + beta × bytes to every other size.
 
 - `scale-fit-Nranks`: the median relative error at the sizes that the fit has not seen;
-- `scale-fit-8ranks-from-2-and-4`: that of a line for 8 ranks which is extrapolated from those of 2 and 4 (information);
+- `scale-fit-8ranks-from-2-and-4`: the same error of a line for 8 ranks, extrapolated from 2 and 4 (information);
 - `scale-link-2xR-…`: with --link (what link.py --json has written), the relative error of the model's times between
-  hosts, whose only constant is the link's rate.
+  hosts. Its only constant is the link's rate.
 
 The picture is a MODEL, not a measurement: the same formulas with the constants in data/scale.json, which
 have their sources beside them.

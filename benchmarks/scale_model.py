@@ -32,7 +32,7 @@ def fit(seconds: Mapping[int, float]) -> Line:
 
 
 def errors(line: Line, seconds: Mapping[int, float]) -> list[float]:
-    """By which share of what was measured the line is off, for each size."""
+    """The relative error of the line, for each size."""
     return [abs(line(size) - time) / time for size, time in seconds.items()]
 
 

@@ -55,7 +55,7 @@ def y(share: float) -> float:
 
 
 def heading(constants: Mapping[str, Any]) -> list[str]:
-    """What the picture shows."""
+    """The title and the warning."""
     return [
         text(LEFT - 50, 36, "Scaling efficiency of BERT-large, modelled", "title"),
         text(LEFT - 50, 60, "A model with assumed constants, not a measurement.", "warning"),
@@ -85,7 +85,7 @@ def legend(number: int, label: str) -> list[str]:
 
 
 def footing(constants: Mapping[str, Any]) -> list[str]:
-    """What the curves rest on."""
+    """The assumptions of the curves."""
     training, host, network = constants["training"], constants["host"], constants["network"]
     said = (
         f"Assumed: {1000 * training['compute_seconds']:.0f} ms of computation a step, {training['overlap']:.0%} of "

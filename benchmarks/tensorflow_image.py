@@ -1,15 +1,17 @@
 """smdistributed.dataparallel.tensorflow against MultiWorkerMirroredStrategy, in the image: `make bench-tensorflow`.
 
-Two ranks in one container, in the same processes and in turns; medians of the rounds, a round's time is that of its
-slowest rank, after a barrier. Each rank computes with one thread. The rival's collectives are its ring over gRPC.
+Two ranks run in one container. Both libraries take turns in the same processes. The figures are medians of the rounds.
+In each round, after a barrier, the slowest rank counts. Each rank computes with one thread. The rival's collectives are
+its ring over gRPC.
 
 - `tf-all-reduce-64MB`: float32, inside a tf.function; `…-torch` against `all_reduce` of torch.distributed on `smddp`,
   on this machine's own environment, in the same run;
 - `tf-mlp`: a step of an MLP of 50 million parameters with the tape;
 - `tf-cnn`: gradients of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction;
 - `tf-start`: from the start of the process to the end of the first all_reduce, the import of TensorFlow included;
-- `tf-smp-loss-P-M`: the largest difference of 20 losses between a Keras model on P stages, with M microbatches, and the
-  same in one piece; `tf-smp-step-2-8`: a step on two stages with 8 microbatches, against one stage with as many.
+- `tf-smp-loss-P-M`: the largest difference of 20 losses between a Keras model on P stages, with M microbatches, and in
+  one piece;
+- `tf-smp-step-2-8`: a step on two stages with 8 microbatches, against one stage with 8.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def contained(
     script: str = "tensorflow_ranks.py",
     ranks: int = 2,
 ) -> str:
-    """What the ranks print, in a container of their own."""
+    """Run ranks in a new container, and return their output."""
     mounts = ["-v", f"{HERE}:/benchmarks:ro", *(options or [])]
     quiet = ["-e", "TF_CPP_MIN_LOG_LEVEL=3", "-e", "OMP_NUM_THREADS=1"]
     command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *quiet, *mounts, image]

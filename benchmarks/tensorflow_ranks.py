@@ -92,7 +92,7 @@ def mlps(strategy: Any, sdp: Any) -> dict[str, Callable[[], Any]]:
 
 
 def cnns(sdp: Any) -> dict[str, Callable[[], Any]]:
-    """A step of a CNN, whose gradients are small beside its computation; with them reduced, and without."""
+    """A step of a CNN, with its gradients reduced and without. They are small, and its computation is long."""
     layers: list[Any] = []
     for width in (32, 64, 128):
         layers += [tf.keras.layers.Conv2D(width, 3, padding="same", activation="relu"), tf.keras.layers.MaxPool2D()]
@@ -113,7 +113,7 @@ def cnns(sdp: Any) -> dict[str, Callable[[], Any]]:
 
 
 def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns; a round's time is that of its slowest rank, after a barrier."""
+    """Median seconds of each, in turns. In each round, after a barrier, the slowest rank counts."""
     from mpi4py import MPI
 
     times: dict[str, list[float]] = {name: [] for name in runs}

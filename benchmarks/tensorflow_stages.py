@@ -2,8 +2,8 @@
 
     tensorflow_stages.py MP_PARAMETERS loss|step
 
-`loss`: the largest difference of 20 losses. `step`: seconds of a step, the median of STEPS, each operation on one
-thread; one stage computes one operation at a time, others have a thread besides that waits for messages. Rank 0 prints
+`loss`: the largest difference of 20 losses. `step`: seconds of a step, the median of STEPS. Each operation runs on one
+thread. A stage computes one operation at a time; with several stages, another thread waits for messages. Rank 0 prints
 JSON.
 """
 

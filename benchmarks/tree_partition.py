@@ -1,9 +1,9 @@
 """The published algorithm of automatic partition, the rival of `smdistributed.modelparallel`'s own.
 
-It is written after a summary of what is published (arXiv 2111.05972), not after code. Devices go down the tree of
-modules, breadth first. Where a node has several, its children are cut into as many contiguous segments, so that the
-largest costs least, and its devices are dealt to these by D'Hondt's method. A segment of several modules that gets
-several devices is cut again; a single module passes them on to its children.
+It follows a summary of the publication (arXiv 2111.05972), not code. Devices go down the tree of modules, by level.
+If a node has several devices, its children are cut into that many contiguous segments, with the lowest possible maximum
+cost. D'Hondt's method deals the devices to the segments. A segment of several modules that gets several devices is cut
+again. A single module passes them on to its children.
 
 The summary leaves open who computes a segment that gets no device: here the device before it does. Nor does it say
 where modules count that share a parameter: here, as in the library, at the better end.
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.backend.balance import anchored
 def tree_partition(
     names: Sequence[str], costs: Sequence[float], together: Sequence[Sequence[int]], devices: int
 ) -> list[int]:
-    """The device of every module; arguments as those of `balance.cut`. As there, a group counts at its better end."""
+    """The device of every module; with the arguments of `balance.cut`. As there, a group counts at its better end."""
     found = [_anchored(names, costs, groups, devices) for groups in anchored(together)]
     return min(found, key=lambda placed: _largest(costs, placed, devices))
 
@@ -83,7 +83,7 @@ class _Tree:
 
 
 def segments(costs: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Where `count` contiguous segments begin and end, the largest of which costs least."""
+    """The bounds of `count` contiguous segments with the lowest possible maximum cost."""
     ends = range(len(costs) + 1)
     before = [sum(costs[:end]) for end in ends]
     # best[k][end]: the largest of k segments of the first `end`, and where the last of them begins.
@@ -119,7 +119,7 @@ def _largest(costs: Sequence[float], placed: Sequence[int], devices: int) -> flo
 
 
 def _containers(name: str) -> Iterator[str]:
-    """Those of a module, from the innermost to the model itself."""
+    """The containers of a module, from the innermost to the model itself."""
     while name:
         name = _parent(name)
         yield name

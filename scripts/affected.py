@@ -1,11 +1,11 @@
-"""Prints the test files that a change can affect, a line each, and on stderr what was left out and why.
+"""Prints the test files that a change can affect, one per line, and the skipped ones with reasons on stderr.
 
-    scripts/affected.py 1      since the branch left origin's main one; without an origin, what is not committed
+    scripts/affected.py 1      since the branch left the main branch of origin; without an origin, uncommitted
     scripts/affected.py REV    since that revision
 
-A test file depends on itself, the conftests above it, the modules of this repository that these import (and those
-import in turn), and on what tests/affected.toml says that its tests start or read. pytest-testmon and plugins that
-follow imports alone see none of what runs in another process, here most of it.
+A test file depends on itself, on the conftests above it, and on the modules of this repository that these import,
+directly or indirectly. It also depends on files that tests/affected.toml lists for it. Plugins such as pytest-testmon
+follow imports only. They miss code that runs in other processes, as most of our code does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("", "images", "toolkit", "library", "benchmarks")
+PACKAGES = ("", "images", "toolkit", "library", "rehearsal", "benchmarks")
 """The directories from which modules are imported."""
 
 
@@ -34,7 +34,7 @@ def git(*words: str) -> list[str]:
 
 
 def changed_since(revision: str) -> tuple[str, list[str]]:
-    """Return what the change is compared with, and the files that differ from it: committed, not committed and new."""
+    """Returns the base of the comparison, and the files that differ from it: committed, uncommitted and new."""
     if revision == "1":
         has_origin = "origin/HEAD" in git("for-each-ref", "--format=%(refname:short)", "refs/remotes/origin/HEAD")
         revision = git("merge-base", "HEAD", "origin/HEAD")[0] if has_origin else "HEAD"
@@ -44,7 +44,7 @@ def changed_since(revision: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def glob(pattern: str) -> re.Pattern[str]:
-    """Return an expression for a glob: `**` is anything, `*` anything but a slash."""
+    """Returns an expression for a glob: `**` matches anything, `*` anything without a slash."""
     parts = re.split(r"(\*\*/?|\*|\[[^\]]*\])", pattern)
     words = {"**": ".*", "**/": "(?:.*/)?", "*": "[^/]*"}
     return re.compile("".join(words.get(part) or (part if part[:1] == "[" else re.escape(part)) for part in parts))
@@ -52,7 +52,7 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 @functools.cache
 def imported(path: Path) -> frozenset[Path]:
-    """Return the files of this repository that a module imports, itself."""
+    """Returns the files of this repository that a module imports directly."""
     if path.suffix != ".py" or not path.exists():
         return frozenset()
     return frozenset(file for name in _names(path) for file in _files(name))

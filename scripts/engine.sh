@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# Makes a Docker Engine answer: uses the one that is there, else installs Debian's docker.io and starts dockerd.
+# Starts Docker if it does not answer. If it is missing, installs Debian's docker.io first.
 #
-#   scripts/engine.sh          make one answer (installs and starts only as root on Debian or Ubuntu)
-#   scripts/engine.sh check    only tell whether one answers (exit 0 or 1)
+#   scripts/engine.sh          start it (installs and starts only as root on Debian or Ubuntu)
+#   scripts/engine.sh check    exit with 0 if Docker answers, otherwise with 1
 #
-# A second dockerd in the same network namespace would take the bridge of the first away, so one is started only
-# when no engine answers and no dockerd process lives.
+# A second dockerd in the same network namespace would take away the bridge of the first. So this script starts one only
+# if Docker does not answer and no dockerd process is alive.
 set -euo pipefail
 
 log=/var/log/shoal-dockerd.log
 say() { echo "engine: $*" >&2; }
-# A process that was killed and that nobody has reaped (state Z) is not a living one.
+# A killed process that nobody has reaped (state Z) is not alive.
 lives() { grep -qs "^[0-9]* ($1) [^ZX]" /proc/[0-9]*/stat; }
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
 refuse() {
     say "no Docker Engine answers${DOCKER_HOST:+ at DOCKER_HOST=$DOCKER_HOST}, and $1"
-    say "what to do: start one (or point DOCKER_HOST at one) and run the command again,"
-    say "            or run the same job without Docker: make train ENGINE=none"
+    say "Fix: start Docker, or set DOCKER_HOST, and run the command again."
+    say "     Or run the same job without Docker: make train ENGINE=none"
     exit 1
 }
 
 install_engine() {
     say "installing Debian's docker.io (dockerd, containerd, runc) and iptables with apt-get"
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq || say "apt-get update had errors; trying with the lists at hand"
+    apt-get update -qq || say "apt-get update had errors; continuing with the existing lists"
     apt-get install -y -qq --no-install-recommends docker.io iptables >/dev/null
 }
 
-# Containers must not send larger packets than the machine's own way out takes.
+# Containers must not send larger packets than the machine's default route allows.
 machine_mtu() {
     local interface
     interface=$(awk '$2 == "00000000" { print $1; exit }' /proc/net/route)
     awk '{ print ($1 > 1500) ? 1500 : $1 }' "/sys/class/net/${interface:-lo}/mtu" 2>/dev/null || true
 }
 
-# One that is just starting will answer; one that is just ending will be gone.
+# A dockerd that is starting answers soon, and one that is ending disappears soon.
 await_dockerd() {
     local tries
     for tries in $(seq 200); do
@@ -53,7 +53,7 @@ start_engine() {
         systemctl start docker
     else
         say "starting dockerd (its log: $log)"
-        # After a crash their process IDs may be somebody else's, or a dead process's; dockerd would wait for that one.
+        # After a crash, the process IDs in these files can belong to other or dead processes, and dockerd would wait for them.
         rm -f /var/run/docker.pid
         if ! lives containerd; then rm -f /var/run/docker/containerd/containerd.pid; fi
         setsid dockerd --mtu "${mtu:-1500}" >>"$log" 2>&1 </dev/null &
@@ -69,12 +69,12 @@ start_engine() {
 
 if answers; then exit 0; fi
 if [ "${1:-}" = check ]; then exit 1; fi
-if [ -n "${DOCKER_HOST:-}" ]; then refuse "DOCKER_HOST names one that this script must not replace"; fi
-if [ "$(id -u)" != 0 ]; then refuse "this user is not root, so none can be installed or started"; fi
+if [ -n "${DOCKER_HOST:-}" ]; then refuse "this script must not replace the one that DOCKER_HOST names"; fi
+if [ "$(id -u)" != 0 ]; then refuse "only root can install or start it"; fi
 await_dockerd
-if lives dockerd; then refuse "a dockerd process lives but does not answer (see its log)"; fi
+if lives dockerd; then refuse "a dockerd process is alive but does not answer (see its log)"; fi
 if ! command -v dockerd >/dev/null; then
-    if ! command -v apt-get >/dev/null; then refuse "this is neither Debian nor Ubuntu, so none is installed here"; fi
+    if ! command -v apt-get >/dev/null; then refuse "this script installs it only on Debian and Ubuntu"; fi
     install_engine
 fi
 start_engine

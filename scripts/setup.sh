@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv: the three packages (editable), and what the tests and the embedded job need, at pinned versions.
+# Makes .venv with our packages (editable), and with pinned packages for the tests and the embedded job.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 stamp=.venv/.shoal-setup
-wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml library/native/*.[chpt]* scripts/setup.sh | sha256sum)
+wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml rehearsal/pyproject.toml rehearsal/*.pth library/native/*.[chpt]* scripts/setup.sh | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 say() { echo "setup: $*" >&2; }
 
@@ -13,17 +13,17 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev
     if command -v python3.11 >/dev/null; then
         python=python3.11
     else
-        say "Python 3.11 is needed; $python is $("$python" --version 2>&1 || echo missing). Install it, or name it: make setup PYTHON=/path/to/python3.11"
+        say "Shoal needs Python 3.11; $python is $("$python" --version 2>&1 || echo missing). Fix: make setup PYTHON=/path/to/python3.11"
         exit 1
     fi
 fi
 
-# As root on Debian and Ubuntu, what is missing is installed; else the command that does it is told.
-need() { # what is missing, package ...
-    local what=$1
+# As root on Debian and Ubuntu, missing packages are installed. Other users see the command for it.
+need() { # problem, package ...
+    local problem=$1
     shift
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        say "$what; as root: apt-get install $*"
+        say "$problem. Fix: as root, run apt-get install $*"
         exit 1
     fi
     say "installing $* with apt-get"
@@ -31,19 +31,19 @@ need() { # what is missing, package ...
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then need "$python has no venv module" python3.11-venv; fi
-# The library's engine is compiled.
+# Setup compiles the library's communication engine.
 if ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc libc6-dev; fi
 
 say "making .venv with $("$python" --version)"
 "$python" -m venv .venv
-# torch's CPU file lies on PyTorch's own index; that is asked only where pip's own configuration does not find the file.
+# PyTorch's own index has torch's CPU wheel. It is used only if pip's own configuration does not find the wheel.
 index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
-# -qq: pip warns of every package that one of several local indexes does not hold.
+# -qq: with several local indexes, pip warns about every package that one of them lacks.
 pip=(.venv/bin/pip install -qq --disable-pip-version-check)
 say "installing requirements/dev.txt"
 torch=$(grep '^torch==' requirements/dev.txt)
 "${pip[@]}" --no-deps "$torch" 2>/dev/null || "${pip[@]}" --no-deps --extra-index-url "$index" "$torch"
 "${pip[@]}" --no-deps -r requirements/dev.txt
-"${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library
+"${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library -e rehearsal
 echo "$wanted" >"$stamp"
 say "done"

@@ -20,14 +20,14 @@ from testcontainers.core.config import testcontainers_config
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.network import Network
 
-from shoal import engine
+from shoal import docker_client
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def without_reaper() -> None:
     """Turn testcontainers' reaper off where its image cannot be pulled; the fixtures remove what they start."""
-    client = engine.connect()
+    client = docker_client.connect()
     image = testcontainers_config.ryuk_image
     try:
         client.images.get(image)
@@ -40,7 +40,7 @@ def without_reaper() -> None:
 
 @pytest.fixture(scope="session")
 def client() -> docker.DockerClient:
-    return engine.connect()
+    return docker_client.connect()
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def start_host() -> Iterator[StartHost]:
 def network() -> Iterator[Network]:
     with Network() as made:
         yield made
-        inside = engine.connect().networks.get(made.name)
+        inside = docker_client.connect().networks.get(made.name)
         for container in inside.containers:  # where a test failed: they are removed only after it
             inside.disconnect(container, force=True)
 

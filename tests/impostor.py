@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from shoal_toolkit.hosts import messages, wire
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 PORT = 7411
 FIRST, WORKER = HOSTS = ("algo-1", "algo-2")
@@ -49,31 +49,31 @@ class Impostor:
         self.lost = reason
 
     def _message(self, said: Any) -> None:
-        self.heard.append(messages.encode(said)[0].decode())
+        self.heard.append(messages.encode_message(said)[0].decode())
         if isinstance(said, messages.Hello):
             self._answer(said)
         elif isinstance(said, messages.Welcome):
-            self.is_proved = said.proof == wire.proof(self._secret, "worker", self._transcript)
-            self._channel.start(wire.seals(self._secret, "first", self._transcript))
+            self.is_proved = said.proof == wire.make_proof(self._secret, "worker", self._transcript)
+            self._channel.start(wire.make_seals(self._secret, "first", self._transcript))
         elif isinstance(said, messages.Refused):
             self.reason = said.reason
         elif said == messages.READY:
             self._start()
-        elif isinstance(said, messages.Ended):
-            self._channel.send(messages.Decided(0, "", {}))
-        elif isinstance(said, messages.Failed):
+        elif isinstance(said, messages.CommandEnded):
+            self._channel.send(messages.JobResult(0, "", {}))
+        elif isinstance(said, messages.HostFailed):
             self.reason = said.message
-            self._channel.send(messages.Decided(said.code, said.message, {}))
+            self._channel.send(messages.JobResult(said.code, said.message, {}))
 
     def _answer(self, hello: messages.Hello) -> None:
         self._transcript = {
             "first": FIRST,
             "worker": WORKER,
-            "hosts": wire.fingerprint(HOSTS),
-            "first_nonce": wire.nonce(),
+            "hosts": wire.hash_hosts(HOSTS),
+            "first_nonce": wire.make_nonce(),
             "worker_nonce": hello.nonce,
         }
-        proof = wire.proof(self._secret, "first", self._transcript)
+        proof = wire.make_proof(self._secret, "first", self._transcript)
         if self._when == "before":
             self._start()
         self._channel.send(messages.Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))

@@ -1,7 +1,7 @@
-"""What all training scripts here share: hyperparameters, the digits, and the files a job leaves.
+"""Shared by all training scripts: hyperparameters, the digits, and the files that a job writes.
 
-It imports no framework: what needs one is in digits_torch.py and digits_tensorflow.py. Nothing in the three is
-distributed: that is what the scripts show.
+This module needs no framework; digits_torch.py and digits_tensorflow.py do. Nothing in the three is distributed: that
+is shown by the scripts.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 GREATEST_PIXEL = 16
-HELD_OUT = 5  # every fifth image of each digit is for testing
+HELD_OUT = 5  # every fifth image of each digit is for the test
 
 
 class Digits(NamedTuple):
-    """Images, float32 (n, 8, 8) from 0 to 1, and which digits they are, int64 (n,)."""
+    """Images, float32 (n, 8, 8) from 0 to 1, and their labels, int64 (n,)."""
 
     images: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int64]
 
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
-    """Hyperparameters arrive as `--name value`; what the platform decides, as SM_* variables."""
+    """Return a parser of hyperparameters, which arrive as `--name value`. Paths default to SM_* variables."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step (default: 32)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
@@ -40,7 +40,7 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_digits(data_dir: Path | None) -> tuple[Digits, Digits]:
-    """The training and the test digits, from digits.npz in the channel, else from scikit-learn."""
+    """Return the training and the test digits, from digits.npz in the channel or from scikit-learn."""
     pixels, labels = _read(data_dir)
     digits = Digits((pixels / GREATEST_PIXEL).astype(np.float32), labels.astype(np.int64))
     held_out = np.zeros(len(digits.labels), dtype=bool)
@@ -58,13 +58,13 @@ def _read(data_dir: Path | None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         return digits.images, digits.target
     path = data_dir / "digits.npz"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: write it with `python prepare.py {data_dir}`")
+        raise FileNotFoundError(f"{path} is missing. Fix: python prepare.py {data_dir}")
     with np.load(path) as file:
         return file["images"], file["labels"]
 
 
 def save_metrics(metrics: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Leave metrics.json where the platform collects it, and say how it went. One rank calls it."""
+    """Write metrics.json where the platform collects it, and print a summary. Called by one rank."""
     arguments.output_data_dir.mkdir(parents=True, exist_ok=True)
     (arguments.output_data_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(

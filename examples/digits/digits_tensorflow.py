@@ -1,4 +1,4 @@
-"""What the TensorFlow scripts here share: the network, a rank's share of the digits, its GPU, and saving."""
+"""Shared by the TensorFlow scripts: the network, a rank's share of the digits, its GPU, and saving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_net() -> Any:
-    """A Keras model: images (n, 8, 8), float32 from 0 to 1, to scores (n, 10). That of digits_torch.py."""
+    """Return a Keras model, equal to `Net` of digits_torch.py, from images (n, 8, 8) to scores (n, 10)."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -32,8 +32,8 @@ def make_net() -> Any:
 
 
 def use_device(local_rank: int) -> None:
-    """Take the GPU of this rank, where there are GPUs. Before the first operation, after which it is too late."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the network is small: the cores are for the ranks
+    """Use the GPU of this rank, if there are GPUs. Must be called before the first TensorFlow operation."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # one thread per rank is enough for this small network
     tf.config.threading.set_inter_op_parallelism_threads(1)
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
@@ -42,7 +42,7 @@ def use_device(local_rank: int) -> None:
 
 
 def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namespace) -> Any:
-    """This rank's batches: each pass shuffles anew, the same way on all ranks, and every rank gets equally many."""
+    """Return this rank's batches. Each epoch has another order, the same on all ranks. All shares are of equal size."""
     count = len(digits.labels)
     batches = tf.data.Dataset.from_tensor_slices(tuple(digits)).shuffle(count, seed=arguments.seed)
     batches = batches.take(share_size(digits, world_size) * world_size).shard(world_size, rank)
@@ -50,7 +50,7 @@ def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namesp
 
 
 def share_size(digits: Digits, world_size: int) -> int:
-    """How many images a rank sees in one pass."""
+    """Return the number of images of a rank per epoch."""
     return len(digits.labels) // world_size
 
 
@@ -60,9 +60,9 @@ def accuracy(model: Any, test: Digits) -> float:
 
 
 def save(model: Any, metrics: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Leave the model and metrics.json where the platform collects them. One rank calls it.
+    """Write the model and metrics.json where the platform collects them. Called by one rank.
 
-    A SavedModel in a directory that is a number: what TensorFlow Serving, and SageMaker's container of it, load.
+    The model is a SavedModel in a directory named by a number, as TensorFlow Serving expects it.
     """
     model.save(arguments.model_dir / "1")
     save_metrics(metrics, arguments)

@@ -1,4 +1,4 @@
-"""What the PyTorch scripts here share: the network, the digits as tensors, one pass over them, and saving."""
+"""Shared by the PyTorch scripts: the network, the digits as tensors, one epoch of training, and saving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Net(torch.nn.Module):
-    """Images (n, 1, 8, 8), float32 from 0 to 1, to scores (n, 10)."""
+    """From images (n, 1, 8, 8), float32 from 0 to 1, to scores (n, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Net(torch.nn.Module):
 
 
 def current_device() -> torch.device:
-    """The GPU that joining the job has given to this rank, or the CPU of a host without."""
+    """Return this rank's GPU, which joining the job selected, or the CPU if the host has no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """The training and the test digits, images (n, 1, 8, 8), from the channel, else from scikit-learn."""
+    """Return the training and the test digits, with images (n, 1, 8, 8)."""
     training, test = read_digits(data_dir)
     return _tensors(training), _tensors(test)
 
@@ -55,7 +55,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> torch.Tensor:
-    """One pass over this rank's share; its mean loss, float32 (1,)."""
+    """Train on this rank's share once; return its mean loss, float32 (1,)."""
     model.train()
     total = torch.zeros(1, device=device)
     for images, targets in loader:
@@ -75,7 +75,7 @@ def accuracy(model: torch.nn.Module, test: TensorDataset, device: torch.device) 
 
 
 def save(weights: dict[str, Any], metrics: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Leave model.pt and metrics.json where the platform collects them. One rank calls it."""
+    """Write model.pt and metrics.json where the platform collects them. Called by one rank."""
     arguments.model_dir.mkdir(parents=True, exist_ok=True)
     torch.save({name: value.cpu() for name, value in weights.items()}, arguments.model_dir / "model.pt")
     save_metrics(metrics, arguments)

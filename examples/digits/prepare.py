@@ -1,4 +1,4 @@
-"""Write digits.npz, the channel of train.py: `python prepare.py DIRECTORY`. The same bytes every time."""
+"""Write digits.npz, the channel of train.py: `python prepare.py DIRECTORY`. The file is the same every time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sklearn.datasets import load_digits
 
 
 def main() -> None:
-    """`images`: uint8 (1797, 8, 8), from 0 to 16. `labels`: uint8 (1797,)."""
+    """Write `images`, uint8 (1797, 8, 8) from 0 to 16, and `labels`, uint8 (1797,)."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="made when it is missing")
+    parser.add_argument("directory", type=Path, help="created if it does not exist")
     directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     digits = load_digits()

@@ -1,7 +1,7 @@
 """Train a small convolutional network on 1,797 handwritten digits, data parallel on any number of ranks.
 
-With the first-generation API, `smdistributed.dataparallel.torch`. Runs as it is under `train`, mpirun and torchrun, on
-GPUs and without, and alone: `python train.py`.
+With the first-generation API, `smdistributed.dataparallel.torch`. Runs unchanged under `train`, mpirun and
+torchrun, on GPUs or CPUs, and as a single process: `python train.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the network is small: the cores are for the ranks
+    torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
     device = current_device()
     training, test = load_digits(arguments.data_dir)

@@ -1,7 +1,8 @@
-"""Train the digits with torch's FullyShardedDataParallel on the backend `smddp`: each rank keeps a part of the model.
+"""Train on the digits with torch's FullyShardedDataParallel on the backend `smddp`.
 
-Parameters, gradients and the optimizer's state are spread over the ranks; a layer's parameters come together while it
-computes. Runs as it is under `train`, mpirun and torchrun, on GPUs and without, and alone: `python train_fsdp.py`.
+Each rank keeps a part of the parameters, gradients and optimizer state. The parameters of a layer are gathered while it
+computes. Runs unchanged under `train`, mpirun and torchrun, on GPUs or CPUs, and as a single process:
+`python train_fsdp.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 
-WRAP_PARAMETERS = 4096  # layers from this size on are gathered one by one; a large model takes a larger one
+WRAP_PARAMETERS = 4096  # the smallest layers to gather on their own; use more for a large model
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     dist.init_process_group(backend="smddp", **alone)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the network is small: the cores are for the ranks
+    torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
     device = current_device()
     training, test = load_digits(arguments.data_dir)
@@ -42,7 +43,9 @@ def main() -> None:
         auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=WRAP_PARAMETERS),
         device_id=device,
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)  # after wrapping: it holds this rank's part
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=arguments.lr
+    )  # after wrapping, so that it holds only this rank's part
 
     images = len(sampler) * world_size
     training_seconds = 0.0
@@ -58,9 +61,9 @@ def main() -> None:
                 f"epoch {epoch}/{arguments.epochs} loss {loss.item():.4f} {images / seconds:.0f} images/s", flush=True
             )
 
-    # Every rank takes part where the whole model is needed: rank 0 alone would wait for the others' parts for ever.
+    # All ranks must take part if the whole model is needed: otherwise rank 0 would wait forever for the others' parts.
     test_accuracy = accuracy(model, test, device)
-    whole = FullStateDictConfig(offload_to_cpu=device.type == "cuda", rank0_only=True)  # torch fails to offload a CPU's
+    whole = FullStateDictConfig(offload_to_cpu=device.type == "cuda", rank0_only=True)  # on a CPU, torch cannot offload
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         weights = model.state_dict()
     if rank == 0:

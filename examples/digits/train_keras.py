@@ -1,7 +1,7 @@
-"""Train the digits with Keras' own `Model.fit`, data parallel on any number of ranks.
+"""Train on the digits with Keras' `Model.fit`, data parallel on any number of ranks.
 
-With `smdistributed.dataparallel.tensorflow.keras`: an optimizer around the script's own, and three callbacks. Runs as
-it is under `train` and mpirun, on GPUs and without, and alone: `python train_keras.py`.
+With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs
+unchanged under `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, ca
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--warmup-epochs", type=int, default=2, help="over which the learning rate rises (default: 2)")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=2, help="epochs in which the learning rate rises (default: 2)"
+    )
     arguments = parser.parse_args()
     sdp.init()
     rank, world_size = sdp.rank(), sdp.size()
@@ -35,7 +37,7 @@ def main() -> None:
     )
     wanted = [
         callbacks.BroadcastGlobalVariablesCallback(0),
-        callbacks.MetricAverageCallback(),  # before those that read the metrics
+        callbacks.MetricAverageCallback(),  # before callbacks that read the metrics
         callbacks.LearningRateWarmupCallback(initial_lr=arguments.lr, warmup_epochs=arguments.warmup_epochs),
     ]
     if rank == 0:
@@ -58,14 +60,14 @@ def main() -> None:
 
 
 def make_plain(model: Any) -> Any:
-    """The model without the distributed optimizer, which only a script that imports the library could load."""
+    """Return the model without the distributed optimizer, so that scripts can load it without the library."""
     plain = make_net()
     plain.set_weights(model.get_weights())
     return plain
 
 
 def report_epochs(epochs: int, images: int) -> Any:
-    """A callback that prints a line an epoch."""
+    """Return a callback that prints a line per epoch."""
     began = 0.0
 
     def begin(epoch: int, logs: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
-"""Train the digits with the model cut into four stages, and two replicas of it: `mpirun -np 8 python train_smp.py`.
+"""Train on the digits with a model in four stages, and two replicas: `mpirun -np 8 python train_smp.py`.
 
-The interface is `smdistributed.modelparallel`: the network is the ordinary one of the other scripts.
-Each of the two replicas gets 32 of a batch's 64 images, in four microbatches that follow each other through the stages.
+The API is `smdistributed.modelparallel`; the network is the same as in the other scripts. Each replica gets 32 of a
+batch's 64 images, which pass through the stages as a pipeline of four microbatches.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 import smdistributed.modelparallel.torch as smp
 
 PARAMETERS = {"partitions": 4, "microbatches": 4, "ddp": True}
-"""Those of the job, the hyperparameter `mp_parameters`, win over these."""
+"""The hyperparameter `mp_parameters` of the job overrides these."""
 
 
 @smp.step
 def train_step(model: Any, images: torch.Tensor, targets: torch.Tensor) -> Any:
     loss = functional.cross_entropy(model(images), targets)
-    model.backward(loss)  # not loss.backward(): it begins on another stage
+    model.backward(loss)  # not loss.backward(), as the loss may be on another stage
     return loss
 
 
@@ -36,14 +36,14 @@ def test_step(model: Any, images: torch.Tensor) -> Any:
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--images", type=int, default=640, help="how many to train with (default: 640)")
-    parser.add_argument("--mp_parameters", help="smp.init reads these itself, from SM_HP_MP_PARAMETERS")
+    parser.add_argument("--images", type=int, default=640, help="number of training images (default: 640)")
+    parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     arguments = parser.parse_args()
     smp.init(PARAMETERS)
     if torch.cuda.is_available():
         torch.cuda.set_device(smp.local_rank())
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the network is small: the cores are for the ranks
+    torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
     digits, test = load_digits(arguments.data_dir)
     training = Subset(digits, range(arguments.images))
@@ -53,11 +53,11 @@ def main() -> None:
     loader = DataLoader(training, batch_size=arguments.batch_size, sampler=sampler, drop_last=True)
     network = Net()
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(network.parameters(), lr=arguments.lr))
-    model = smp.DistributedModel(network)  # cut and placed at the first step
+    model = smp.DistributedModel(network)  # split into stages at the first step
     if smp.rank() == 0:
         print(
             f"{smp.dp_size()} replicas of {smp.pp_size()} stages, batches of {smp.dp_size() * arguments.batch_size}: "
-            f"{arguments.batch_size} images a replica, in {smp.state.cfg.microbatches} microbatches",
+            f"{arguments.batch_size} images per replica, in {smp.state.cfg.microbatches} microbatches",
             flush=True,
         )
 
@@ -73,7 +73,7 @@ def main() -> None:
 
     test_accuracy = accuracy(model, test)
     if smp.dp_rank() == 0:
-        weights = model.state_dict(gather_to_rank0=True)  # all stages of a replica call it
+        weights = model.state_dict(gather_to_rank0=True)  # must be called by all stages of a replica
     if smp.rank() == 0:
         metrics = {
             "test_accuracy": test_accuracy,
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def train_epoch(model: Any, loader: Any, optimizer: Any) -> tuple[int, float]:
-    """One pass over this replica's share: how many iterations, and their mean loss. All stages get the loss."""
+    """Train on this replica's share once; return the number of iterations and their mean loss, on all stages."""
     model.train()
     losses = []
     for images, targets in loader:
@@ -100,7 +100,7 @@ def train_epoch(model: Any, loader: Any, optimizer: Any) -> tuple[int, float]:
 
 
 def accuracy(model: Any, test: Any) -> float:
-    """Of as many of the test digits as divide into microbatches."""
+    """Return the accuracy on the test digits, less a remainder that does not fill the microbatches."""
     model.eval()
     images, targets = test.tensors
     count = len(images) - len(images) % smp.state.cfg.microbatches

@@ -1,7 +1,7 @@
-"""Train the digits with a Keras model on two stages, and two replicas of that.
+"""Train on the digits with a Keras model in two stages, and two replicas.
 
-`mpirun -np 4 python train_smp_tensorflow.py`, with the interface `smdistributed.modelparallel.tensorflow`. Each replica
-gets half of the images; a batch goes through the stages in four microbatches that follow each other.
+Start it with `mpirun -np 4 python train_smp_tensorflow.py`. The API is `smdistributed.modelparallel.tensorflow`. Each
+replica gets half of the images. A batch passes through the stages as a pipeline of four microbatches.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from digits_tensorflow import share, share_size
 import smdistributed.modelparallel.tensorflow as smp
 
 PARAMETERS = {"partitions": 2, "microbatches": 4, "horovod": True}
-"""Those of the job, the hyperparameter `mp_parameters`, win over these. `horovod` means replicas; none is needed."""
+"""The hyperparameter `mp_parameters` of the job overrides these. `horovod` enables replicas; Horovod is not needed."""
 
 loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Net(smp.DistributedModel):
-    """Images (n, 8, 8), float32 from 0 to 1, to scores (n, 10). Written as any Keras model."""
+    """From images (n, 8, 8), float32 from 0 to 1, to scores (n, 10). An ordinary Keras model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,18 +41,18 @@ class Net(smp.DistributedModel):
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--mp_parameters", help="smp.init reads these itself, from SM_HP_MP_PARAMETERS")
+    parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     arguments = parser.parse_args()
     smp.init(PARAMETERS)
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the network is small: the cores are for the ranks
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # one thread per rank is enough for this small network
     tf.keras.utils.set_random_seed(arguments.seed)
 
     training, test = read_digits(arguments.data_dir)
-    # All stages of a replica read the same batches, of one size.
+    # All stages of a replica read the same batches, which must have one size.
     batches = share(training, smp.dp_rank(), smp.dp_size(), arguments).filter(
         lambda images, _: tf.shape(images)[0] == arguments.batch_size
     )
-    model = Net()  # cut and placed at the first step
+    model = Net()  # split into stages at the first step
     optimizer = tf.keras.optimizers.Adam(arguments.lr)
     train_step, predict = make_steps(model, optimizer)
 
@@ -81,11 +81,11 @@ def main() -> None:
 
 
 def make_steps(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Functions of a batch: one that trains and gives the loss, one that gives scores."""
+    """Return two functions of a batch: one trains and returns the loss, one returns scores."""
 
     @smp.step
     def get_grads(images: Any, labels: Any) -> Any:
-        """Of one microbatch."""
+        """Return the gradients and the loss of one microbatch."""
         with tf.GradientTape() as tape:
             loss = loss_of(labels, model(images, training=True))
         return tape.gradient(loss, model.trainable_variables), loss
@@ -93,7 +93,7 @@ def make_steps(model: Any, optimizer: Any) -> tuple[Any, Any]:
     def train_step(images: Any, labels: Any) -> Any:
         gradients, loss = get_grads(images, labels)
         means = [gradient.accumulate() for gradient in gradients]  # over the microbatches
-        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))  # of the mean over the replicas
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))  # averages over the replicas
         return loss.reduce_mean()
 
     @smp.step

@@ -1,7 +1,7 @@
-"""Train the digits with a Keras model and a training step of one's own, data parallel on any number of ranks.
+"""Train on the digits with a Keras model and a custom training step, data parallel on any number of ranks.
 
-With the first-generation API, `smdistributed.dataparallel.tensorflow`. Runs as it is under `train` and mpirun, on GPUs
-and without, and alone: `python train_tensorflow.py`.
+With the first-generation API, `smdistributed.dataparallel.tensorflow`. Runs unchanged under `train` and mpirun, on
+GPUs or CPUs, and as a single process: `python train_tensorflow.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         losses = []
         for step, (pixels, labels) in enumerate(batches):
             losses.append(train_step(pixels, labels))
-            if epoch == 1 and step == 0:  # the optimizer has its variables from now on
+            if epoch == 1 and step == 0:  # the optimizer has its variables only now
                 sdp.broadcast_variables(model.variables, root_rank=0)
                 sdp.broadcast_variables(optimizer.variables, root_rank=0)
         loss = sdp.oob_allreduce(tf.reduce_mean(losses))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def make_train_step(model: Any, optimizer: Any) -> Any:
-    """A function of a batch that moves the weights by the mean gradient of all ranks, and gives this rank's loss."""
+    """Return a function that applies the mean gradient of all ranks for a batch, and returns this rank's loss."""
 
     def train_step(images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -71,7 +71,7 @@ def make_train_step(model: Any, optimizer: Any) -> Any:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    return tf.function(train_step, reduce_retracing=True)  # the last batch of a pass is smaller
+    return tf.function(train_step, reduce_retracing=True)  # the last batch of an epoch is smaller
 
 
 if __name__ == "__main__":

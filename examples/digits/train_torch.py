@@ -1,7 +1,7 @@
-"""Train the digits with torch's own DistributedDataParallel on the backend `smddp`; a stopped job goes on where it was.
+"""Train on the digits with torch's DistributedDataParallel on the backend `smddp`; an interrupted job can resume.
 
-The second-generation API: one import and one backend name. Runs as it is under `train`, mpirun and torchrun, on GPUs
-and without, and alone: `python train_torch.py`.
+The second-generation API: one import and one backend name. Runs unchanged under `train`, mpirun and torchrun, on
+GPUs or CPUs, and as a single process: `python train_torch.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument(
-        "--checkpoint-dir", type=Path, help="go on from checkpoint.pt in it, and write it after each epoch"
+        "--checkpoint-dir", type=Path, help="resume from checkpoint.pt in this directory, and write it after each epoch"
     )
     arguments = parser.parse_args()
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(backend="smddp", **alone)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the network is small: the cores are for the ranks
+    torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
     device = current_device()
     training, test = load_digits(arguments.data_dir)
@@ -71,7 +71,10 @@ def main() -> None:
 
 
 def resume(directory: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The epoch to begin with. Rank 0 reads the checkpoint for all: other hosts may not have the file."""
+    """Load the checkpoint, if there is one, and return the first epoch to train.
+
+    Rank 0 reads it for all ranks, because other hosts may not have the file.
+    """
     path = directory / "checkpoint.pt" if directory else None
     found: list[Any] = [None]
     if dist.get_rank() == 0 and path and path.exists():
@@ -93,7 +96,7 @@ def write_checkpoint(
     state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     partial = directory / "checkpoint.pt.partial"
     torch.save(state, partial)
-    partial.replace(directory / "checkpoint.pt")  # a job that is stopped while it writes leaves the one before
+    partial.replace(directory / "checkpoint.pt")  # an interrupt while writing leaves the previous checkpoint intact
 
 
 if __name__ == "__main__":

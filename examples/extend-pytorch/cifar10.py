@@ -1,7 +1,7 @@
 """Train a small convolutional network on CIFAR-10, data parallel on any number of ranks.
 
-The channel "training" holds CIFAR-10's "python version" (data_batch_1 … data_batch_5, test_batch). Without a channel
-the script makes images of the same shape itself: a pattern for each class, under noise.
+The channel "training" has the "python version" of CIFAR-10 (data_batch_1 … data_batch_5, test_batch). Without the
+channel, the script generates images of the same shape: a pattern per class, with noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MADE_FOR_TRAINING, MADE_FOR_TEST = 2000, 500
 
 
 class Net(torch.nn.Module):
-    """Images (n, 3, 32, 32), float32 from 0 to 1, to scores (n, 10)."""
+    """From images (n, 3, 32, 32), float32 from 0 to 1, to scores (n, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=64, help="images a rank and step (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step (default: 64)")
     parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate (default: 0.001)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """CIFAR-shaped images that can be learnt: the class's pattern, the same for every seed, under as much noise."""
+    """Return images in the shape of CIFAR-10: the pattern of a class, the same for every seed, with as much noise."""
     patterns = torch.rand(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=random)
@@ -61,10 +61,10 @@ def make_images(count: int, seed: int) -> TensorDataset:
 
 
 def read_batches(directory: Path, pattern: str) -> TensorDataset:
-    """CIFAR-10's own pickles: `data` uint8 (n, 3072), channel after channel, and `labels`, a list of n."""
+    """Read CIFAR-10's pickles: `data` is uint8 (n, 3072), one channel after the other, and `labels` a list of n."""
     paths = sorted(directory.rglob(pattern))
     if not paths:
-        raise FileNotFoundError(f"no {pattern} in {directory}: it must hold the python version of CIFAR-10, unpacked")
+        raise FileNotFoundError(f"no {pattern} in {directory}. Fix: unpack the python version of CIFAR-10 there")
     batches = [pickle.loads(path.read_bytes(), encoding="bytes") for path in paths]
     pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([batch[b"labels"] for batch in batches])
@@ -75,7 +75,7 @@ def load(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
     if data_dir is not None:
         return read_batches(data_dir, "data_batch_*"), read_batches(data_dir, "test_batch")
     if dist.get_rank() == 0:
-        print('no channel "training": learning CIFAR-shaped images that this script makes, not CIFAR-10', flush=True)
+        print('no channel "training": training on generated images instead of CIFAR-10', flush=True)
     return make_images(MADE_FOR_TRAINING, seed=1), make_images(MADE_FOR_TEST, seed=2)
 
 
@@ -85,7 +85,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """One pass over this rank's share."""
+    """Train on this rank's share once."""
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()

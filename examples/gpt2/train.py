@@ -1,7 +1,7 @@
-"""GPT-2 that is too large for one device, on several: trained with smdistributed.modelparallel, cut automatically.
+"""Train a GPT-2 that is split over several devices with smdistributed.modelparallel.
 
-The model is made from the hyperparameters, here a small one so that a laptop has it in a minute. It learns sentences
-that a grammar of a few words makes, so that nothing has to be downloaded; `--text FILE` learns the bytes of a file.
+By default the model is small, so that a laptop trains it in a minute. The text consists of sentences of a small
+grammar, so nothing is downloaded. With `--text FILE`, it is the bytes of a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OBJECTS, ENDINGS = ("the tide", "a lantern", "the net", "an island"), ("at dawn"
 
 
 class Block(nn.Module):
-    """A layer of the transformer: attention to what came before, and a network for each place."""
+    """A layer of the transformer: causal attention, and a network for each position."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Bytes in, the logits of the next byte out; the embedding of words is the last layer too."""
+    """From bytes to the logits of the next byte. The embedding and the last layer share their weights."""
 
     def __init__(self, width: int, layers: int, heads: int, length: int, words: int = 256) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GPT2(nn.Module):
 
 @smp.step
 def train_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Runs once for each microbatch, on all stages together."""
+    """Run forward and backward for one microbatch, on all stages together."""
     logits = model(tokens[:, :-1])
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     model.backward(loss)
@@ -79,7 +79,7 @@ def train_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tenso
 
 
 def read_text(file: str | None) -> torch.Tensor:
-    """The bytes to learn."""
+    """Return the bytes to train on, int64 (n,)."""
     if file:
         return torch.tensor(list(Path(file).read_bytes()))
     draw = random.Random(0)
@@ -88,7 +88,7 @@ def read_text(file: str | None) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, done: int, args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """The same on all stages of a replica; replicas have batches of their own. Those of `done` steps are left out."""
+    """Yield batches: the same on all stages of a replica, other ones per replica. Skip the first `done` steps."""
     draw = torch.Generator().manual_seed(args.seed * smp.dp_size() + smp.dp_rank())
     for number in range(done + args.steps):
         begins = torch.randint(0, len(text) - args.length, (args.batch_size,), generator=draw)
@@ -97,7 +97,7 @@ def batches(text: torch.Tensor, done: int, args: argparse.Namespace) -> Iterator
 
 
 def main(args: argparse.Namespace) -> None:
-    # `mp_parameters` of the job win over these, which serve where a shell starts the ranks.
+    # The hyperparameter `mp_parameters` of a job overrides these.
     smp.init({"partitions": args.partitions, "microbatches": 4, "ddp": True})
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> None:
         if smp.rank() == 0 and number % args.log_every == 0:
             print(f"step {number}: loss {loss.item():.4f}", flush=True)
         if args.checkpoint_dir and (number % args.save_every == 0 or number == last):
-            # A file for each stage, from which another number of stages goes on too.
+            # One file per stage. Training can resume from them with another number of stages.
             smp.save_checkpoint(
                 args.checkpoint_dir,
                 f"step{number}",
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
                 num_kept_partial_checkpoints=2,
             )
 
-    # The whole model for whoever uses it: a state dict that plain PyTorch loads.
+    # The whole model, as a state dict that plain PyTorch loads.
     if smp.dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True)
         if smp.pp_rank() == 0:
@@ -144,19 +144,19 @@ def main(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="of a replica; it is split into microbatches")
-    parser.add_argument("--length", type=int, default=64, help="bytes that the model sees")
-    parser.add_argument("--width", type=int, default=96, help="768 is that of the published small model")
-    parser.add_argument("--layers", type=int, default=4, help="12 are")
-    parser.add_argument("--heads", type=int, default=4, help="12 are")
+    parser.add_argument("--batch-size", type=int, default=16, help="per replica; split into microbatches")
+    parser.add_argument("--length", type=int, default=64, help="context in bytes")
+    parser.add_argument("--width", type=int, default=96, help="768 in the published small model")
+    parser.add_argument("--layers", type=int, default=4, help="12 in the published small model")
+    parser.add_argument("--heads", type=int, default=4, help="12 in the published small model")
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--partitions", type=int, default=2, help="stages, where no mp_parameters are given")
-    parser.add_argument("--text", help="a file to learn; without one, sentences are made")
+    parser.add_argument("--partitions", type=int, default=2, help="stages, unless mp_parameters says otherwise")
+    parser.add_argument("--text", help="file to train on; default: generated sentences")
     parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--checkpoint-dir", default="", help="go on from the checkpoint there, and leave one")
+    parser.add_argument("--checkpoint-dir", default="", help="directory to resume from and to write checkpoints to")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--mp_parameters", help="those of the job, which smp.init has read already")
+    parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     parser.add_argument("--model-dir", default=os.environ.get("SM_MODEL_DIR", "model"))
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Fit a line to points of which each rank has its share: the least that shows ranks, engine and gradients at work."""
+"""Fit a line to points that are divided between ranks: the smallest test of ranks, communication and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell handwritten digits apart by their patches, data parallel; einops, which cuts them, is in requirements.txt."""
+"""Classify handwritten digits by patches, data parallel. einops, which makes the patches, is in requirements.txt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the
 
 
 def make_model() -> torch.nn.Module:
-    """Images (n, 8, 8), float32 from 0 to 1, to scores (n, 10)."""
+    """Return a model from images (n, 8, 8), float32 from 0 to 1, to scores (n, 10)."""
     return torch.nn.Sequential(
         Rearrange("n (rows height) (columns width) -> n (rows columns) (height width)", height=2, width=2),
         torch.nn.Linear(4, 8),
@@ -35,7 +35,7 @@ def main() -> None:
     dist.init_process_group("smddp")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the model is small: the cores are for the ranks
+    torch.set_num_threads(1)  # one thread per rank is enough for this small model
 
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float() / 16, torch.tensor(digits.target)

@@ -1,7 +1,7 @@
-"""`shoal doctor`: what builds and jobs need of this machine, looked at without changing it, and what to do about it.
+"""`shoal doctor`: checks whether this machine can build images and run jobs, without changing it, and advises fixes.
 
-A check takes a `Site` and returns a `Result`. All run at once, each in a thread of its own; one that raises has failed,
-and so has one that is not done after `LIMIT` seconds.
+A check takes a `Site` and returns a `Result`. All checks run at the same time, each in its own thread. A check fails if
+it raises an exception, or takes longer than `LIMIT` seconds.
 """
 
 from __future__ import annotations
@@ -25,59 +25,61 @@ import docker.errors
 import requests
 from packaging.version import Version
 
-from shoal import engine
-from shoal.build import base
-from shoal.engine import containers
-from shoal.engine.images import find
-from shoal.errors import DoctorError, EngineError, ShoalError
-from shoal.host import machine, reach
+from shoal import docker_client
+from shoal.builds import base_image
+from shoal.docker_client import containers
+from shoal.docker_client.images import find_image
+from shoal.errors import DockerError, DoctorError, ShoalError
 from shoal.matrix import project, spec
+from shoal.network import reachability
+from shoal.network.settings import NetworkSettings, read_network_settings
 
 LIMIT = 30.0
-"""Seconds that all checks together may take."""
-PATIENCE = 5.0
-"""Seconds that checks have to end when they are interrupted."""
-ENGINE_SECONDS = 10
-"""How long the engine may be silent."""
+"""How long all checks together may take, in seconds."""
+INTERRUPT_SECONDS = 5.0
+"""How long checks may take to clean up after an interrupt."""
+DOCKER_SECONDS = 10
+"""How long to wait for an answer of Docker."""
 MEMORY_GIB = 2
-"""What installing the largest wheels and running two ranks take, with room to spare."""
+"""Enough to install the largest wheels and run two ranks."""
 MARKS = {"ok": "✓", "failed": "✗", "remark": "!"}
 
 State = Literal["ok", "failed", "remark"]
 
 
 class Result(NamedTuple):
-    """What a check found, in one line; `advice` says what to do, where there is something to do."""
+    """The result of a check: its finding in one line, and a fix if it needs one."""
 
     state: State
     found: str
-    advice: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A check by its name, and its `Result`."""
+    """A check's name and result."""
 
     name: str
     state: State
     found: str
-    advice: str = ""
+    fix: str = ""
 
 
-def _connect() -> docker.DockerClient:
-    return engine.connect(timeout=ENGINE_SECONDS)
+def _connect_to_docker() -> docker.DockerClient:
+    return docker_client.connect(timeout=DOCKER_SECONDS)
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the checks look at: the checkout around `start`, an engine (one client a thread), this machine's settings.
+    """Access for the checks: the checkout around `start`, Docker, and this machine's network settings.
 
-    What cannot be read raises `ShoalError`, for the checks that need it.
+    An attribute that cannot be read raises `ShoalError`.
     """
 
     start: Path
-    connect: Callable[[], docker.DockerClient] = _connect
-    machine: Callable[[], machine.Machine] = machine.read
+    connect: Callable[[], docker.DockerClient] = _connect_to_docker
+    """Returns a new client, as clients are not shared between threads."""
+    read_settings: Callable[[], NetworkSettings] = read_network_settings
 
     @property
     def project(self) -> project.Project:
@@ -91,226 +93,245 @@ class Site:
 Check = Callable[[Site], Result]
 
 
-def checkout(site: Site) -> Result:
-    """Whether buildspec.yml and versions.yml can be read."""
+def check_checkout(site: Site) -> Result:
+    """Check that buildspec.yml and versions.yml can be read."""
     try:
         return Result("ok", f"{site.project.buildspec}: {len(site.matrix.images)} images")
     except ShoalError as error:
-        return Result("failed", _one_line(error), "correct the file, or run this in a checkout of the project")
+        problem, fix = error.split_fix()
+        return Result("failed", problem, fix or "correct the file, or run this in a checkout of the project")
 
 
-def engine_answers(site: Site) -> Result:
-    """Whether an engine answers, speaks an API that is new enough, and makes x86_64 containers."""
+def check_docker(site: Site) -> Result:
+    """Check that Docker answers, has a recent API, and runs x86_64 containers."""
     try:
         client = site.connect()
-    except EngineError as error:
-        found, _, advice = str(error).partition("\nWhat to do: ")
-        return Result("failed", found, advice)
+    except DockerError as error:
+        return Result("failed", *error.split_fix())
     version = client.version()
     api = version["ApiVersion"]
-    found = f"Docker Engine {version.get('Version', '?')}, API {api} (at least {engine.LEAST_API} is needed)"
-    if Version(api) < Version(engine.LEAST_API):
+    found = f"Docker Engine {version.get('Version', '?')}, API {api} (needs {docker_client.LEAST_API} or later)"
+    if Version(api) < Version(docker_client.LEAST_API):
         return Result("failed", found, "install a Docker Engine of 19.03 or later")
     if version.get("Arch", "amd64") != "amd64":
-        return Result("remark", f"{found}; it runs on {version['Arch']}, and the images are for x86_64 (amd64)")
+        return Result("remark", f"{found}; it runs on {version['Arch']}, but images are for x86_64 (amd64)")
     return Result("ok", found)
 
 
-def builder_kind(site: Site) -> Result:
-    """Whether images can be built with BuildKit."""
+def check_builder(site: Site) -> Result:
+    """Check that Docker has BuildKit."""
     client = site.connect()
     try:
-        engine.check_buildkit(client)
-    except EngineError as error:
-        found, _, advice = str(error).partition(" Fix: ")
-        return Result("failed", found, advice)
+        docker_client.check_buildkit(client)
+    except DockerError as error:
+        return Result("failed", *error.split_fix())
     return Result("ok", "BuildKit")
 
 
-def disk(site: Site) -> Result:
-    """Whether a cold build of the largest image that is not there yet fits; of the largest of all is only remarked."""
+def check_disk(site: Site) -> Result:
+    """Check that the largest image that is not built yet fits; remark if the largest of all does not."""
     client, images = site.connect(), site.matrix.images
-    root = engine.data_root(client)
+    root = docker_client.find_data_root(client)
     if root is None:
-        return Result("remark", "not checked: the engine is on another machine")
-    missing = [image.disk_gib for image in images if not find(client, image.tag)]
+        return Result("remark", "not checked: Docker runs on another machine")
+    missing = [image.disk_gib for image in images if not find_image(client, image.tag)]
     largest, needed = max(image.disk_gib for image in images), max(missing, default=0)
-    free = shutil.disk_usage(root).free / engine.GIB
-    found = f"{root}: {free:.1f} GiB free; the largest image takes {largest} GiB to build"
+    free = shutil.disk_usage(root).free / docker_client.GIB
+    found = f"{root}: {free:.1f} GiB free; building the largest image takes {largest} GiB"
     if free < needed:
-        advice = "docker system df shows what Docker holds; docker image prune and docker builder prune free it"
-        return Result("failed", f"{found}, the largest that is not there yet {needed} GiB", advice)
+        fix = "docker image prune and docker builder prune free space; docker system df shows how it is used"
+        return Result("failed", f"{found}, the largest that is not built yet {needed} GiB", fix)
     return Result("ok" if free >= largest else "remark", found)
 
 
-def memory(site: Site) -> Result:
-    """Whether the engine's machine has enough memory. Its /dev/shm is no matter: each container has its own."""
+def check_memory(site: Site) -> Result:
+    """Check the memory of Docker's machine. The size of its /dev/shm does not matter: each container has its own."""
     info = site.connect().info()
-    gib = info["MemTotal"] / engine.GIB
-    found = f"{gib:.1f} GiB, {info['NCPU']} CPUs; /dev/shm is each container's own (shoal run --shm-size)"
+    gib = info["MemTotal"] / docker_client.GIB
+    found = f"{gib:.1f} GiB, {info['NCPU']} CPUs; each container has its own /dev/shm (shoal run --shm-size)"
     if gib < MEMORY_GIB:
-        return Result("failed", found, f"give the engine's machine at least {MEMORY_GIB} GiB")
+        return Result("failed", found, f"give Docker's machine at least {MEMORY_GIB} GiB")
     return Result("ok", found)
 
 
-def package_index(site: Site) -> Result:
-    """Whether the indexes that pip asks in builds answer; only the first must have a page of pip, as PyPI has."""
-    answers = reach.indexes(site.machine())
+def check_package_index(site: Site) -> Result:
+    """Check that the package indexes of builds answer, and that the first of them has the package pip, as PyPI has."""
+    answers = reachability.check_indexes(site.read_settings())
     if not answers:
-        return Result("ok", "none is asked: pip's no-index is set")
-    broken = [answer for answer in answers if answer.status != requests.codes.not_found and not answer.good]
-    if not broken and not answers[0].good:
-        return Result("remark", f"{answers[0]}: it answers, but has no page of pip, as an index of packages has")
-    advice = "look at pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle"
-    return _reached(broken or [answer for answer in answers if answer.good], advice)
+        return Result("ok", "no index is used, as pip's no-index is set")
+    broken = [answer for answer in answers if answer.status != requests.codes.not_found and not answer.is_ok]
+    if not broken and not answers[0].is_ok:
+        return Result(
+            "remark", f"{answers[0]}: it answers, but does not have the package pip; it may not be a package index"
+        )
+    fix = "check pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle"
+    return _judge_answers(broken or [answer for answer in answers if answer.is_ok], fix)
 
 
-def debian_mirror(site: Site) -> Result:
-    """Whether the Debian mirrors that builds install from answer."""
-    here = site.machine()
-    answers = [answer for system in site.matrix.systems() for answer in reach.mirrors(here, system.suite)]
-    return _reached(answers, "look at /etc/apt/sources.list and sources.list.d, and the proxies (HTTP_PROXY, apt's)")
+def check_debian_mirror(site: Site) -> Result:
+    """Check that the Debian mirrors of builds answer."""
+    here = site.read_settings()
+    answers = [answer for system in site.matrix.systems() for answer in reachability.check_mirrors(here, system.suite)]
+    return _judge_answers(
+        answers, "check /etc/apt/sources.list, sources.list.d and the proxies (HTTP_PROXY, apt's own)"
+    )
 
 
-def _reached(answers: list[reach.Answer], advice: str) -> Result:
-    if bad := [answer for answer in answers if not answer.good]:
-        return Result("failed", _joined(bad), advice)
-    return Result("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to ask")
+def _judge_answers(answers: list[reachability.Answer], fix: str) -> Result:
+    """Return a failure if an address did not answer."""
+    if bad := [answer for answer in answers if not answer.is_ok]:
+        return Result("failed", _join_answers(bad), fix)
+    return Result("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to check")
 
 
-def _joined(answers: Iterable[reach.Answer]) -> str:
+def _join_answers(answers: Iterable[reachability.Answer]) -> str:
     return "; ".join(dict.fromkeys(map(str, answers)))
 
 
-def ca_bundle(site: Site) -> Result:
-    """Whether the CA bundle that builds are given is there, can be read, and has certificates that are valid."""
-    here = site.machine()
+def check_ca_bundle(site: Site) -> Result:
+    """Check that the CA bundle of builds exists, can be read and has certificates that have not expired."""
+    here = site.read_settings()
     if here.ca_missing:
-        return Result("failed", f"no such file: {', '.join(here.ca_missing)}", "correct the setting, or take it back")
+        return Result("failed", f"no such file: {', '.join(here.ca_missing)}", "correct the setting, or remove it")
     if here.ca_bundle is None:
-        return Result("ok", "none is named: builds use the certificates of Debian and pip")
+        return Result("ok", "none is set: builds use the certificates of Debian and pip")
     try:
-        expired, count = _expired(here.ca_bundle)
+        expired, count = _list_expired(here.ca_bundle)
     except (ssl.SSLError, ValueError) as error:
-        advice = "name a file of certificates in PEM form (-----BEGIN CERTIFICATE-----)"
-        return Result("failed", f"{here.ca_origin}: {_one_line(error)}", advice)
+        fix = "use a file with PEM certificates (-----BEGIN CERTIFICATE-----)"
+        return Result("failed", f"{here.ca_origin}: {_one_line(error)}", fix)
     found = f"{here.ca_origin}: {count} certificates"
     if not expired:
         return Result("ok", found)
-    told = f"{found}, of which {len(expired)} have expired: {', '.join(expired[:3])}"
+    found = f"{found}, of which {len(expired)} have expired: {', '.join(expired[:3])}"
     if len(expired) < count:
-        return Result("remark", told)
-    return Result("failed", told, "get a newer bundle from whoever runs the network")
+        return Result("remark", found)
+    return Result("failed", found, "ask your network's administrator for a current bundle")
 
 
-def _expired(bundle: bytes) -> tuple[list[str], int]:
-    """Return the names of the CA certificates that have expired, and the number of all. Raises `ssl.SSLError`."""
+def _list_expired(bundle: bytes) -> tuple[list[str], int]:
+    """Return the names of expired CA certificates, and the number of all.
+
+    Raises:
+        ssl.SSLError: If the bundle cannot be parsed.
+        ValueError: If it has no CA certificate.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=bundle.decode("ascii", errors="ignore"))
     certificates = context.get_ca_certs()
     if not certificates:
-        raise ValueError("no certificate of a CA is in it")
+        raise ValueError("it has no CA certificate")
     now = time.time()
     old = [each for each in certificates if ssl.cert_time_to_seconds(str(each["notAfter"])) < now]
-    return [_name(each["subject"]) for each in old], len(certificates)
+    return [_subject_name(each["subject"]) for each in old], len(certificates)
 
 
-def _name(subject: object) -> str:
-    """Return the most telling part of a certificate's subject, which `ssl` gives as tuples of tuples of pairs."""
+def _subject_name(subject: object) -> str:
+    """Return the common name or organization of a certificate's subject, which is tuples of tuples of pairs."""
     assert isinstance(subject, tuple)
     parts = dict(pair for group in subject for pair in group)
     return str(parts.get("commonName") or parts.get("organizationName") or subject)
 
 
-def settings(site: Site) -> Result:
-    """Which settings of this machine builds cannot use."""
-    here = site.machine()
+def check_settings(site: Site) -> Result:
+    """Check whether builds can use all network settings of this machine."""
+    here = site.read_settings()
     if here.left_out:
-        return Result("remark", f"not used in builds: {'; '.join(here.left_out)}")
+        return Result("remark", f"builds do not use: {'; '.join(here.left_out)}")
     return Result("ok", "builds use this machine's apt sources, pip configuration and proxies")
 
 
-def gpus(site: Site) -> Result:
-    """Whether containers get GPUs. Images of CUDA run without."""
-    if engine.has_gpus(site.connect()):
-        return Result("ok", "the engine has NVIDIA's runtime")
-    return Result("remark", "the engine has no NVIDIA runtime: containers get no GPU, and images of CUDA use the CPU")
+def check_gpus(site: Site) -> Result:
+    """Check whether containers can use GPUs. GPU images also run without."""
+    if docker_client.has_gpus(site.connect()):
+        return Result("ok", "Docker has NVIDIA's runtime")
+    return Result("remark", "Docker has no NVIDIA runtime: containers get no GPU, and GPU images use the CPU")
 
 
-def networks(site: Site) -> Result:
-    """Whether the engine can make a bridge network, as each job gets one; it is removed at once."""
+def check_networks(site: Site) -> Result:
+    """Check that Docker can create a bridge network, as for a job. The network is removed at once."""
     client = site.connect()
-    label = containers.unique("shoal-doctor")
+    label = containers.unique_name("shoal-doctor")
     try:
         client.networks.create(label, driver="bridge", labels={containers.JOB_LABEL: label})
     except docker.errors.APIError as error:
-        advice = "docker network prune removes those that nothing uses; the engine's log says more"
-        return Result("failed", f"the engine makes no bridge network: {error.explanation or error}", advice)
+        fix = "docker network prune removes unused networks; Docker's log may have details"
+        return Result("failed", f"Docker cannot create a bridge network: {error.explanation or error}", fix)
     finally:
         for network in client.networks.list(filters={"label": f"{containers.JOB_LABEL}={label}"}):
             network.remove()
-    return Result("ok", "the engine can make a bridge network for the hosts of a job")
+    return Result("ok", "Docker can create a bridge network for the hosts of a job")
 
 
-def loopback(site: Site) -> Result:
-    """Whether ranks can meet on this machine without an engine: a port of 127.0.0.1 can be listened on and reached."""
+def check_loopback(site: Site) -> Result:
+    """Check that a process can connect to a port of 127.0.0.1, as ranks do in a job without Docker."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            socket.create_connection(("127.0.0.1", port), timeout=ENGINE_SECONDS).close()
+            socket.create_connection(("127.0.0.1", port), timeout=DOCKER_SECONDS).close()
     except OSError as error:
-        advice = "bring the interface lo up, and look at the firewall (make train ENGINE=none needs it)"
-        return Result("failed", f"no port of 127.0.0.1 can be listened on and reached: {error}", advice)
-    return Result("ok", "a port of 127.0.0.1 can be listened on and reached")
+        fix = "bring the interface lo up, and check the firewall (make train ENGINE=none needs it)"
+        return Result("failed", f"cannot listen on a port of 127.0.0.1 and connect to it: {error}", fix)
+    return Result("ok", "can listen on a port of 127.0.0.1 and connect to it")
 
 
-def base_image(site: Site) -> Result:
-    """Whether the bases of all images are on the engine, can be pulled, or can be bootstrapped here."""
-    results = [_base_of(site, system) for system in site.matrix.systems()]
+def check_base_images(site: Site) -> Result:
+    """Check that Docker has the base images, or that they can be pulled or bootstrapped."""
+    results = [_check_base_image(site, system) for system in site.matrix.systems()]
     state: State = "failed" if any(result.state == "failed" for result in results) else "ok"
-    told = [result for result in results if result.state == state]
-    found, advice = ("; ".join(dict.fromkeys(filter(None, words))) for words in zip(*(each[1:] for each in told)))
-    return Result(state, found, advice)
+    worst = [result for result in results if result.state == state]
+    found, fix = ("; ".join(dict.fromkeys(filter(None, words))) for words in zip(*(each[1:] for each in worst)))
+    return Result(state, found, fix)
 
 
-def _base_of(site: Site, system: spec.System) -> Result:
+def _check_base_image(site: Site, system: spec.System) -> Result:
+    """Check one base image."""
     client, upstream = site.connect(), system.upstream
-    if found := base.find(client, system):
-        return Result("ok", f"{found.reference} is on the engine")
-    kept = base.kept_archive(site.project.cache, system)
+    if found := base_image.find_base(client, system):
+        return Result("ok", f"Docker has {found.reference}")
+    kept = base_image.archive_path(site.project.cache, system)
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
         client.images.get_registry_data(upstream)
         return Result("ok", f"{upstream} can be pulled")
     if kept.is_file():
-        return Result("ok", f"{upstream} cannot be pulled; one that was bootstrapped before is kept in {kept}")
-    found_not, _, advice = base.obstacle(system).partition(". What to do: ")
-    if found_not:
-        return Result("failed", found_not, advice or f"give the engine a {upstream} (docker load)")
-    return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps one from the Debian mirror")
+        return Result("ok", f"{upstream} cannot be pulled; an earlier bootstrapped one is in {kept}")
+    if obstacle := base_image.explain_no_bootstrap(system):
+        problem, fix = ShoalError(obstacle).split_fix()
+        return Result("failed", problem, fix or f"load {upstream} into Docker (docker load)")
+    return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps it from the Debian mirror")
 
 
 CHECKS: Mapping[str, Check] = {
-    "checkout": checkout,
-    "engine": engine_answers,
-    "builder": builder_kind,
-    "disk": disk,
-    "memory": memory,
-    "package index": package_index,
-    "debian mirror": debian_mirror,
-    "ca bundle": ca_bundle,
-    "settings": settings,
-    "base image": base_image,
-    "networks": networks,
-    "loopback": loopback,
-    "gpus": gpus,
+    "checkout": check_checkout,
+    "docker": check_docker,
+    "builder": check_builder,
+    "disk": check_disk,
+    "memory": check_memory,
+    "package index": check_package_index,
+    "debian mirror": check_debian_mirror,
+    "ca bundle": check_ca_bundle,
+    "settings": check_settings,
+    "base image": check_base_images,
+    "networks": check_networks,
+    "loopback": check_loopback,
+    "gpus": check_gpus,
 }
 
 
-def examine(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[Finding]:
-    """Run the checks, all at once and for at most `limit` seconds; return what they found, in their order."""
+def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[Finding]:
+    """Run checks, all at the same time, each in its own thread.
+
+    Args:
+        site: What to inspect.
+        checks: The checks, by name.
+        limit: How long they may take together, in seconds.
+
+    Returns:
+        A finding for each check, in their order. Checks that took too long have failed.
+    """
     ended: SimpleQueue[Finding] = SimpleQueue()
     threads = [
-        threading.Thread(target=lambda name=name, check=check: ended.put(_ask(name, check, site)), daemon=True)
+        threading.Thread(target=lambda name=name, check=check: ended.put(_run_check(name, check, site)), daemon=True)
         for name, check in checks.items()
     ]
     found: dict[str, Finding] = {}
@@ -323,49 +344,55 @@ def examine(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIM
             found[finding.name] = finding
     except Empty:
         pass
-    except BaseException:  # interrupted: what a check has made, it still removes
+    except BaseException:  # interrupted: checks still clean up
         _wait(threads)
         raise
-    late = f"not done after {limit:g} s"
+    late = f"no result after {limit:g} s"
     return [
-        found.get(name) or Finding(name, "failed", late, "try again; if it stays so, restart it") for name in checks
+        found.get(name) or Finding(name, "failed", late, "try again; if it still hangs, restart Docker")
+        for name in checks
     ]
 
 
 def _wait(threads: Iterable[threading.Thread]) -> None:
-    end = time.monotonic() + PATIENCE
+    """Wait until the threads end, at most `INTERRUPT_SECONDS`."""
+    end = time.monotonic() + INTERRUPT_SECONDS
     for thread in filter(threading.Thread.is_alive, threads):
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _ask(name: str, check: Check, site: Site) -> Finding:
+def _run_check(name: str, check: Check, site: Site) -> Finding:
+    """Run a check. Body of a thread."""
     try:
         return Finding(name, *check(site))
-    except EngineError:  # the check of the engine tells more, and that of the checkout
-        return Finding(name, "remark", "not checked: it needs an engine")
+    except DockerError:  # the check of Docker reports it
+        return Finding(name, "remark", "not checked: needs Docker")
     except ShoalError:
-        return Finding(name, "remark", "not checked: it needs a checkout")
+        return Finding(name, "remark", "not checked: needs a checkout")
     except Exception as error:
-        advice = "if the engine refused, look at its log; else this is a defect of the check"
-        return Finding(name, "failed", f"{type(error).__name__}: {_one_line(error)}", advice)
+        fix = "check Docker's log; if Docker did not refuse a request, please report this error"
+        return Finding(name, "failed", f"{type(error).__name__}: {_one_line(error)}", fix)
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _start_engine(site: Site) -> str:
+def _start_docker(site: Site) -> str:
+    """Start Docker with scripts/engine.sh, which may install it; return a sentence about the result."""
     script = site.project.root / "scripts" / "engine.sh"
-    result = subprocess.run([script], stdout=sys.stderr, check=False)  # not bounded: apt-get must not be cut off
-    return "started one by scripts/engine.sh" if result.returncode == 0 else "scripts/engine.sh could not start one"
+    result = subprocess.run(
+        [script], stdout=sys.stderr, check=False
+    )  # without a timeout: apt-get must not be interrupted
+    return "started it with scripts/engine.sh" if result.returncode == 0 else "scripts/engine.sh could not start it"
 
 
-FIXES: Mapping[str, Callable[[Site], str]] = {"engine": _start_engine}
-"""What can be done about a failed check without asking: nothing that takes anything away."""
+FIXES: Mapping[str, Callable[[Site], str]] = {"docker": _start_docker}
+"""The fixes of `--fix`, by check. They remove nothing."""
 
 
-def mend(site: Site, findings: Iterable[Finding]) -> bool:
-    """Do what can be done about the checks that failed, say on standard error what was done; return whether it was."""
+def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
+    """Apply the `FIXES` of failed checks, and print what was done to standard error. Return whether there were any."""
     failed = [finding.name for finding in findings if finding.state == "failed" and finding.name in FIXES]
     for name in failed:
         try:
@@ -376,16 +403,16 @@ def mend(site: Site, findings: Iterable[Finding]) -> bool:
     return bool(failed)
 
 
-def told(findings: Iterable[Finding]) -> str:
-    """Return a line for each finding, and where it has advice a second one."""
+def format_findings(findings: Iterable[Finding]) -> str:
+    """Return a line for each finding, and a second one with its fix if it has one."""
     lines = []
     for finding in findings:
         lines.append(f"{MARKS[finding.state]} {finding.name:<{max(map(len, CHECKS))}}  {finding.found}")
-        lines += [f"    what to do: {finding.advice}"] * bool(finding.advice)
+        lines += [f"    Fix: {finding.fix}"] * bool(finding.fix)
     return "\n".join(lines)
 
 
-def judge(findings: Iterable[Finding]) -> None:
-    """Raise `DoctorError` when a check has failed."""
+def raise_failures(findings: Iterable[Finding]) -> None:
+    """Raise `DoctorError` if a check failed."""
     if failed := [finding.name for finding in findings if finding.state == "failed"]:
-        raise DoctorError(f"{len(failed)} of the checks failed: {', '.join(failed)}")
+        raise DoctorError(f"{len(failed)} checks failed: {', '.join(failed)}")

@@ -1,9 +1,10 @@
-"""Failures a user can act on: each kind owns its exit code, and its text says what, where and what to do."""
+"""Failures that a user can act on. Each class has its own exit code; its text says what, where and how to fix it."""
 
 from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 
@@ -11,6 +12,11 @@ class ShoalError(Exception):
     """Base of all expected failures; `main` prints it and exits with `exit_code`, which docs/exit-codes.md lists."""
 
     exit_code = 1
+
+    def split_fix(self) -> tuple[str, str]:
+        """Return the problem and the fix, each on one line; the fix is empty if the message has none."""
+        problem, *fix = re.split(r" (?:Fix|What to do): ", " ".join(str(self).split()), maxsplit=1)
+        return problem.rstrip("."), "".join(fix)
 
 
 class UsageError(ShoalError):
@@ -25,14 +31,14 @@ class SpecError(ShoalError):
     exit_code = 3
 
 
-class EngineError(ShoalError):
-    """No Docker Engine answers, or it refuses."""
+class DockerError(ShoalError):
+    """Docker does not answer, or refuses a request."""
 
     exit_code = 4
 
 
 class DiskError(ShoalError):
-    """Too little space on the disk."""
+    """The disk has too little space."""
 
     exit_code = 5
 
@@ -50,13 +56,13 @@ class BaseImageError(ShoalError):
 
 
 class TraceError(ShoalError):
-    """A file is not a timeline, or files do not belong together."""
+    """A file is not a timeline, or files are not from the same job."""
 
     exit_code = 8
 
 
 class ImageError(ShoalError):
-    """An archive is not an image, or one that cannot be read."""
+    """An image is missing, an archive is not an image, or its contents cannot be read."""
 
     exit_code = 9
 
@@ -68,67 +74,75 @@ class DoctorError(ShoalError):
 
 
 class PushError(ShoalError):
-    """A registry, or the way to it, refuses an image."""
+    """A registry refuses an image, or cannot be reached."""
 
     exit_code = 11
 
 
-class VulnerableError(ShoalError):
-    """What is inside an image has known vulnerabilities that nobody has accepted."""
+class VulnerabilityError(ShoalError):
+    """An image contains known vulnerabilities that the allow-list does not accept."""
 
     exit_code = 12
 
 
 class FileError(ShoalError):
-    """A file or directory of this machine cannot be read or written."""
+    """A local file or directory cannot be read or written."""
 
     exit_code = 13
 
 
 class DifferenceError(ShoalError):
-    """Two images differ in what two builds of one commit do not."""
+    """Two images differ in ways that two builds of one commit do not."""
 
     exit_code = 14
 
 
 class BundleError(ShoalError):
-    """A bundle's files are not those that it was made with."""
+    """The files of a bundle have changed since it was made."""
 
     exit_code = 15
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_ADVICE = {
-    errno.EACCES: "give this user access to it, or name another place",
-    errno.EPERM: "give this user access to it, or name another place",
-    errno.EROFS: "name a place on a file system that can be written",
-    errno.ENOENT: "see that it is there, and the directory that it is in",
-    errno.ENOTDIR: "name a directory; a part of this is a file",
-    errno.EISDIR: "name a file; this is a directory",
+_FIXES = {
+    errno.EACCES: "give your user access to it, or choose another path",
+    errno.EPERM: "give your user access to it, or choose another path",
+    errno.EROFS: "choose a path on a writable file system",
+    errno.ENOENT: "check that the path and its parent directory exist",
+    errno.ENOTDIR: "choose a directory; part of this path is a file",
+    errno.EISDIR: "choose a file; this is a directory",
 }
 
 
-def is_full(error: OSError) -> bool:
-    """Return whether it says that a disk, or this user's part of it, is full."""
+def is_disk_full(error: OSError) -> bool:
+    """Return whether the disk is full or the user's quota is used up."""
     return error.errno in _FULL
 
 
-def of_system(error: OSError) -> ShoalError | None:
-    """Return what the system's refusal is to a user; None for one that names no file, unless a disk is full."""
-    words = error.strerror or type(error).__name__
-    if is_full(error):
-        where = f"{error.filename}: " if error.filename else ""
-        return DiskError(f"{where}{words}. What to do: free some (df shows which disk is full), or name another place")
+def convert_os_error(error: OSError) -> ShoalError | None:
+    """Return the error that a user sees for `error`.
+
+    Returns:
+        `DiskError` if the disk is full, `FileError` if the error names a file, otherwise None, because it is a defect.
+    """
+    reason = error.strerror or type(error).__name__
+    if is_disk_full(error):
+        place = f"{error.filename}: " if error.filename else ""
+        return DiskError(f"{place}{reason}. Fix: free space (df shows which disk is full), or choose another path")
     if error.filename is None:
         return None
-    advice = _ADVICE.get(error.errno or 0)
-    return FileError(f"{error.filename}: {words}{f'. What to do: {advice}' if advice else ''}")
+    fix = _FIXES.get(error.errno or 0)
+    return FileError(f"{error.filename}: {reason}{f'. Fix: {fix}' if fix else ''}")
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.5) -> str:
-    """Return ` Did you mean 'x'?` for up to `limit` of `known`, closest first, or an empty string.
+    """Return ` Did you mean 'x'?` with the most similar of `known`, or an empty string.
 
-    `cutoff` is how alike they must be: 0 is anything, 1 is equal.
+    Args:
+        word: The word that was not found.
+        known: The words that would have been accepted.
+        limit: How many suggestions to give at most, closest first.
+        cutoff: The least similarity, from 0 (anything) to 1 (equal).
     """
     close = difflib.get_close_matches(word, list(known), n=limit, cutoff=cutoff)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

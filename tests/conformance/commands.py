@@ -17,10 +17,10 @@ _RANK_SHELL = "shoal-rank"
 
 
 def launch_command(parents: Iterable[Sequence[str]]) -> dict[str, str]:
-    """Return the options of mpirun or torchrun among the command lines above a script; nothing where there is none.
+    """Returns the options of mpirun or torchrun among the command lines above a script; empty if there is none.
 
     `mpirun -mca btl`, `mpirun -x PATH`, `torchrun --nnodes` and so on; `program` is the script's command, `wrapper`
-    what stands before it.
+    the words before it.
     """
     for argv in parents:
         names = [word.rpartition("/")[2] for word in argv[:3]]

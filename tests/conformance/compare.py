@@ -11,14 +11,14 @@ from .commands import launch_command
 from .lab import HostRun, Process, Run
 
 SAME, MISSING, ADDITIONAL, DIFFERENT = "same", "missing", "additional", "different"
-# What mpirun and torchrun give to their ranks anew each time (identities, addresses, directories), and the options of
-# mpirun, which are compared as such.
+# Variables that mpirun and torchrun set differently each time (identities, addresses, directories), and the options of
+# mpirun, which are compared separately.
 _OF_THE_LAUNCHER = re.compile(
     r"OMPI_(?!COMM_WORLD_(LOCAL_)?(RANK|SIZE)$)|PMIX_|PRTE|ORTE|HFI_|IPATH_|TORCHELASTIC_(RUN_ID|ERROR_FILE)"
 )
 _OF_THE_TEST = ("RECORD_SECONDS",)
 _OBJECTS = ("SM_TRAINING_ENV", "TF_CONFIG")  # compared key by key
-_KEPT = ("model/", "output/data/", "checkpoints/")  # what the script writes for the world
+_KEPT = ("model/", "output/data/", "checkpoints/")  # files that the script writes for its user
 
 Items = Mapping[str, str]
 
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What ours is against the stock one."""
+        """How our value differs from the stock one."""
         if self.stock == self.ours:
             return SAME
         if self.stock is None:
@@ -66,7 +66,7 @@ def _outcome(host: HostRun, roles: Iterable[str]) -> dict[str, str]:
     items = {"exit code": "still running" if host.code is None else str(host.code)}
     items |= {f"script {role}": "started" for role in roles}
     items |= {f"file {name}": "there" for name in host.files}
-    # The verdict's texts are each toolkit's own.
+    # The texts of the result are each toolkit's own.
     kept = {name: content for name, content in host.files.items() if name.startswith(_KEPT)}
     return items | {f"content {name}": content.decode(errors="replace") for name, content in kept.items()}
 
@@ -113,7 +113,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _search_path(value: str) -> str:
-    """Return what a search sees: mpirun puts its own directory first, once on each level."""
+    """Returns the directories of a search path once each: mpirun puts its own directory first, once on each level."""
     return ":".join(dict.fromkeys(value.split(":")))
 
 

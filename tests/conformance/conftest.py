@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal import engine
+from shoal import docker_client
 from shoal.matrix.spec import BuildSpec
 
 from . import lab, oracle
@@ -41,7 +41,7 @@ def images(matrix: BuildSpec) -> Images:
     """Our images, which exist (`make conformance` builds them), and the oracles on top of them, made here."""
     names = (SMALL_PYTORCH, TENSORFLOW)
     pytorch, tensorflow = (matrix.select(name).tag for name in names)
-    stock_pytorch, stock_tensorflow = oracle.ensure(engine.connect(), matrix, *names)
+    stock_pytorch, stock_tensorflow = oracle.ensure(docker_client.connect(), matrix, *names)
     return Images(
         stock={NONE: stock_pytorch, PYTORCH: stock_pytorch, TENSORFLOW: stock_tensorflow},
         ours={NONE: pytorch, PYTORCH: pytorch, TENSORFLOW: tensorflow},
@@ -49,7 +49,7 @@ def images(matrix: BuildSpec) -> Images:
 
 
 class Compared(NamedTuple):
-    """A job's two runs, how many things of them were compared, and the differences, each with what intends it."""
+    """A job's two runs, the number of compared items, and the differences, each with the divergence that intends it."""
 
     tree: Tree
     stock: Run
@@ -63,7 +63,7 @@ class Laboratory:
 
     def __init__(self, images: Images, make_directory: Callable[[str], Path]) -> None:
         self._images, self._make_directory, self.recordings = images, make_directory, Recordings()
-        # Not threads: the client of the engine reads the environment, which pytest changes from test to test.
+        # Not threads: the client of Docker reads the environment, which pytest changes from test to test.
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload([lab.__name__])
         self._sleeping, self._busy = (ProcessPoolExecutor(many, processes) for many in (SLEEPING, BUSY))
@@ -95,7 +95,7 @@ class Laboratory:
         return Compared(tree, stock, ours, len(pairs), differences)
 
     def close(self) -> None:
-        """Run what has begun to its end, and nothing more."""
+        """Runs the started jobs to their end, and no others."""
         for pool in (self._sleeping, self._busy):
             pool.shutdown(cancel_futures=True)
 
@@ -142,7 +142,7 @@ def every_job(request: pytest.FixtureRequest, laboratory: Laboratory) -> list[Co
 
 
 def summary(jobs: list[Compared]) -> list[str]:
-    """Return what was compared, in words."""
+    """Returns a summary of the comparison."""
     found = [entry for job in jobs for entry in job.differences]
     intended = [divergence for _, divergence in found if divergence]
     return [

@@ -1,4 +1,4 @@
-"""Where our toolkit does something else on purpose, each with its reason. Anything else that differs is a fault.
+"""Intended differences from AWS's toolkit, each with its reason. Any other difference is a fault.
 
 python -m tests.conformance.divergences     write the table into docs/conformance.md
 """
@@ -43,12 +43,12 @@ def each(
     return [Divergence(item, kind, reason, trees, stock, ours) for item in items]
 
 
-_LISTS = "A list arrives as JSON, which every language reads, and not as Python prints it."
+_LISTS = "A list arrives as JSON, which every language reads, instead of Python syntax."
 ARGUMENTS = (
     Divergence(
         "argv script",
         DIFFERENT,
-        "A package is installed, and its script is still run by its name.",
+        "The package is installed, and the script still runs by its file name.",
         "package-setup-script",
         stock="/opt/ml/code/train.py",
         ours="train.py",
@@ -59,42 +59,42 @@ ARGUMENTS = (
     Divergence(
         "mpirun program",
         DIFFERENT,
-        "A shell script is run by its interpreter, whatever its mode, and its arguments are no program of a shell.",
+        "A shell script runs with its interpreter, with any file mode, and no shell evaluates its arguments.",
         "mpi-shell",
         stock="/bin/sh -c .*",
         ours="/bin/sh ./train.sh .*",
     ),
     *each(
         ADDITIONAL,
-        "A shell drops variables with such names: they are there with an underscore as well.",
+        "A shell drops variables with such names. They also exist with an underscore.",
         *("env SM_HP_BATCH_SIZE", "env SM_HP_A_B", "env SM_HP__", "env SM_CHANNEL_MY_CHANNEL"),
         trees="hp-names channels",
     ),
 )
 
-_FRAMEWORK = "The stock toolkit is told its framework toolkit; ours needs none."
-_TORCH = "What torch and NCCL look for is there without a framework toolkit as well."
+_FRAMEWORK = "AWS's toolkit needs the name of its framework toolkit. Ours needs none."
+_TORCH = "torch and NCCL find these variables without a framework toolkit too."
 VARIABLES = (
     *each(
         ADDITIONAL,
-        "What the newest SDK exports.",
+        "The newest SDK exports these variables.",
         *("env SM_HOST_COUNT", "env SM_CURRENT_HOST_RANK", "env SM_MASTER_ADDR", "env SM_MASTER_PORT"),
     ),
     *each(
         ADDITIONAL,
-        "torch's names for a process: init_process_group() works under every launcher.",
+        "These are torch's names for a process, so init_process_group() works under every launcher.",
         *("env RANK", "env WORLD_SIZE", "env LOCAL_RANK", "env LOCAL_WORLD_SIZE"),
     ),
     Divergence(
         "env SMDATAPARALLEL_LOCAL_RANK",
         ADDITIONAL,
-        "AWS's library documents it for a rank of data parallelism, and transformers reads it.",
+        "AWS's library documents it for data parallel ranks, and transformers reads it.",
         "*dataparallel* pytorchddp torch-distributed-*",
     ),
     Divergence(
         "env OMP_NUM_THREADS",
         ADDITIONAL,
-        "The ranks of a host share its cores; by itself each starts a thread for every core.",
+        "The ranks of a host share its cores. By default, each would start a thread for every core.",
         "mpi-* *dataparallel* modelparallel* everything-at-once pytorchddp torch-distributed-* library-*",
     ),
     *each(
@@ -104,21 +104,21 @@ VARIABLES = (
     Divergence(
         "env SHOAL_JOB",
         ADDITIONAL,
-        "What the script leaves behind is found by it and ended: daemons outlive the stock toolkit on a machine.",
+        "`train` finds leftover processes by it and kills them. With AWS's toolkit, daemons outlive the job.",
         ours="[0-9a-f]{16}",
     ),
-    Divergence("env GLOO_SOCKET_IFNAME", ADDITIONAL, "gloo meets where NCCL does.", ours="eth0"),
+    Divergence("env GLOO_SOCKET_IFNAME", ADDITIONAL, "gloo uses the same interface as NCCL.", ours="eth0"),
     Divergence(
         "env MASTER_ADDR",
         DIFFERENT,
-        "On one host the loopback address works without a name and without a network.",
+        "On one host, the loopback address works without a name and without a network.",
         stock="algo-1|instance-1",
         ours=r"127\.0\.0\.1",
     ),
     Divergence(
         "env PYTHONPATH",
         DIFFERENT,
-        "The code directory and the user's own path; the launcher's standard library breaks every other Python.",
+        "It has the code directory and the user's path. The launcher's standard library would break another Python.",
         stock=r"/opt/ml/.*/usr/lib/python3\.11.*",
         ours=r"/opt/ml/(elsewhere/)?(code|sources|other)(:/opt/ml/(mine|code))?",
     ),
@@ -127,7 +127,7 @@ VARIABLES = (
     Divergence("env SAGEMAKER_TRAINING_MODULE", MISSING, _FRAMEWORK),
     *each(
         DIFFERENT,
-        "What the user has set stays.",
+        "The user's value stays.",
         *("env NCCL_DEBUG", "env NCCL_IB_DISABLE"),
         trees="users-own-variables",
         ours="VERSION|0",
@@ -135,20 +135,20 @@ VARIABLES = (
     Divergence(
         "env SM_TRAINING_ENV.job_name",
         DIFFERENT,
-        "The SDK sends the name as a hyperparameter; the stock toolkit looks for a variable only.",
+        "The SDK sends the name as a hyperparameter. AWS's toolkit reads a variable only.",
         stock="null",
         ours='"j.*"',
     ),
     Divergence(
         "env SM_TRAINING_ENV.is_modelparallel_enabled",
         DIFFERENT,
-        "True or false; the stock toolkit looks into a variable that it has not exported yet.",
+        "The value is true or false. AWS's toolkit reads a variable that it has not exported yet.",
         stock="null",
         ours="true|false",
     ),
     *each(
         DIFFERENT,
-        "The variable counts where no hyperparameter is.",
+        "The variable counts if the hyperparameter is missing.",
         *("env SAGEMAKER_JOB_NAME", "env SAGEMAKER_REGION"),
         trees="job-by-variables region-by-variable",
         stock="",
@@ -156,43 +156,43 @@ VARIABLES = (
     ),
     *each(
         DIFFERENT,
-        "SAGEMAKER_CONTAINER_LOG_LEVEL is documented; the stock toolkit reads it and forgets it.",
+        "SAGEMAKER_CONTAINER_LOG_LEVEL is documented. AWS's toolkit reads it and ignores it.",
         *("env SM_LOG_LEVEL", "env SM_TRAINING_ENV.log_level"),
         trees="log-level-by-variable",
         ours="30",
     ),
     *each(
         DIFFERENT,
-        "The interface is one that is there; the SDK's local mode names one of SageMaker's.",
+        "The interface exists. The SDK's local mode names one of SageMaker's interfaces.",
         *("env SM_NETWORK_INTERFACE_NAME", "env SM_TRAINING_ENV.network_interface_name"),
         trees="interface-that-is-not-there",
         ours='"?eth0"?',
     ),
-    Divergence("env PWD", MISSING, "Left by the shell that the stock toolkit puts before executables.", "executable"),
+    Divergence("env PWD", MISSING, "AWS's toolkit starts executables with a shell, which sets it.", "executable"),
     *each(
         MISSING,
-        "Left by the TensorFlow that the stock toolkit imports into itself.",
+        "AWS's toolkit imports TensorFlow, which sets them.",
         *("env TF2_BEHAVIOR", "env TPU_ML_PLATFORM"),
         trees="tensorflow-*",
     ),
     *each(
         MISSING,
-        "For the S3 reader that TensorFlow had until 2.6, and only where AWS_REGION, which SageMaker sets, is not.",
+        "TensorFlow's S3 reader used them until 2.6, and only without AWS_REGION, which SageMaker sets.",
         *("env S3_REGION", "env S3_USE_HTTPS"),
         trees="tensorflow-*",
     ),
 )
 
 _EACH_ITS_OWN = (
-    "Each host's daemon hands on its own host's variables: the stock toolkit's are the first host's everywhere."
+    "Each host's daemon passes on its own host's variables. AWS's toolkit uses the first host's variables everywhere."
 )
 _NO_EFA = (
-    "There is no EFA device here; set from a table of instance types, it makes a job hang on a machine without one."
+    "There is no EFA device here. A table of instance types would set it, and make a job hang on a machine without one."
 )
 _MPI_JOBS = "mpi-* dataparallel-* library-*"
-_REMOTE = "A remote rank sees its own host; with the stock toolkit, the first one."
-_SSH = "Left by ssh, which ours does without."
-_SHELL = "The rank's own shell enters the code directory of its host, and names the rank."
+_REMOTE = "A remote rank sees its own host. With AWS's toolkit, it sees the first one."
+_SSH = "ssh sets them, and ours does not use ssh."
+_SHELL = "The rank's own shell enters the code directory of its host and names the rank."
 MPIRUN = (
     *each(
         MISSING,
@@ -203,37 +203,37 @@ MPIRUN = (
     Divergence(
         "mpirun -host",
         DIFFERENT,
-        "The ranks of each host are always said; one host needs no name.",
+        "The number of ranks per host is always given, and one host needs no name.",
         ours=r"localhost:\d|(algo-\d(-ce2ec)?:\d,?)+",
     ),
     Divergence(
         "mpirun -mca btl",
         DIFFERENT,
-        "Shared memory alone on one host; libfabric only where a user asks.",
+        "One host uses shared memory only, and libfabric is used only if a user asks for it.",
         ours=r"\^openib,ofi(,tcp)?",
     ),
     *each(
         MISSING,
-        "One host does without the network.",
+        "One host needs no network.",
         "mpirun -mca btl_tcp_if_include",
         "mpirun -mca plm_rsh_no_tree_spawn",
     ),
-    Divergence("mpirun -mca oob_tcp_if_include", DIFFERENT, "One host does without the network.", ours="lo"),
+    Divergence("mpirun -mca oob_tcp_if_include", DIFFERENT, "One host needs no network.", ours="lo"),
     *each(
         ADDITIONAL,
-        "Our agents start mpirun's daemons, without sshd, and see how they end.",
+        "Our agents start mpirun's daemons without sshd, and see their exit codes.",
         *("mpirun -mca plm_rsh_agent", "mpirun -leave-session-attached"),
     ),
     *each(
         ADDITIONAL,
-        "A failed rank ends the job at once, and it is known which one failed.",
+        "A failed rank ends the job at once, and `train` knows which rank failed.",
         *("mpirun -mca odls_base_sigkill_timeout", "mpirun -mca state_base_verbose"),
     ),
-    Divergence("mpirun -mca plm_rsh_num_concurrent", MISSING, "One host has no daemon to start.", stock="1"),
+    Divergence("mpirun -mca plm_rsh_num_concurrent", MISSING, "One host starts no daemon.", stock="1"),
     Divergence("mpirun -mca plm_rsh_num_concurrent", ADDITIONAL, "All daemons start at once.", ours="[23]"),
     *each(
         ADDITIONAL,
-        "No pinning, as with the MPI launcher.",
+        "Ranks are not pinned, as with the MPI launcher.",
         "mpirun -bind-to",
         "mpirun -map-by",
         trees="*dataparallel* pytorchddp",
@@ -244,27 +244,36 @@ MPIRUN = (
     *each(MISSING, _EACH_ITS_OWN, "mpirun -x NCCL_SOCKET_IFNAME", "mpirun -x AWS_*", "mpirun -x SMDATAPARALLEL_*"),
     Divergence("mpirun -x SAGEMAKER_INSTANCE_TYPE", MISSING, _EACH_ITS_OWN),
     Divergence("mpirun -x NCCL_DEBUG", MISSING, _EACH_ITS_OWN, stock="INFO"),
-    Divergence("mpirun -x NCCL_DEBUG", DIFFERENT, "Said once: the user's.", stock="INFO VERSION", ours="VERSION"),
+    Divergence(
+        "mpirun -x NCCL_DEBUG",
+        DIFFERENT,
+        "Passed once, and the user's value wins.",
+        stock="INFO VERSION",
+        ours="VERSION",
+    ),
     *each(
         MISSING,
-        "The stock toolkit's shim for gethostname(): host names are found by DNS.",
+        "AWS's toolkit replaces gethostname() with it. Here DNS finds host names.",
         *("mpirun -x LD_PRELOAD", "env LD_PRELOAD"),
         stock=".*gethostname.*",
     ),
     Divergence("mpirun -x NCCL_MIN_NRINGS", MISSING, _EACH_ITS_OWN, stock="4"),
     *each(MISSING, _NO_EFA, "mpirun -x FI_*", "mpirun -x RDMAV_FORK_SAFE", "mpirun -x NCCL_PROTO"),
     *each(MISSING, _NO_EFA, "env FI_*", "env RDMAV_FORK_SAFE", "env NCCL_PROTO"),
-    *each(MISSING, "For a hang of torch 2 with AWS's closed library.", "mpirun -x NCCL_ALGO", "env NCCL_ALGO"),
+    *each(MISSING, "It avoids a hang of torch 2 with AWS's closed library.", "mpirun -x NCCL_ALGO", "env NCCL_ALGO"),
     Divergence("mpirun wrapper", DIFFERENT, _SHELL, ours="sh"),
     Divergence("env OLDPWD", ADDITIONAL, _SHELL, ours="/|/opt/ml/code"),
     Divergence(
         "env LD_LIBRARY_PATH",
         ADDITIONAL,
-        "mpirun is called by its path: its own libraries come first.",
+        "mpirun is called by its path, and its own libraries come first.",
         ours="(/opt/venv/lib:?)+",
     ),
     Divergence(
-        "env OPAL_PREFIX", ADDITIONAL, "mpirun is called by its path: its own libraries come first.", ours="/opt/venv"
+        "env OPAL_PREFIX",
+        ADDITIONAL,
+        "mpirun is called by its path, and its own libraries come first.",
+        ours="/opt/venv",
     ),
     Divergence("env SM_CURRENT_HOST", DIFFERENT, _REMOTE, _MPI_JOBS, stock="algo-1.*", ours="algo-[23].*"),
     *each(
@@ -292,21 +301,19 @@ MPIRUN = (
 TORCHRUN = (
     *each(
         ADDITIONAL,
-        "The same rendezvous on one host and on several.",
+        "The rendezvous is the same on one host and on several.",
         *("torchrun --master_addr", "torchrun --master_port", "torchrun --node_rank"),
         ours=r"127\.0\.0\.1|7777|0",
     ),
-    Divergence("env MASTER_PORT", DIFFERENT, "The same rendezvous on one host and on several.", ours="7777"),
-    Divergence("torchrun --monitor_interval", ADDITIONAL, "A failure is seen at once."),
+    Divergence("env MASTER_PORT", DIFFERENT, "The rendezvous is the same on one host and on several.", ours="7777"),
+    Divergence("torchrun --monitor_interval", ADDITIONAL, "A failure is noticed at once."),
     Divergence("torchrun --no_python", ADDITIONAL, _SHELL),
     Divergence("torchrun wrapper", DIFFERENT, _SHELL, ours="sh"),
     Divergence("torchrun program", DIFFERENT, _SHELL, ours="/opt/venv/bin/python3 .*"),
     Divergence("env PWD", ADDITIONAL, _SHELL, "torch-*", ours="/opt/ml/code"),
 )
 
-_OWN_PROCESS = (
-    "A training module runs in a process of its own, with all that a script has; the stock one's is `train` itself."
-)
+_OWN_PROCESS = "A training module runs in its own process, like a script. In AWS's toolkit, `train` itself runs it."
 MODULE = (
     *each(ADDITIONAL, _OWN_PROCESS, "env SM_*", trees="training-module"),
     Divergence("argv script", DIFFERENT, _OWN_PROCESS, "training-module", stock=".*/train", ours="-c"),
@@ -314,35 +321,36 @@ MODULE = (
     Divergence("env PYTHONPATH", DIFFERENT, _OWN_PROCESS, "training-module", ours="/opt/ml/code:/opt/ml/code"),
 )
 
-_IN_PLACE = "A directory of code runs where it is."
-_NOT_HERE = "Built beside the code and not in it: the directory may be read-only, and may be shared by the hosts."
-_FOR_ALL = (
-    "A requirements.txt is installed for every kind of entry point; the stock toolkit forgets it for shell scripts."
-)
+_IN_PLACE = "A code directory is used in place."
+_NOT_HERE = "The package is built outside the code directory, because that can be read-only or shared by the hosts."
+_FOR_ALL = "A requirements.txt is installed for every kind of entry point. AWS's toolkit ignores it for shell scripts."
 FILES = (
     *each(MISSING, _NOT_HERE, "file code/build/*", "file code/train*.egg-info/*"),
     Divergence("file code/vendored/*", ADDITIONAL, _FOR_ALL, "requirements-of-shell"),
     *each(
-        ADDITIONAL, "What was launched, and when, for tools.", "file output/job.json", "file elsewhere/output/job.json"
+        ADDITIONAL,
+        "The file has the launch and its times, for tools.",
+        "file output/job.json",
+        "file elsewhere/output/job.json",
     ),
     Divergence("file code/train.py", MISSING, _IN_PLACE, "code-directory"),
     Divergence("cwd", DIFFERENT, _IN_PLACE, "code-directory", ours="/opt/ml/sources"),
 )
 
-_OWN_CODE = "The script's own exit code is the job's; the stock toolkit makes 1 of it."
-_SIGNAL = "A signal is named as a shell does it."
-_CONFIGURATION = "2 says that the configuration is at fault."
-_DEFAULTS = "What is not configured has a default: `docker run` with a script is enough."
-_LEVEL = "A level's name is a level."
-_STALE = "An earlier job's verdict is removed."
-_ONE_VERDICT = "One verdict on every host; the stock toolkit's others report a success."
-_FALSE = "The string false is false."
-_REPEATED = "A user's MCA parameter replaces the default; mpirun refuses a second mention."
-_SUBMIT = "The documented meaning; the stock toolkit ignores the setting when there is code in /opt/ml/code."
+_OWN_CODE = "The script's own exit code is the exit code of the job. AWS's toolkit always exits with 1."
+_SIGNAL = "The exit code for a signal is the one that a shell uses."
+_CONFIGURATION = "2 means an error in the configuration."
+_DEFAULTS = "Missing configuration has defaults, so `docker run` with a script is enough."
+_LEVEL = "The name of a log level is accepted."
+_STALE = "An earlier job's result is removed."
+_ONE_RESULT = "Every host has the same result. With AWS's toolkit, the other hosts report a success."
+_FALSE = 'The string "false" means false.'
+_REPEATED = "A user's MCA parameter replaces the default, because mpirun refuses it twice."
+_SUBMIT = "The setting has its documented meaning. AWS's toolkit ignores it if there is code in /opt/ml/code."
 _SHELL_UNDER_TORCHRUN = "torchrun starts any program."
 _MISSING_FILES = "hyperparameters-missing resourceconfig-missing inputdataconfig-missing"
-_PYPROJECT = "A pyproject.toml makes a package as well."
-_PACKAGE_UNDER_TORCHRUN = "torchrun starts a package as well."
+_PYPROJECT = "A pyproject.toml makes a package too."
+_PACKAGE_UNDER_TORCHRUN = "torchrun starts a package too."
 ENDS = (
     Divergence("exit code", DIFFERENT, _PYPROJECT, "package-pyproject-only", stock="1", ours="0"),
     *each(ADDITIONAL, _PYPROJECT, "file output/success", "script alone", trees="package-pyproject-only"),
@@ -366,9 +374,9 @@ ENDS = (
     Divergence("file output/failure", MISSING, _LEVEL, "log-level-by-name"),
     Divergence("file output/failure", MISSING, _STALE, "stale-failure"),
     Divergence("file output/success", MISSING, _STALE, "stale-success"),
-    Divergence("exit code", DIFFERENT, _ONE_VERDICT, "two-hosts-one-fails", stock="0", ours="1"),
-    Divergence("file output/success", MISSING, _ONE_VERDICT, "two-hosts-one-fails"),
-    Divergence("file output/failure", ADDITIONAL, _ONE_VERDICT, "two-hosts-one-fails"),
+    Divergence("exit code", DIFFERENT, _ONE_RESULT, "two-hosts-one-fails", stock="0", ours="1"),
+    Divergence("file output/success", MISSING, _ONE_RESULT, "two-hosts-one-fails"),
+    Divergence("file output/failure", ADDITIONAL, _ONE_RESULT, "two-hosts-one-fails"),
     Divergence("script alone", ADDITIONAL, _FALSE, "mpi-quoted-false"),
     Divergence("script rank 0", MISSING, _FALSE, "mpi-quoted-false"),
     Divergence("exit code", DIFFERENT, _REPEATED, "modelparallel-sdk", stock="1", ours="0"),
@@ -396,7 +404,7 @@ def with_table(document: str) -> str:
     by_reason: dict[str, list[Divergence]] = {}
     for entry in DIVERGENCES:
         by_reason.setdefault(entry.reason, []).append(entry)
-    lines = ["| on purpose | what | in the jobs |", "|---|---|---|"]
+    lines = ["| reason | difference | jobs |", "|---|---|---|"]
     for reason, entries in by_reason.items():
         items = ", ".join(dict.fromkeys(f"`{entry.item}` {entry.kind}" for entry in entries))
         trees = dict.fromkeys(name for entry in entries for name in entry.trees.split())

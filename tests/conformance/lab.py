@@ -1,4 +1,4 @@
-"""Runs a job through a toolkit, in containers as SageMaker starts them, and looks at what came out."""
+"""Runs a job through a toolkit, in containers as SageMaker starts them, and reads the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import docker
 import requests
 from docker.models.containers import Container
 
-from shoal import engine
+from shoal import docker_client
 
 from .layout import RECORD, Tree
 
@@ -32,7 +32,7 @@ class Process(NamedTuple):
 
 
 class HostRun(NamedTuple):
-    """What a host's container left behind. `code` is None where it had to be killed; `stamped`: the log with times."""
+    """The results of a host's container. `code` is None if it had to be killed; `stamped`: the log with times."""
 
     code: int | None
     seconds: float
@@ -46,7 +46,7 @@ class HostRun(NamedTuple):
         return _moment(next(stamped for stamped in self.stamped.splitlines() if stamped.endswith(f" {line}")))
 
     def text(self, name: str) -> str:
-        """Return a file below /opt/ml, empty where there is none."""
+        """Returns a file below /opt/ml; empty if there is none."""
         return self.files.get(name, b"").decode(errors="replace")
 
 
@@ -55,7 +55,7 @@ Run = Mapping[str, HostRun]
 
 def run(image: str, tree: Tree, directory: Path) -> Run:
     """Run a job on all its hosts, in `directory`, until all have ended or its time is over."""
-    client = engine.connect()  # one a thread
+    client = docker_client.connect()  # one a thread
     with ExitStack() as undo:
         net = undo.enter_context(_network(client)) if len(tree.hosts) > 1 else None
         hosts = [host for host in tree.hosts if host not in tree.absent]
@@ -125,7 +125,7 @@ def _ended(container: Container, deadline: float, base: Path) -> HostRun:
 
 
 def _moment(text: str) -> float:
-    """Read the engine's time stamp: it has nanoseconds, of which Python takes the micros."""
+    """Reads Docker's time stamp. It has nanoseconds; Python reads microseconds."""
     return datetime.fromisoformat(text[:26].rstrip("Z")).timestamp()
 
 

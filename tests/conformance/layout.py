@@ -1,4 +1,4 @@
-"""A job as a container meets it: what SageMaker mounts at /opt/ml on each host, and the container's variables."""
+"""A job as a container sees it: the files that SageMaker mounts at /opt/ml, and the container's variables."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Tree(NamedTuple):
     def variables(self) -> dict[str, str]:
         """The container's variables; the scripts of several hosts take their time.
 
-        The stock toolkit's workers look for mpirun's daemon once a second, and wait for ever when they miss it; and its
-        hosts look for each other's names, which a container takes along when it ends.
+        The stock toolkit's workers look for mpirun's daemon once a second, and wait for ever when they miss it. Its
+        hosts look up each other's names, which are gone when a container ends.
         """
         framework = {"SAGEMAKER_TRAINING_MODULE": ""} if self.framework == NONE else {}
         seconds = {"RECORD_SECONDS": "4"} if len(self.hosts) > 1 else {}
@@ -68,7 +68,7 @@ class Tree(NamedTuple):
                 path = base / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
-                # The SDK's archives and copies keep the mode of what a user has made executable.
+                # The SDK's archives and copies keep the mode of executable files.
                 path.chmod(0o755 if path.read_bytes().startswith(b"#!") else 0o644)
 
     def _configuration(self, host: str) -> dict[str, Mapping[str, Any]]:

@@ -1,9 +1,9 @@
-"""The oracle: images with the stock toolkit in the place of ours, built from our images and kept by content.
+"""The oracle: images with the stock toolkit instead of our own, built from our images and kept by content.
 
-    python tests/conformance/oracle.py IMAGE ...     build what the engine has not got yet, and print the tags
+    python tests/conformance/oracle.py IMAGE ...     build missing images, and print the tags
 
 The machine's package mirrors, pip configuration and CA bundle serve a first stage, of which only the packages are kept.
-The classic builder is enough for that, so any engine will do.
+The classic builder is enough for that, so any version of Docker will do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import docker
 import docker.errors
 import requests
 
-from shoal import engine
-from shoal.engine import archive
+from shoal import docker_client
+from shoal.docker_client import archive
 from shoal.errors import BuildError
-from shoal.host import machine
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
+from shoal.network.settings import read_network_settings
 
 RECIPE = Path(__file__).with_name("image")
 REPOSITORY = "shoal-oracle"
@@ -34,10 +34,10 @@ _LAST_WORDS = 30
 
 
 def ensure(client: docker.DockerClient, spec: BuildSpec, *names: str) -> list[str]:
-    """Return the tags of the stock toolkit's images on top of these of ours, which exist. Raises `BuildError`.
+    """Returns the tags of the stock toolkit's images on top of these images, which exist. Raises `BuildError`.
 
-    The packages are gathered in the first of them. A tag holds a hash of all that goes in: an image is never older than
-    what it was made of.
+    The packages are gathered in the first of them. A tag contains a hash of all inputs: an image is never older than
+    its inputs.
     """
     parents = [spec.select(name) for name in names]
     wanted = {_tag(client, parent): parent for parent in parents}
@@ -61,9 +61,9 @@ def _tag(client: docker.DockerClient, parent: ImageSpec) -> str:
 
 
 def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_parent: ImageSpec) -> None:
-    host = machine.read()
+    host = read_network_settings()
     files: dict[str, bytes | Path] = {path.name: path for path in RECIPE.iterdir()}
-    files |= {f"machine/{name}": content for name, content in host.files(parent.system.suite).items()}
+    files |= {f"machine/{name}": content for name, content in host.build_files(parent.system.suite).items()}
     arguments = {
         "PARENT": parent.tag,
         "PARTS_PARENT": parts_parent.tag,
@@ -71,7 +71,7 @@ def _build(client: docker.DockerClient, tag: str, parent: ImageSpec, parts_paren
         **dict(host.proxies),
     }
     with io.BytesIO() as sent:
-        archive.write(files, sent)
+        archive.write_tar(files, sent)
         sent.seek(0)
         answer = client.api.build(
             fileobj=sent, custom_context=True, tag=tag, buildargs=arguments, rm=True, forcerm=True, decode=True
@@ -88,7 +88,7 @@ def _finish(tag: str, answer: Iterator[dict[str, Any]]) -> None:
 
 
 def _remove(client: docker.DockerClient, images: list[Any]) -> None:
-    """Remove what nothing asks for any more: oracles of older parents, and the stage that knew this machine."""
+    """Removes images that are not needed any more: oracles of older parents, and the stage for this machine."""
     for image in images:
         try:
             client.images.remove(image.id, force=True)
@@ -102,7 +102,7 @@ def main(names: list[str]) -> int:
         print("usage: python tests/conformance/oracle.py IMAGE ...", file=sys.stderr)
         return 2
     spec = load(project.find(Path(__file__)).buildspec)
-    print("\n".join(ensure(engine.connect(), spec, *names)))
+    print("\n".join(ensure(docker_client.connect(), spec, *names)))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""What came of the stock toolkit's jobs, kept from one run of the tests to the next.
+"""Results of the stock toolkit's jobs, kept from one run of the tests to the next.
 
-The stock toolkit does not change: a job of it has the same end as long as its image, the job, the laboratory and the
-machine are the same. Without these, they were a tenth of the work of all tests. `make conformance` runs all jobs again.
+The stock toolkit does not change. A job has the same result while its image, the job, the laboratory and the machine
+are the same. Without these, they were a tenth of the work of all tests. `make conformance` runs all jobs again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LABORATORY = [Path(__file__).with_name(name).read_bytes() for name in ("lab.py"
 
 
 class Recordings:
-    """Those of jobs that have run before, and what becomes of those that run now."""
+    """Recordings of earlier jobs, and of the jobs that run now."""
 
     def __init__(self) -> None:
         self._new: dict[Path, Future[Run]] = {}
@@ -46,7 +46,7 @@ class Recordings:
         self._new[_path(image, tree)] = run
 
     def keep(self) -> None:
-        """Write those that have ended; remove what no run has asked for in a month."""
+        """Writes the recordings of ended jobs; removes recordings that no run has used for a month."""
         for path, future in self._new.items():
             if future.done() and not future.cancelled() and not future.exception():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Recordings:
 
 
 def _path(image: str, tree: Tree) -> Path:
-    """The image's tag has a hash of what it was made of; what a job sees of the machine counts too."""
+    """The image's tag has a hash of its inputs; the facts about the machine that a job sees count too."""
     machine = (os.cpu_count(), platform.release())
     digest = hashlib.sha256(repr((image, tree, machine)).encode() + b"".join(_LABORATORY))
     return DIRECTORY / f"{digest.hexdigest()}.pickle"

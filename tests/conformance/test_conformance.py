@@ -1,4 +1,4 @@
-"""The same jobs through the stock toolkit and through ours: what differs is in the table of divergences, or a fault."""
+"""The same jobs through both toolkits: a difference is in the table of divergences, or a bug."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def only(run: Any) -> HostRun:
     return host  # type: ignore[no-any-return]
 
 
-def verdict(host: HostRun) -> list[str]:
+def result_files(host: HostRun) -> list[str]:
     return [name for name in ("success", "failure") if f"output/{name}" in host.files]
 
 
@@ -92,8 +92,8 @@ NATIVE = {**SDK_TORCH_DISTRIBUTED, "sagemaker_toolkit_native_launcher_enabled": 
 
 @job(Tree("defect-torchrun-native", NATIVE, ends_with("sys.exit(7)"), framework=PYTORCH))
 def test_defect_03_torchrun_that_fails_is_a_failure_whatever_is_captured(compared: Compared) -> None:
-    assert (only(compared.ours).code, verdict(only(compared.ours))) == (7, ["failure"])
-    assert (only(compared.stock).code, verdict(only(compared.stock))) == (0, ["success"])
+    assert (only(compared.ours).code, result_files(only(compared.ours))) == (7, ["failure"])
+    assert (only(compared.stock).code, result_files(only(compared.stock))) == (0, ["success"])
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_defect_03_torchrun_that_fails_is_a_failure_whatever_is_captured(compare
 )
 def test_defect_04_an_option_that_would_end_mpirun_without_training_is_refused(compared: Compared) -> None:
     ours, stock = only(compared.ours), only(compared.stock)
-    assert (ours.code, ours.scripts, verdict(ours)) == (2, [], ["failure"])
+    assert (ours.code, ours.scripts, result_files(ours)) == (2, [], ["failure"])
     assert "sagemaker_mpi_custom_mpi_options" in ours.text("output/failure")
     assert (stock.code, stock.scripts) == (0, [])
 
 
 @job(Tree("defect-rank-fails", ONE_RANK, ends_with(FAILS_ON_THE_SECOND), hosts=TWO_HOSTS, limit_s=30))
 def test_defect_05_a_failed_rank_ends_every_host_with_a_failure(compared: Compared) -> None:
-    assert [(host.code, verdict(host)) for host in compared.ours.values()] == [(7, ["failure"])] * 2
+    assert [(host.code, result_files(host)) for host in compared.ours.values()] == [(7, ["failure"])] * 2
     assert compared.stock["algo-1"].code == 1
     assert compared.stock["algo-2"].code is None, "the other host no longer lingers"
 
@@ -130,7 +130,7 @@ def test_defect_06_a_remote_rank_sees_its_own_host(compared: Compared) -> None:
 @job(Tree("defect-short-job", ONE_RANK, hosts=TWO_HOSTS, environ={"RECORD_SECONDS": "0"}, limit_s=45))
 def test_defect_07_a_short_job_is_not_missed(compared: Compared) -> None:
     """The stock toolkit's worker looks once a second, and misses about every second such job: only ours is certain."""
-    assert [(host.code, verdict(host)) for host in compared.ours.values()] == [(0, ["success"])] * 2
+    assert [(host.code, result_files(host)) for host in compared.ours.values()] == [(0, ["success"])] * 2
 
 
 @job(
@@ -146,7 +146,7 @@ def test_defect_07_a_short_job_is_not_missed(compared: Compared) -> None:
 )
 def test_defect_08_a_worker_waits_for_the_first_host_within_a_limit(compared: Compared) -> None:
     ours = only(compared.ours)
-    assert (ours.code, verdict(ours)) == (1, ["failure"])
+    assert (ours.code, result_files(ours)) == (1, ["failure"])
     assert "algo-1" in ours.text("output/failure")
     assert only(compared.stock).code is None
 
@@ -154,10 +154,10 @@ def test_defect_08_a_worker_waits_for_the_first_host_within_a_limit(compared: Co
 @job(Tree("defect-sigterm", files=ends_with(STOPPED)))
 def test_defect_09_sigterm_to_pid_1_reaches_the_script_and_the_failure_file(compared: Compared) -> None:
     ours, stock = only(compared.ours), only(compared.stock)
-    assert (ours.code, verdict(ours)) == (143, ["failure"])
+    assert (ours.code, result_files(ours)) == (143, ["failure"])
     assert "output/data/checkpoint" in ours.files
     assert "SIGTERM" in ours.text("output/failure")
-    assert (stock.code, verdict(stock)) == (0, ["success"])
+    assert (stock.code, result_files(stock)) == (0, ["success"])
     assert "output/data/checkpoint" not in stock.files
 
 
@@ -293,9 +293,9 @@ def test_defect_21_a_module_is_an_entry_point(compared: Compared) -> None:
         framework=PYTORCH,
     )
 )
-def test_defect_21_a_host_outside_the_group_shares_the_verdict(compared: Compared) -> None:
-    assert [(host.code, verdict(host)) for host in compared.ours.values()] == [(7, ["failure"])] * 2
-    assert (compared.stock["algo-2"].code, verdict(compared.stock["algo-2"])) == (0, ["success"])
+def test_defect_21_a_host_outside_the_group_shares_the_result(compared: Compared) -> None:
+    assert [(host.code, result_files(host)) for host in compared.ours.values()] == [(7, ["failure"])] * 2
+    assert (compared.stock["algo-2"].code, result_files(compared.stock["algo-2"])) == (0, ["success"])
 
 
 @job(Tree("defect-cpu-quota", cpus=0.5))
@@ -314,5 +314,5 @@ def with_gpus(visible: str) -> Tree:
     ids=lambda value: value.name if isinstance(value, Tree) else "",
 )
 def test_defect_22_gpus_are_those_that_are_visible(compared: Compared, count: int) -> None:
-    """The stock toolkit counts the lines of `nvidia-smi --list-gpus`, whatever is visible; there is none here."""
+    """The stock toolkit counts the lines of `nvidia-smi --list-gpus`, even of hidden GPUs; there are none here."""
     assert only(compared.ours).scripts[0].environ["SM_NUM_GPUS"] == str(count)

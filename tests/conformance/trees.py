@@ -1,4 +1,4 @@
-"""The jobs that both toolkits run, as a table. `SDK_*` are what the SageMaker SDK sends, literally."""
+"""The jobs that both toolkits run, as a table. `SDK_*` are sent by the SageMaker SDK in exactly this form."""
 
 from __future__ import annotations
 

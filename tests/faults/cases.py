@@ -1,4 +1,4 @@
-"""What the tests run over: launchers, and the two hosts of a job."""
+"""The cases of the tests: launchers, and the two hosts of a job."""
 
 from __future__ import annotations
 

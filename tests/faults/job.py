@@ -38,21 +38,21 @@ class End(NamedTuple):
     """How one host's container ended."""
 
     code: int
-    at: float  # by the engine's clock, which is this machine's
+    at: float  # by Docker's clock, the one of this machine
     failure: str  # the failure file; empty when there is none
     success: bool
     output: str
 
 
 class Use(NamedTuple):
-    """What `train` itself uses."""
+    """The memory and time that `train` itself uses."""
 
     memory: int  # bytes at most
     cpu: float  # cores
 
 
 class Job:
-    """A job that runs, by its containers: their names are those of the hosts, unless two claim one name."""
+    """A running job, by its containers. They have the names of the hosts, unless two claim one name."""
 
     def __init__(self, client: docker.DockerClient, image: str, launcher: Launcher) -> None:
         self.client, self.image, self.launcher = client, image, launcher
@@ -66,7 +66,7 @@ class Job:
         return max(self.marks("up", ranks).values())
 
     def marks(self, event: str, ranks: int) -> dict[int, float]:
-        """Wait until so many ranks have marked an event; returns when each of them did."""
+        """Waits until that many ranks have marked an event; returns when each of them did."""
         found: dict[int, float] = {}
 
         def all_there() -> bool:
@@ -112,7 +112,7 @@ class Job:
     def logs(self) -> str:
         return "\n".join(f"{name}: {self.container(name).logs(tail=40).decode()}" for name in self.hosts)
 
-    # What goes wrong
+    # Faults
 
     def kill(self, name: str, program: str) -> float:
         """Kill the processes of a program in a container (which may end with it); returns when."""
@@ -123,7 +123,7 @@ class Job:
         return self._on_wire(name, scripts.CUT, str(seconds))
 
     def mislead(self, name: str, other: str) -> float:
-        """Lose whatever one host sends to another from now on; returns when that began."""
+        """Loses all packets from one host to another from now on; returns when that began."""
         return self._on_wire(name, scripts.MISLEAD, other)
 
     def _on_wire(self, name: str, program: str, argument: str) -> float:
@@ -174,7 +174,7 @@ def _end(host: Host) -> End:
 
 
 def run_inside(container: Container, *command: str) -> tuple[int, str]:
-    """Run a command in a container that runs; returns its exit code and what it printed."""
+    """Runs a command in a running container; returns its exit code and its output."""
     code, output = container.exec_run(list(command))
     assert isinstance(output, bytes)
     return int(code or 0), output.decode()
@@ -187,5 +187,5 @@ def send(container: Container, program: str, number: int) -> float:
 
 
 def moment(text: str) -> float:
-    """Return the engine's time stamp in seconds: it has nanoseconds, of which Python takes the micros."""
+    """Returns Docker's time stamp in seconds. It has nanoseconds; Python reads microseconds."""
     return datetime.fromisoformat(text[:26].rstrip("Z")).replace(tzinfo=timezone.utc).timestamp()

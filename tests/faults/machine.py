@@ -1,4 +1,4 @@
-"""Machines that stay when a job has ended, as those without a container engine do: what is left behind is seen."""
+"""Machines that stay when a job has ended, as without Docker, so that leftovers can be found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A container that stays, in which `train` is not PID 1: what it leaves behind is seen."""
+    """A container that stays, in which `train` is not PID 1, so that leftovers can be found."""
 
     client: docker.DockerClient
     name: str
@@ -40,7 +40,7 @@ class Machine(NamedTuple):
     def lay_out(
         self, base: str, script: str, launcher: Launcher, ranks: int = 1, hosts: Sequence[str] = ("algo-1",)
     ) -> Path:
-        """Write the base directory of a job, in /opt/ml or below it; returns where it lies out here."""
+        """Writes the base directory of a job, in /opt/ml or below it; returns its path on this machine."""
         tree = self.host.path(base)
         code = {"sagemaker_submit_directory": str(Path("/opt/ml", base, "code"))}
         lay_out(tree, script, launcher, ranks, hosts, self.name, code)
@@ -58,7 +58,7 @@ class Machine(NamedTuple):
         return Run(self.client, str(made["Id"]))
 
     def is_clean(self) -> None:
-        """Nothing is left behind, now or as soon as what was killed is gone.
+        """Nothing is left behind, now or as soon as killed processes are gone.
 
         The scripts that leave processes behind leave them for 300 s; a file that stays, stays for ever.
         """

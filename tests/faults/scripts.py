@@ -1,4 +1,4 @@
-"""What runs inside the containers: training scripts that go wrong, and programs that make something go wrong."""
+"""Programs for the containers: training scripts that fail, and programs that cause faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if float(sys.argv[1]):
     wire(up=True)
 """
 
-# There too: send whatever is meant for a host to a network card that nobody has.
+# There too: send all packets for a host to a network card that nobody has.
 MISLEAD = """\
 import fcntl, socket, struct, sys, time
 address = struct.pack("hH4s8x", socket.AF_INET, 0, socket.inet_aton(socket.gethostbyname(sys.argv[1])))
@@ -85,7 +85,7 @@ while True:
     threading.Thread(target=answer, args=server.recvfrom(4096), daemon=True).start()
 """
 
-# What `train` uses, over so many seconds: bytes of memory at most, CPU seconds.
+# The resources that `train` uses over a number of seconds: bytes of memory at most, CPU seconds.
 USE = """\
 import json, os, pathlib, re, sys, time
 (train,) = (

@@ -44,7 +44,7 @@ class StartJob:
         hyperparameters: Mapping[str, Any] | None = None,
         **variables: str,
     ) -> Job:
-        """Start a job of these hosts, with so many ranks on each.
+        """Starts a job of these hosts, with that many ranks on each.
 
         `only` some of its containers, if so. `named`: container → the host that it claims to be, where not its own
         name. `options`: container → what else to start it with.

@@ -1,4 +1,4 @@
-"""What every fault must end in, and one row of each for the table of what was measured.
+"""Checks the end of every fault, and adds one row for each to the table of measurements.
 
 benchmarks/faults.py prints the table.
 """
@@ -66,7 +66,7 @@ class Table:
         self.note(fault, job.launcher.name, codes, _seconds(ends, since), bar, says)
 
     def note(self, fault: str, launcher: str, codes: Mapping[str, int], seconds: float, bar: float, says: str) -> None:
-        """Add a row, whatever the checks will say of it."""
+        """Adds a row, even if the checks fail later."""
         self._rows.append(
             {"fault": fault, "launcher": launcher, "codes": codes, "seconds": seconds, "bar": bar, "says": says}
         )

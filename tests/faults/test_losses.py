@@ -1,4 +1,4 @@
-"""Ranks and hosts that die, hang or never come, and networks that fail: the others must not wait in vain."""
+"""Ranks and hosts that die, hang or never come, and networks that fail: the others must not wait for them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_host_that_never_starts_is_named(
 
 @EITHER_HOST
 def test_of_a_host_started_twice_one_takes_part(start: StartJob, table: Table, host: str) -> None:
-    """Which of the two is up to the name server. The other one waits for its limit, in vain."""
+    """Which of the two is up to the name server. The other one waits until its limit."""
     twins = [host, "again"]
     job = start(TRAIN_A_LITTLE, only=[*WHICH, "again"], named={"again": host}, SHOAL_HOSTS_TIMEOUT="8")
     job.up()
@@ -111,7 +111,7 @@ def test_a_network_cut_for_good_ends_both_hosts(start: StartJob, table: Table, l
     job.up()
     since = job.cut(host)
     fault = f"the network of {WHICH[host]} is cut for good (`ip link set eth0 down`)"
-    table.failed(fault, job, since, codes=1, says="was lost: nothing was heard from it for", bar=LOST)
+    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
@@ -119,7 +119,7 @@ def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
     job.up()
     since = start.disconnect(job.hosts["algo-2"])
     fault = "a worker leaves the network (`docker network disconnect`)"
-    table.failed(fault, job, since, codes=1, says="was lost: nothing was heard from it for", bar=LOST)
+    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_network_that_works_one_way_ends_both_hosts(start: StartJob, table: Table) -> None:
@@ -146,7 +146,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
     (other,) = set(WHICH) - {host}
     since = time.time()
     job.container(host).pause()
-    says = "was lost: nothing was heard from it for"
+    says = "was lost: it was silent for"
     table.failed(f"{WHICH[host]} is frozen (`docker pause`)", job, since, codes={other: 1}, says=says, bar=LOST)
     since = time.time()
     job.container(host).unpause()
@@ -155,7 +155,7 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
 
 @pytest.fixture
 def slow_names(start: StartJob, tmp_path: Path) -> dict[Path, str]:
-    """The resolv.conf of hosts whose name server takes 3 s for each answer."""
+    """The resolv.conf of hosts with a name server that takes 3 s for each answer."""
     server = start.beside("python", "-c", scripts.SLOW_DNS, "3")
     server.engines.reload()
     (network,) = server.engines.attrs["NetworkSettings"]["Networks"].values()
@@ -176,4 +176,4 @@ def test_slow_names_do_not_hold_up_the_end(start: StartJob, table: Table, slow_n
     options = {"algo-1": {"volumes": slow_names}}
     job = start(TRAIN_FOR_LONG, only=["algo-1"], options=options, SHOAL_HOSTS_TIMEOUT="2")
     fault = "a host never starts, and a look-up takes longer than SHOAL_HOSTS_TIMEOUT (from its end)"
-    table.failed(fault, job, job.started("algo-1") + 2, codes=1, says="algo-2 (its name is being looked up)")
+    table.failed(fault, job, job.started("algo-1") + 2, codes=1, says="algo-2 (looking up its name)")

@@ -1,4 +1,4 @@
-"""Machines that do not give what a job needs: disks, memory, clocks; and configurations that are large."""
+"""Machines with too little disk or memory, or a wrong clock, and large configurations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Keeper:
         self._container = start.beside("sleep", "300", **self.options).engines
 
     def hand_over(self, host: Host) -> None:
-        """Bring a host's verdict files to where they are looked for."""
+        """Bring a host's result files to where they are looked for."""
         host.wait()
         for name in ("failure", "success"):
             code, text = run_inside(self._container, "cat", f"/opt/ml/output/{name}")
@@ -68,7 +68,9 @@ def test_a_full_disk_fails_the_job(small_disk: Volume, start: StartJob, table: T
     job = start(text, PROCESS, options={host: keeper.options})
     (since,) = job.marks("full", 1).values()
     keeper.hand_over(job.hosts[host])
-    fault = f"the disk is full under /opt/ml/output of {WHICH[host]}" + ("" if raises else ", and the script minds not")
+    fault = f"the disk is full under /opt/ml/output of {WHICH[host]}" + (
+        "" if raises else ", and the script ignores the error"
+    )
     says = ["No space left on device"] if raises else ["cannot be recorded", "could not be written"]
     table.failed(fault, job, since, codes=1, says=says)
 
@@ -175,7 +177,7 @@ def offset(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wrong_clock(faketime: Path, offset: Path, tmp_path: Path) -> dict[str, Any]:
-    """Options for a host whose clock is off by what that file says."""
+    """Options for a host with a clock that is off by the number in that file."""
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(scripts.SLEEP)

@@ -60,7 +60,7 @@ def machine(start: StartJob) -> Machine:
 
 
 def wait_for(tree: Path, event: str, ranks: int = 2) -> float:
-    """Wait until so many ranks of a job have marked an event; returns when the last did."""
+    """Waits until that many ranks of a job have marked an event; returns when the last did."""
     marks = tree / "checkpoints"
     log = tree / "log"
     until(lambda: len(list(marks.glob(f"{event}.*"))) >= ranks, lambda: log.read_text() if log.exists() else "")

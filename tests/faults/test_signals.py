@@ -70,7 +70,7 @@ def test_a_second_signal_kills_at_once(start: StartJob, table: Table, launcher: 
     job.marks("told", 2)
     since = time.time()
     job.container(host).kill(signal.SIGTERM)
-    table.failed(f"{WHICH[host]} is told a second time to stop", job, since, codes=143, says=STOPPED, bar=2)
+    table.failed(f"{WHICH[host]} gets a second SIGTERM", job, since, codes=143, says=STOPPED, bar=2)
 
 
 @EITHER_HOST

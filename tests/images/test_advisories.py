@@ -1,4 +1,4 @@
-"""`shoal audit`: what is known, what is accepted and until when."""
+"""`shoal audit`: known and accepted vulnerabilities."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.images.test_inside import contents
+from tests.images.test_inspection import contents
 
-from shoal.commands import looking
-from shoal.errors import SpecError, VulnerableError
-from shoal.inside import advisories
-from shoal.inside import contents as inside
-from shoal.inside.advisories import Accepted
+from shoal.commands import inspection
+from shoal.errors import SpecError, VulnerabilityError
+from shoal.inspection import advisories
+from shoal.inspection import facts as inside
+from shoal.inspection.advisories import AcceptedVulnerability
 
 KNOWN = {
     "dependencies": [
@@ -40,11 +40,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "known.json"
 
 
-def test_what_is_installed_is_found(file: Path) -> None:
-    first, second = advisories.findings(contents(), advisories.read(file), ())
+def test_vulnerabilities_of_installed_versions_are_found(file: Path) -> None:
+    first, second = advisories.find_vulnerabilities(contents(), advisories.read_report(file), ())
     assert str(first) == "torch 2.0.1+cu117: PYSEC-1 CVE-1, fixed in 2.2.0"
     assert str(second) == "torch 2.0.1+cu117: PYSEC-2, no fix yet"
-    assert first.counts(TODAY) and second.counts(TODAY)
+    assert first.is_unaccepted(TODAY) and second.is_unaccepted(TODAY)
 
 
 @pytest.mark.parametrize(
@@ -52,52 +52,55 @@ def test_what_is_installed_is_found(file: Path) -> None:
     [("2.13.0+cpu", "2.13.0", True), ("2.13", "2.13.0", True), ("2.13.0+cpu", "2.13.0+cu130", False), ("?", "?", True)],
 )
 def test_a_version_is_known_without_its_local_part(installed: str, known: str, is_found: bool) -> None:
-    """PyPI has no 2.13.0+cpu, so pip-audit knows nothing of it."""
+    """PyPI has no 2.13.0+cpu, so pip-audit reports 2.13.0."""
     entry = {"name": "torch", "version": known, "vulns": [{"id": "PYSEC-1"}]}
-    told = advisories.Advisories.model_validate({"dependencies": [entry]})
+    told = advisories.AuditReport.model_validate({"dependencies": [entry]})
     distribution = {"name": "torch", "version": installed, "licence": "", "homepage": ""}
     inside = contents(distributions=[distribution])
-    assert [finding.id for finding in advisories.findings(inside, told, ())] == ["PYSEC-1"] * is_found
-    assert advisories.unaudited(inside, told) == ["torch"] * (not is_found)
+    assert [finding.id for finding in advisories.find_vulnerabilities(inside, told, ())] == ["PYSEC-1"] * is_found
+    assert advisories.list_unaudited(inside, told) == ["torch"] * (not is_found)
 
 
-def test_a_renewed_entry_counts_whatever_stands_before_it(file: Path) -> None:
-    entries = [Accepted(id="CVE-1", reason="x", expires=TODAY + datetime.timedelta(days=day)) for day in (-9, 9, -5)]
-    first, _ = advisories.findings(contents(), advisories.read(file), entries)
-    assert not first.counts(TODAY)
+def test_latest_expiry_of_several_entries_counts(file: Path) -> None:
+    entries = [
+        AcceptedVulnerability(id="CVE-1", reason="x", expires=TODAY + datetime.timedelta(days=day))
+        for day in (-9, 9, -5)
+    ]
+    first, _ = advisories.find_vulnerabilities(contents(), advisories.read_report(file), entries)
+    assert not first.is_unaccepted(TODAY)
 
 
 @pytest.mark.parametrize(("name", "day", "counts"), [("CVE-1", 1, False), ("PYSEC-1", 2, False), ("CVE-1", -1, True)])
-def test_what_is_accepted_expires(file: Path, name: str, day: int, counts: bool) -> None:
-    entry = Accepted(id=name, reason="not reached", expires=TODAY + datetime.timedelta(days=day - 1))
-    other = Accepted(id="CVE-9", reason="gone", expires=TODAY)
-    first, second = found = advisories.findings(contents(), advisories.read(file), (entry, other))
-    assert first.counts(TODAY) is counts
+def test_accepted_vulnerabilities_expire(file: Path, name: str, day: int, counts: bool) -> None:
+    entry = AcceptedVulnerability(id=name, reason="not reached", expires=TODAY + datetime.timedelta(days=day - 1))
+    other = AcceptedVulnerability(id="CVE-9", reason="gone", expires=TODAY)
+    first, second = found = advisories.find_vulnerabilities(contents(), advisories.read_report(file), (entry, other))
+    assert first.is_unaccepted(TODAY) is counts
     assert f"accepted until {entry.expires}: not reached" in str(first)
-    assert second.counts(TODAY)
-    assert advisories.unused(found, (entry, other)) == [other]
+    assert second.is_unaccepted(TODAY)
+    assert advisories.list_unused(found, (entry, other)) == [other]
 
 
 def test_an_allow_list_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "allow.yml"
     path.write_text("accepted:\n  - {id: CVE-1, reason: not reached, expires: 2026-07-01}\n")
-    (entry,) = advisories.read_accepted(path)
+    (entry,) = advisories.read_allow_list(path)
     assert entry.expires == datetime.date(2026, 7, 1)
     path.write_text("accepted:\n  - {id: CVE-1, expires: 2026-07-01}\n")
     with pytest.raises(SpecError, match=r"allow.yml:2: accepted.0.reason: required, but missing"):
-        advisories.read_accepted(path)
+        advisories.read_allow_list(path)
 
 
-def test_json_has_what_counts_and_what_is_accepted(
+def test_audit_as_json(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(looking, "_engine_with", lambda _: None)
-    monkeypatch.setattr(inside, "read", lambda _, tag: contents(tag=tag))
+    monkeypatch.setattr(inspection, "_connect_with_images", lambda _: None)
+    monkeypatch.setattr(inside, "read_facts", lambda _, tag: contents(tag=tag))
     allow = tmp_path / "allow.yml"
     entries = [{"id": name, "reason": "not reached", "expires": "9999-01-01"} for name in ("CVE-1", "CVE-9")]
     allow.write_text(json.dumps({"accepted": entries}).replace('"9999-01-01"', "9999-01-01"))
-    with pytest.raises(VulnerableError, match="a:1: 1 known vulnerabilities"):
-        looking.audit_image("a:1", file, allow, as_json=True)
+    with pytest.raises(VulnerabilityError, match="a:1: 1 known vulnerabilities"):
+        inspection.audit_image("a:1", file, allow, as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
     first, second = document["findings"]
@@ -110,7 +113,7 @@ def test_json_has_what_counts_and_what_is_accepted(
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"dependencies": [{"version": "1"}]}'])
-def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_errors(tmp_path: Path, text: str) -> None:
     (tmp_path / "known.json").write_text(text)
-    with pytest.raises(SpecError, match="not what `pip-audit --format json` writes"):
-        advisories.read(tmp_path / "known.json")
+    with pytest.raises(SpecError, match="not a report of `pip-audit --format json`"):
+        advisories.read_report(tmp_path / "known.json")

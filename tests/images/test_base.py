@@ -12,11 +12,11 @@ from typing import IO, Any
 import docker.errors
 import pytest
 
-from shoal.build import base
-from shoal.host.machine import Machine
+from shoal.builds import base_image
 from shoal.matrix.spec import BuildSpec, System
+from shoal.network.settings import NetworkSettings
 
-HOST = Machine((), (), ("deb http://one.example/debian bookworm main",), (), None, (), (), release="bookworm")
+HOST = NetworkSettings((), (), ("deb http://one.example/debian bookworm main",), (), None, (), (), release="bookworm")
 MMDEBSTRAP = """\
 #!/bin/sh
 for word; do last=$word; echo "$word" >> {log}; done
@@ -66,12 +66,12 @@ def systems(matrix: BuildSpec) -> dict[str, System]:
 
 def test_the_recipe_of_a_base_that_many_have_made_is_as_it_was(systems: dict[str, System]) -> None:
     """Another one is another image: all that stand on it would be built again, everywhere."""
-    assert base.recipe_digest(systems["bookworm"]) == "800976e43a98"
+    assert base_image.recipe_digest(systems["bookworm"]) == "800976e43a98"
 
 
 def test_each_system_has_a_recipe_of_its_own(systems: dict[str, System]) -> None:
     """The sources of a base are where its apt looks for them, and no other is left there."""
-    old, new = (base.recipe(systems[suite]) for suite in ("bookworm", "trixie"))
+    old, new = (base_image.make_recipe(systems[suite]) for suite in ("bookworm", "trixie"))
     assert (old[-1], new[-1]) == ("bookworm", "trixie")
     assert any(word.endswith('> "$1/etc/apt/sources.list"') for word in old)
     assert any(word.endswith('> "$1/etc/apt/sources.list.d/debian.sources"') for word in new)
@@ -85,12 +85,12 @@ def test_bases_are_bootstrapped_for_each_system_from_the_mirror_of_this_machine(
     (tmp_path / "mmdebstrap").write_text(MMDEBSTRAP.format(log=log))
     (tmp_path / "mmdebstrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(base, "obstacle", lambda _: "")
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
     said: list[str] = []
     for suite in ("bookworm", "trixie"):
-        made = base.ensure(client, systems[suite], lambda: HOST, tmp_path / "cache", said.append)
+        made = base_image.provide_base(client, systems[suite], lambda: HOST, tmp_path / "cache", said.append)
         assert made.reference.startswith(f"shoal-base:{suite}-")
-        assert base.find(client, systems[suite]) == made
+        assert base_image.find_base(client, systems[suite]) == made
         *_, given, source = log.read_text().splitlines()
         assert (Path(given).name, source) == ("sources.list", f"deb http://one.example/debian {suite} main")
         assert suite in log.read_text().splitlines()
@@ -99,13 +99,13 @@ def test_bases_are_bootstrapped_for_each_system_from_the_mirror_of_this_machine(
         f"base: pulling debian:{suite}-slim" for suite in ("bookworm", "trixie")
     ]
     client.images.there.clear()
-    assert base.ensure(client, systems["trixie"], lambda: HOST, tmp_path / "cache", said.append) == made
+    assert base_image.provide_base(client, systems["trixie"], lambda: HOST, tmp_path / "cache", said.append) == made
     assert not log.exists(), "it is kept, and not made again"
 
 
 def test_a_base_of_another_system_is_none(client: Any, systems: dict[str, System]) -> None:
     client.images.there["debian:trixie-slim"] = {}
-    found = base.find(client, systems["trixie"])
+    found = base_image.find_base(client, systems["trixie"])
     assert found is not None
     assert found.reference == "debian:trixie-slim"
-    assert base.find(client, systems["bookworm"]) is None
+    assert base_image.find_base(client, systems["bookworm"]) is None

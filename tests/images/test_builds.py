@@ -27,6 +27,10 @@ from .buildkit_stream import field, log, stamp, trace, vertex
 
 SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
+TEMPLATE = """\
+{% call step("base") %}{{ begin_stage() }}{% endcall %}
+{% call step("making") %}RUN make{% endcall %}
+"""
 VERSIONS = """\
 systems:
   debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
@@ -130,12 +134,12 @@ def fake() -> Iterator[FakeEngine]:
 def checkout(tmp_path: Path, project: Project) -> Path:
     """A project of two images, one of them with a child and that with another."""
     (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
-    for room in ("library", "toolkit"):
+    for room in ("library", "rehearsal", "toolkit"):
         (tmp_path / room).symlink_to(project.root / room)
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     for name in ("one", "two", "child", "grandchild"):
-        (tmp_path / "dockerfiles" / f"{name}.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN make\n")
+        (tmp_path / "dockerfiles" / f"{name}.j2").write_text(TEMPLATE)
         locks = tmp_path / "dockerfiles" / "requirements" / TAG.format(name).replace(":", "-")
         locks.mkdir(parents=True)
         for layer in ("cuda", "framework", "mpi", "aws"):
@@ -187,18 +191,18 @@ def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checko
     del fake.images["debian:trixie-slim"]
     plans = {plan["tag"]: plan for plan in json.loads(shoal(fake, checkout, "plan", "one-*", "--json")[1])}
     assert plans[ONE]["state"] == "up to date"
-    assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (not on the engine yet)"]
+    assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (Docker does not have it yet)"]
 
 
 def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:
     shoal(fake, checkout, "build")
-    (checkout / "dockerfiles" / "one.j2").write_text("ARG BASE\n\nFROM ${BASE}\n\n# making\nRUN other\n")
+    (checkout / "dockerfiles" / "one.j2").write_text(TEMPLATE.replace("RUN make", "RUN other"))
     _, out, _ = shoal(fake, checkout, "plan", "--json")
     one, two, child, grandchild = json.loads(out)
     assert one["rebuilt"] == ["making"]
     assert one["reasons"] == ["making: other instructions (one.j2)"]
     assert two["state"] == "up to date"
-    assert child["rebuilt"] == ["FROM", "making"]
+    assert child["rebuilt"] == ["base", "making"]
     assert child["reasons"] == [f"base {ONE} → {ONE} (rebuilt)"]
     assert grandchild["reasons"] == [f"base {CHILD} → {CHILD} (rebuilt)"]
 
@@ -221,7 +225,7 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
         for command in (["init", "-q"], ["add", *paths], ["commit", "-qm", "more"]):
             subprocess.run([*git, *command], check=True)
 
-    commit("buildspec.yml", "dockerfiles", "library", "toolkit")
+    commit("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
     shoal(fake, checkout, "build", "child*")
     first = dict(fake.images)
     assert len(first[ONE]["org.opencontainers.image.revision"]) == 40
@@ -247,7 +251,7 @@ def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout
     assert code == 0
     assert f"! {ONE}: 6 of Debian's packages are not those of dockerfiles/debian/bookworm.txt: p0_1_amd64.deb, " in out
     assert "p4_1_amd64.deb and 1 more. Fix: .venv/bin/shoal lock --bases, then build again" in out
-    assert "! Debian bookworm: no versions of packages in dockerfiles/debian/bookworm.txt" in out
+    assert "! Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt" in out
 
 
 @pytest.mark.parametrize("command", ["build", "plan"])
@@ -310,8 +314,8 @@ def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path
     assert out.splitlines()[-4:] == [
         f"✗ {ONE} failed: step 1/1 failed: RUN make",
         *[line for line in out.splitlines() if line.startswith(f"✓ {TWO} built")],
-        f"- {CHILD} not built: it stands on {ONE}",
-        f"- {GRANDCHILD} not built: it stands on {CHILD}",
+        f"- {CHILD} not built: it extends {ONE}, which was not built",
+        f"- {GRANDCHILD} not built: it extends {CHILD}, which was not built",
     ]
     assert err.startswith(f"shoal: {ONE}: step 1/1 failed: RUN make\n")
     assert "it broke" in err
@@ -332,7 +336,7 @@ def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> Non
     assert (child["state"], child["image_id"]) == ("failed", None)
     assert child["seconds"] > 0
     assert child["error"].startswith(f"{CHILD}: step 1/1 failed: RUN make\n")
-    assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it stands on {CHILD}")
+    assert (grandchild["state"], grandchild["error"]) == ("not tried", f"it extends {CHILD}, which was not built")
     assert grandchild["seconds"] is None
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from shoal import engine
-from shoal.build import base, bundle, bundled, hostwheels
-from shoal.commands import exchanging
+from shoal import docker_client
+from shoal.builds import base_image, bundle, bundled
+from shoal.commands import dependencies
 from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec
 from shoal.sources import context, pins, wheels
 
 
@@ -36,11 +36,11 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 
 
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
-    host = bundled.read(write_bundle(tmp_path, "bookworm", "trixie"))
-    own = context.own_packages(project, "3.11")
+    host = bundled.read_settings(write_bundle(tmp_path, "bookworm", "trixie"))
+    own = context.install_own_packages(project, "3.11")
     for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
-        sources = context.gather(project, matrix, image, own)
-        files = context.files(sources, matrix, image, host)
+        sources = context.gather_sources(project, matrix, image, own)
+        files = sources.context_files(matrix, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}
         assert files["machine/sources.list"] == b"deb [trusted=yes] file:/run/machine/debs ./\n"
@@ -49,14 +49,14 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
 def test_a_bundle_that_lacks_a_system_is_told(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "find", lambda *_: base.BaseImage("x", "sha256:1", "x"))
+    monkeypatch.setattr(base_image, "find_base", lambda *_: base_image.BaseImage("x", "sha256:1", "x"))
     directory = write_bundle(tmp_path, "bookworm")
     client: Any = None
     bundled.load_bases(client, directory, matrix.systems()[:1])
     with pytest.raises(UsageError, match=r"it is for Debian bookworm, not for trixie\. Add the images .*shoal bundle"):
         bundled.load_bases(client, directory, matrix.systems())
     with pytest.raises(UsageError, match="not a bundle"):
-        bundled.read(directory / "wheels")
+        bundled.read_settings(directory / "wheels")
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -81,19 +81,19 @@ def test_a_bundle_that_was_changed_on_the_way_is_refused(tmp_path: Path, words: 
     with pytest.raises(
         BundleError, match=rf"1 files are not as SHA256SUMS says:\n  {words}\nFix: copy the bundle again"
     ):
-        bundled.check(directory, None)
+        bundled.check_bundle(directory, None)
     ended = subprocess.run(command, cwd=directory, capture_output=True, check=False)
     assert (ended.returncode != 0) == (not words.endswith("not listed"))
 
 
 def test_a_bundle_whose_list_was_changed_too_has_another_digest(tmp_path: Path) -> None:
     directory = write_bundle(tmp_path, "bookworm")
-    digest = bundled.check(directory, None)
-    assert bundled.check(directory, digest) == bundled.check(directory, f"sha256:{digest}") == digest
+    digest = bundled.check_bundle(directory, None)
+    assert bundled.check_bundle(directory, digest) == bundled.check_bundle(directory, f"sha256:{digest}") == digest
     (directory / "bookworm" / "base.tar").write_text("another")
     bundled.write_sums(directory)
     with pytest.raises(BundleError, match=rf"its digest is sha256:\w+, not {digest}"):
-        bundled.check(directory, digest)
+        bundled.check_bundle(directory, digest)
 
 
 def test_a_changed_file_is_not_listed_as_one_that_was_made_here(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ NAMED: dict[str, dict[str, object]] = {
 def test_a_base_takes_no_other_images_name(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(base, "find", lambda *_: None)
+    monkeypatch.setattr(base_image, "find_base", lambda *_: None)
     directory = write_bundle(tmp_path, "bookworm")
     write_image(directory / "bookworm" / "base.tar", **NAMED[form])
     loaded: list[object] = []
@@ -153,7 +153,7 @@ def test_a_base_takes_no_other_images_name(
 def test_a_base_has_its_own_name(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
 ) -> None:
-    monkeypatch.setattr(base, "find", lambda *_: None)
+    monkeypatch.setattr(base_image, "find_base", lambda *_: None)
     directory = write_bundle(tmp_path, "bookworm")
     write_image(directory / "bookworm" / "base.tar", manifest=[{"RepoTags": [name]}])
     loaded: list[object] = []
@@ -179,7 +179,7 @@ def test_a_manifest_that_only_an_engine_would_find_is_refused(tmp_path: Path, na
         add(archive, "link", type=tarfile.SYMTYPE, linkname=".")
         add(archive, name, b'[{"RepoTags": ["prod:1"]}]')
     with pytest.raises(BundleError, match="not an archive of images"):
-        bundled.rewrite_image(path, io.BytesIO())
+        bundled.copy_image(path, io.BytesIO())
 
 
 def test_an_engine_is_given_the_files_that_were_looked_at(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_an_engine_is_given_the_files_that_were_looked_at(tmp_path: Path) -> Non
     write_image(path, manifest=own)
     path.write_bytes(path.read_bytes().rstrip(b"\0").ljust(1024, b"\0") + hidden)
     out = io.BytesIO()
-    names = bundled.rewrite_image(path, out)
+    names = bundled.copy_image(path, out)
     out.seek(0)
     with tarfile.open(fileobj=out) as archive:
         assert archive.pax_headers == {}
@@ -208,10 +208,10 @@ def test_an_engine_is_given_the_files_that_were_looked_at(tmp_path: Path) -> Non
 def test_what_is_no_archive_of_images_names_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "base.tar").write_bytes(content)
     with contextlib.suppress(BundleError):
-        assert bundled.rewrite_image(tmp_path / "base.tar", io.BytesIO()) == set()
+        assert bundled.copy_image(tmp_path / "base.tar", io.BytesIO()) == set()
     write_image(tmp_path / "deep.tar", manifest=[1])
     with pytest.raises(BundleError, match="not an archive of images"):
-        bundled.rewrite_image(tmp_path / "deep.tar", io.BytesIO())
+        bundled.copy_image(tmp_path / "deep.tar", io.BytesIO())
 
 
 def test_debian_packages_come_whole_out_of_a_container(tmp_path: Path) -> None:
@@ -232,21 +232,23 @@ def test_debian_packages_come_whole_out_of_a_container(tmp_path: Path) -> None:
 def test_json_has_what_was_collected(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "connect", lambda: None)
-    monkeypatch.setattr(base, "ensure", lambda *_, **__: base.BaseImage("debian:bookworm-slim", "sha256:1", "debian"))
-    monkeypatch.setattr(bundle, "_save", lambda _, reference, path: path.write_text(reference))
-    monkeypatch.setattr(bundle, "_collect_debs", lambda *_: None)
-    monkeypatch.setattr(bundle, "_collect_wheels", lambda *_: None)
-    monkeypatch.setattr(hostwheels, "collect", lambda _, scratch: (scratch / "wheels").mkdir() or "")
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
+    monkeypatch.setattr(
+        base_image, "provide_base", lambda *_, **__: base_image.BaseImage("debian:bookworm-slim", "sha256:1", "debian")
+    )
+    monkeypatch.setattr(bundle, "_save_image", lambda _, reference, path: path.write_text(reference))
+    monkeypatch.setattr(bundle, "_add_debs", lambda *_: None)
+    monkeypatch.setattr(bundle, "_add_wheels", lambda *_: None)
+    monkeypatch.setattr(bundle, "add_shoal", lambda *_: None)
     monkeypatch.chdir(project.root)
-    exchanging.bundle_images(tmp_path, ["huggingface"], as_json=True)
+    dependencies.bundle_images(tmp_path, ["huggingface"], as_json=True)
     told = capsys.readouterr()
     document = json.loads(told.out)
     assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
     assert [tag.partition(":")[0] for tag in document["images"]] == ["pytorch-training", "huggingface-training"]
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim") + (tmp_path / "SHA256SUMS").stat().st_size
-    assert document["digest"] == bundled.check(tmp_path, f"sha256:{document['digest']}")
+    assert document["digest"] == bundled.check_bundle(tmp_path, f"sha256:{document['digest']}")
     assert f"shoal build --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in told.err
     assert "wheels: huggingface-training" in told.err
     assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
@@ -273,7 +275,7 @@ def test_a_file_is_refused_before_the_engine_is_asked(
     (tmp_path / "file").write_text("precious")
     monkeypatch.chdir(project.root)
     with pytest.raises(UsageError, match="file: is a file; expected a directory, new or of a bundle"):
-        exchanging.bundle_images(tmp_path / "file", ["pytorch"])
+        dependencies.bundle_images(tmp_path / "file", ["pytorch"])
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -292,11 +294,11 @@ class Saved:
 
 
 def save(chunks: Iterable[bytes], path: Path) -> None:
-    bundle._save(Saved(chunks), "base", path)  # type: ignore[arg-type]
+    bundle._save_image(Saved(chunks), "base", path)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_told_and_keeps_nothing_that_is_cut_off(small_disk: Path) -> None:
-    with pytest.raises(DiskError, match=rf"^{small_disk}: No space left on device. What to do: free some"):
+    with pytest.raises(DiskError, match=rf"^{small_disk}: No space left on device. Fix: free some"):
         save([bytes(2**20)] * 2, small_disk / "base.tar")
     assert list(small_disk.iterdir()) == []
 
@@ -320,14 +322,15 @@ def test_an_interrupt_keeps_nothing_that_is_cut_off(tmp_path: Path) -> None:
 def test_wheels_that_cannot_be_fetched_are_told_with_pips_words(
     project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, kind: type
 ) -> None:
-    def download(_: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
+    def download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+        (scratch / "wheels").mkdir(exist_ok=True)
         (scratch / "wheels" / "half.whl").write_bytes(b"half")
         return subprocess.CompletedProcess([], 1, "", words)
 
     monkeypatch.setattr(bundle, "_pip_download", download)
     (tmp_path / "wheels").mkdir()
     with pytest.raises(kind, match=re.escape(words)):
-        bundle._collect_wheels(project, matrix, matrix.select("pytorch"), tmp_path / "wheels")
+        bundle._add_wheels(project, matrix, matrix.select("pytorch"), tmp_path / "wheels")
     assert list(tmp_path.rglob("*")) == [tmp_path / "wheels"]
 
 
@@ -337,19 +340,20 @@ def test_only_the_wheels_that_are_not_there_are_fetched(
     image = matrix.select("pytorch")
     asked: list[str] = []
 
-    def download(_: BuildSpec, image: ImageSpec, scratch: Path) -> subprocess.CompletedProcess[str]:
+    def download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
         asked.append((scratch / "requirements.txt").read_text())
+        (scratch / "wheels").mkdir()
         (scratch / "wheels" / "one.whl").write_bytes(b"whole")
         return subprocess.CompletedProcess([], 0, "", "")
 
-    wanted = [pin for layer in pins.read_image(project, matrix, image).values() for pin in layer]
+    wanted = [pin for layer in pins.read_image_pins(project, matrix, image).values() for pin in layer]
     first, *others = wanted
     monkeypatch.setattr(bundle, "_pip_download", download)
-    monkeypatch.setattr(wheels, "found", lambda *_: iter([(first, tmp_path)]))
+    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
     (tmp_path / "wheels").mkdir()
-    bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
+    bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
-    monkeypatch.setattr(wheels, "found", lambda *_: ((pin, tmp_path) for pin in wanted))
-    bundle._collect_wheels(project, matrix, image, tmp_path / "wheels")
+    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
+    bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert len(asked) == 1

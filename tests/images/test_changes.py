@@ -12,31 +12,39 @@ from types import SimpleNamespace
 import docker.errors
 import pytest
 
-from shoal import engine
-from shoal.build import builder
+from shoal import docker_client
+from shoal.builds import builder
+from shoal.docker_client import archive
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import changes, context
-from shoal.sources.changes import Plan
+from shoal.sources import context, packages
 from shoal.sources.context import Sources
 from shoal.sources.pins import Pin
-from shoal.sources.steps import Record
+from shoal.sources.record import Plan, Record, make_plan
+from shoal.sources.steps import Step
 
 BASE = "debian:bookworm-slim@" + "1" * 64
 
 
 @pytest.fixture(scope="module")
 def own(project: Project) -> dict[str, bytes]:
-    return context.own_packages(project, "3.11")
+    return context.install_own_packages(project, "3.11")
 
 
 @pytest.fixture(scope="module")
 def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
-    return context.gather(project, matrix, matrix.select("pytorch"), own)
+    return context.gather_sources(project, matrix, matrix.select("pytorch"), own)
 
 
 def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
-    return changes.plan("x", sources.record(BASE).labels(), changed.record(base))
+    return make_plan("x", sources.make_record(BASE).labels(), changed.make_record(base))
+
+
+def edited(sources: Sources, name: str, old: str, new: str) -> Sources:
+    """Return the sources with another text in one step."""
+    steps = [replace(step, text=step.text.replace(old, new)) if step.name == name else step for step in sources.steps]
+    assert tuple(steps) != sources.steps
+    return replace(sources, steps=tuple(steps))
 
 
 def with_module(layer: bytes, name: str) -> bytes:
@@ -46,21 +54,29 @@ def with_module(layer: bytes, name: str) -> bytes:
         for entry in before:
             file = before.extractfile(entry)
             assert file
-            content = file.read()
-            if entry.name.endswith("/RECORD"):
-                content += f"{name},sha256={'0' * 43},0\n".encode()
-                entry.size = len(content)
-            after.addfile(entry, io.BytesIO(content))
+            after.addfile(entry, file)
+        archive.add_file(after, f"{packages.site_packages('3.11')}/{name}", io.BytesIO(b""))
     return out.getvalue()
 
 
 def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
-    assert planned(sources, sources) == Plan("x", "up to date", len(sources.record(BASE).steps))
+    assert planned(sources, sources) == Plan("x", "up to date", len(sources.make_record(BASE).steps))
 
 
 def test_steps_are_named_by_their_headings(sources: Sources) -> None:
-    names = [step.name for step in sources.record(BASE).steps]
-    wanted = ["engine", "FROM", "system", "CUDA cu117", "framework", "Open MPI + mpi4py", "boto3", "library", "toolkit"]
+    names = [step.name for step in sources.make_record(BASE).steps]
+    wanted = [
+        "engine",
+        "base image",
+        "system",
+        "CUDA cu117",
+        "framework",
+        "Open MPI + mpi4py",
+        "boto3",
+        "rehearsal",
+        "library",
+        "toolkit",
+    ]
     assert [name for name in names if name in wanted] == wanted
     assert len(set(names)) == len(names)
 
@@ -94,42 +110,43 @@ def test_another_base_rebuilds_all(sources: Sources) -> None:
 
 
 def test_other_instructions_are_told_with_their_template(sources: Sources) -> None:
-    text = sources.dockerfile.replace(b"PYTHONUNBUFFERED=1", b"PYTHONUNBUFFERED=0")
-    entry = planned(sources, replace(sources, dockerfile=text))
-    assert entry.rebuilt == ("ENV",)
+    changed = edited(sources, "settings", "PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=0")
+    entry = planned(sources, changed)
+    assert entry.rebuilt == ("settings",)
     assert entry.reasons == (
-        "ENV: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
+        "settings: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
     )
-    template = planned(sources, replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""}))
-    assert template.reasons == ("ENV: other instructions (base.j2)",)
+    template = planned(sources, replace(changed, templates={**sources.templates, "base.j2": b""}))
+    assert template.reasons == ("settings: other instructions (base.j2)",)
 
 
 def test_blanks_in_an_instruction_count(sources: Sources) -> None:
     """They may stand between quotes."""
-    text = sources.dockerfile.replace(b"python3 -m venv /opt", b"python3  -m venv /opt")
-    assert planned(sources, replace(sources, dockerfile=text)).rebuilt[0] == "system"
+    changed = edited(sources, "system", "python3 -m venv /opt", "python3  -m venv /opt")
+    assert planned(sources, changed).rebuilt[0] == "system"
 
 
 def test_a_step_that_comes_or_goes_is_told(sources: Sources) -> None:
-    more = replace(sources, dockerfile=sources.dockerfile.replace(b"# toolkit", b"# extra\nRUN true\n\n# toolkit"))
+    place = [step.name for step in sources.steps].index("toolkit")
+    more = replace(sources, steps=(*sources.steps[:place], Step("extra", "RUN true"), *sources.steps[place:]))
     assert planned(sources, more).reasons[0].startswith("extra: a new step")
     assert planned(sources, more).rebuilt[:2] == ("extra", "toolkit")
     assert planned(more, sources).reasons[0].startswith("extra: no longer a step")
 
 
 def test_comments_and_other_templates_change_nothing(sources: Sources) -> None:
-    text = sources.dockerfile.replace(b"# toolkit", b"# toolkit: ours")
-    other = replace(sources, dockerfile=text, templates={**sources.templates, "base.j2": b""})
+    noted = tuple(replace(step, note="ours") for step in sources.steps)
+    other = replace(sources, steps=noted, templates={**sources.templates, "base.j2": b""})
     assert planned(sources, other).state == "up to date"
 
 
 def test_an_image_without_a_record_is_all_new(sources: Sources) -> None:
-    wanted = sources.record(BASE)
-    assert changes.plan("x", None, wanted).state == "new"
+    wanted = sources.make_record(BASE)
+    assert make_plan("x", None, wanted).state == "new"
     for labels in ({}, {"shoal.steps": "{}"}, {"shoal.steps": "no JSON"}):
-        plan = changes.plan("x", labels, wanted)
+        plan = make_plan("x", labels, wanted)
         assert plan.rebuilt == tuple(step.name for step in wanted.steps)
-        assert plan.reasons == ("the image on the engine has no record of its steps",)
+        assert plan.reasons == ("the image has no record of its steps",)
 
 
 def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:
@@ -144,9 +161,9 @@ def test_the_engine_is_asked_and_left_alone(
 ) -> None:
     chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
     identity = "debian:bookworm-slim@" + "1" * 64
-    made = context.gather(project, matrix, chosen[0], own).record(identity)
-    monkeypatch.setattr(engine, "connect", lambda: fake_engine({chosen[0].tag: made}))
-    plans = list(builder.plan(project, matrix, chosen))
+    made = context.gather_sources(project, matrix, chosen[0], own).make_record(identity)
+    monkeypatch.setattr(docker_client, "connect", lambda: fake_engine({chosen[0].tag: made}))
+    plans = list(builder.plan_images(project, matrix, chosen))
     assert [plan.state for plan in plans] == ["up to date", "new"]
     assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {
         "pytorch.j2",

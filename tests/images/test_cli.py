@@ -1,4 +1,4 @@
-"""The command itself: exit codes and words of each kind of failure."""
+"""The command line: exit codes and messages of each kind of failure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import requests
 import urllib3.exceptions
 
 import shoal as package
-from shoal import engine
-from shoal.commands import application, building, exchanging
+from shoal import docker_client
+from shoal.commands import application, dependencies, images
 from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError, SpecError
 from shoal.matrix import selectors
@@ -36,13 +36,13 @@ def shoal(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     return subprocess.run([SHOAL, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def test_list_names_the_images_without_an_engine(project: Project) -> None:
+def test_list_works_without_docker(project: Project) -> None:
     result = shoal("list", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 0
     assert "pytorch-training:2.0.1-gpu-py311-cu117-debian12" in result.stdout
 
 
-def test_an_unknown_image_exits_2_with_the_choices(project: Project) -> None:
+def test_unknown_image_exits_2_and_lists_choices(project: Project) -> None:
     result = shoal("build", "pytroch", cwd=project.root)
     assert result.returncode == 2
     assert "Did you mean 'pytorch'" in result.stderr
@@ -58,7 +58,7 @@ def test_globs_and_skips_choose_images(project: Project) -> None:
     ]
 
 
-def test_an_engine_that_does_not_answer_exits_4_with_what_to_do(project: Project) -> None:
+def test_docker_not_answering_exits_4_with_a_fix(project: Project) -> None:
     result = shoal("build", "pytorch", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 4
     assert "no Docker Engine answers at unix:///nonexistent/docker.sock" in result.stderr
@@ -83,11 +83,11 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     assert shoal("render", "--check", cwd=tmp_path).returncode == 0
-    with (tmp_path / "dockerfiles" / "base.j2").open("a") as file:
-        file.write("# changed\n")
+    template = tmp_path / "dockerfiles" / "base.j2"
+    template.write_text(template.read_text().replace("mkdir -m 1777 /opt/ml", "mkdir -m 1777 /opt/ml /opt/new"))
     result = shoal("render", "--check", cwd=tmp_path)
     assert result.returncode == 3
-    assert "Run: shoal render" in result.stderr
+    assert "Fix: shoal render" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -111,34 +111,33 @@ def test_a_limit_without_a_container_is_refused(project: Project, option: str, s
     base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]
     result = shoal(*base, option, size, cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{option}: has no effect on a job without a container. Fix: " in result.stderr
+    assert f"{option}: has no effect without a container. Fix: " in result.stderr
 
 
-def test_it_says_its_version(project: Project) -> None:
+def test_version_is_printed(project: Project) -> None:
     assert shoal("--version", cwd=project.root).stdout == f"shoal {package.__version__}\n"
 
 
-def test_too_little_disk_is_told_with_both_numbers(small_disk: Path) -> None:
+def test_too_little_disk_is_reported_with_both_numbers(small_disk: Path) -> None:
     with pytest.raises(DiskError, match=r"0\.0 GiB free, and this build needs 16 GiB"):
-        engine.check_free(small_disk, 16)
-    engine.check_free(small_disk, 0)
+        docker_client.check_free_space(small_disk, 16)
+    docker_client.check_free_space(small_disk, 0)
 
 
-def test_a_disk_that_fills_up_while_a_file_is_written_exits_5(project: Project, small_disk: Path) -> None:
+def test_full_disk_exits_5(project: Project, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     result = shoal("new", str(small_disk / "mine"), cwd=project.root)
     assert result.returncode == 5
-    assert "No space left on device. What to do: free some" in result.stderr
+    assert "No space left on device. Fix: free space" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_what_cannot_be_written_exits_13_with_its_name_and_the_reason(project: Project, small_disk: Path) -> None:
+def test_unwritable_path_exits_13_with_path_and_reason(project: Project, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     result = shoal("new", str(small_disk / "mine"), cwd=project.root)
     assert result.returncode == 13
     assert result.stderr == (
-        f"shoal: {small_disk}/mine: Read-only file system. What to do: name a place on a file system that can be"
-        " written\n"
+        f"shoal: {small_disk}/mine: Read-only file system. Fix: choose a path on a writable file system\n"
     )
 
 
@@ -149,11 +148,11 @@ def test_a_file_where_a_directory_is_needed_exits_13(project: Project, tmp_path:
     result = shoal("render", "pytorch", cwd=tmp_path)
     assert result.returncode == 13
     assert "dockerfiles/rendered" in result.stderr
-    assert "Not a directory. What to do: name a directory; a part of this is a file" in result.stderr
+    assert "Not a directory. Fix: choose a directory; part of this path is a file" in result.stderr
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What names no file and no engine is ours to mend."""
+def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names no file and is not from Docker is a defect."""
 
     def wrong() -> None:
         raise OSError("of no file")
@@ -167,14 +166,14 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (requests.ConnectionError("gone"), 4, "the engine could not be asked: gone"),
-        (urllib3.exceptions.ProtocolError("broken off"), 4, "the engine could not be asked: broken off"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. What to do: give"),
+        (requests.ConnectionError("gone"), 4, "a request to Docker failed: gone"),
+        (urllib3.exceptions.ProtocolError("broken off"), 4, "a request to Docker failed: broken off"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. Fix: give"),
         (OSError(errno.EIO, "Input/output error", "/x"), 13, "/x: Input/output error"),
-        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. What to do: free"),
+        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. Fix: free"),
     ],
 )
-def test_each_kind_of_failure_has_words(
+def test_each_failure_is_converted_to_a_message_and_exit_code(
     error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
@@ -189,21 +188,19 @@ def test_each_kind_of_failure_has_words(
 
 
 @pytest.mark.parametrize("command", ["sbom", "manifest"])
-def test_where_a_page_goes_is_looked_at_before_an_engine_is_asked(
-    project: Project, tmp_path: Path, command: str
-) -> None:
+def test_output_file_is_checked_before_docker_is_used(project: Project, tmp_path: Path, command: str) -> None:
     result = shoal(command, "pytorch", "-o", str(tmp_path / "no" / "page"), cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{tmp_path / 'no'} is no directory. Make it: mkdir -p" in result.stderr
+    assert f"{tmp_path / 'no'} is not a directory. Fix: mkdir -p" in result.stderr
 
 
-def test_advisories_are_looked_at_before_an_engine_is_asked(project: Project, tmp_path: Path) -> None:
+def test_advisories_are_checked_before_docker_is_used(project: Project, tmp_path: Path) -> None:
     result = shoal("audit", "pytorch", "--advisories", str(tmp_path), cwd=project.root, **NO_ENGINE)
     assert result.returncode == 3
     assert f"{tmp_path}: cannot be read: Is a directory" in result.stderr
 
 
-def test_the_engine_script_refuses_to_replace_a_named_engine(project: Project) -> None:
+def test_engine_script_refuses_to_replace_docker_host(project: Project) -> None:
     command = [project.root / "scripts" / "engine.sh"]
     env = {**os.environ, **NO_ENGINE}
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -218,7 +215,7 @@ def kinds(base: type[ShoalError] = ShoalError) -> Iterator[type[ShoalError]]:
         yield from kinds(kind)
 
 
-def test_every_kind_of_failure_has_a_code_of_its_own_and_a_line_in_the_docs(project: Project) -> None:
+def test_every_error_has_its_own_exit_code_and_a_line_in_the_docs(project: Project) -> None:
     codes = [kind.exit_code for kind in kinds()]
     assert len(codes) == len(set(codes))
     page = (project.root / "docs" / "exit-codes.md").read_text()
@@ -246,7 +243,7 @@ def test_list_as_json_has_the_axes(project: Project) -> None:
     assert huggingface["extends"] == pytorch["tag"]
 
 
-def test_render_as_json_says_what_became_of_each_file(project: Project, tmp_path: Path) -> None:
+def test_render_as_json_has_the_state_of_each_file(project: Project, tmp_path: Path) -> None:
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     dockerfile = next(
@@ -266,13 +263,13 @@ def test_render_as_json_says_what_became_of_each_file(project: Project, tmp_path
 def test_lock_as_json_has_the_locks_and_the_rendered_files(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What pip resolves is not asked for here: the committed lock stands for it."""
+    """pip does not resolve anything here: the committed lock is used."""
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     (path,) = (tmp_path / "dockerfiles" / "requirements").glob("pytorch-training-2.0.1-gpu*/mpi.txt")
     monkeypatch.setattr(lock, "lock_image", lambda *_: [path])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(["pytorch"], as_json=True)
+    dependencies.lock_images(["pytorch"], as_json=True)
     document = json.loads(capsys.readouterr().out)
     tag = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
     assert document["locks"] == [{"tag": tag, "path": str(path), "pins": 2}]
@@ -290,7 +287,7 @@ def test_a_locked_image_is_rendered_in_all_variants(
         path.unlink()
     monkeypatch.setattr(lock, "lock_image", lambda *_: [])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(["pytorch"])
+    dependencies.lock_images(["pytorch"])
     assert all(path.exists() for path in rendered)
 
 
@@ -306,7 +303,7 @@ def test_a_locked_image_is_rendered_in_all_variants(
         (["tensorflow"], [], True, ["tensorflow-*-gpu-*"]),
     ],
 )
-def test_what_extends_an_image_is_locked_after_it(
+def test_child_images_are_locked_after_their_parent(
     project: Project,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -315,7 +312,7 @@ def test_what_extends_an_image_is_locked_after_it(
     changes: bool,
     locked: list[str],
 ) -> None:
-    """Its lock says on which files it stands, and so it is of no use once they have changed."""
+    """A child's lock records its parent's files, so it is invalid if they change."""
     shutil.copy(project.buildspec, tmp_path)
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     made: list[str] = []
@@ -327,14 +324,14 @@ def test_what_extends_an_image_is_locked_after_it(
         return [path]
 
     monkeypatch.setattr(lock, "lock_image", resolve)
-    monkeypatch.setattr(render, "write", lambda _: [])
+    monkeypatch.setattr(render, "write_files", lambda _: [])
     monkeypatch.chdir(tmp_path)
-    exchanging.lock_images(words, skip)
+    dependencies.lock_images(words, skip)
     assert len(made) == len(locked)
     assert all(selectors.matches(glob, tag) for glob, tag in zip(locked, made)), made
 
 
-def test_a_child_that_cannot_be_locked_keeps_nothing_from_its_parent(
+def test_parent_stays_locked_if_a_child_cannot_be_locked(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(project.buildspec, tmp_path)
@@ -350,11 +347,11 @@ def test_a_child_that_cannot_be_locked_keeps_nothing_from_its_parent(
     monkeypatch.setattr(lock, "lock_image", resolve)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match="pip cannot resolve it"):
-        exchanging.lock_images(["pytorch-*-2.13.0-cpu-*", "huggingface-*-cpu-*"])
+        dependencies.lock_images(["pytorch-*-2.13.0-cpu-*", "huggingface-*-cpu-*"])
     assert rendered.exists()
 
 
-def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> None:
+def test_build_that_cannot_begin_is_reported_as_json(project: Project) -> None:
     result = shoal("build", "pytorch", "--json", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 4
     (image,) = json.loads(result.stdout)
@@ -364,7 +361,7 @@ def test_a_build_that_could_not_begin_is_told_in_json_too(project: Project) -> N
 
 
 def complete(cwd: Path, *words: str) -> list[str]:
-    """Return what bash would be offered for the last of the words, which it has ended at spaces and colons."""
+    """Return the completions of the last word for bash, which splits words at spaces and colons."""
     line = {"COMP_WORDS": "\n".join(["shoal", *words]), "COMP_CWORD": str(len(words))}
     result = shoal(cwd=cwd, _SHOAL_COMPLETE="complete_bash", **line)
     assert (result.returncode, result.stderr) == (0, "")
@@ -415,7 +412,7 @@ def test_other_shells_are_offered_tags(project: Project, shell: str, colon: str)
     assert f"pytorch-training{colon}2.0.1-gpu-py311-cu117-debian12" in result.stdout
 
 
-def test_nothing_is_offered_where_there_is_no_buildspec_or_a_wrong_one(tmp_path: Path) -> None:
+def test_nothing_is_offered_without_a_valid_buildspec(tmp_path: Path) -> None:
     assert complete(tmp_path, "build", "") == []
     (tmp_path / "buildspec.yml").write_text("images: []\n")
     assert complete(tmp_path, "build", "") == []
@@ -451,16 +448,16 @@ cli.main()
 """
 
 
-def test_an_interrupt_while_the_command_loads_ends_it_whoever_would_swallow_it(project: Project) -> None:
+def test_interrupt_during_imports_is_not_swallowed(project: Project) -> None:
     command = [sys.executable, "-c", _INTERRUPTED]
     ended = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_only_what_a_command_needs_is_loaded() -> None:
-    """The names that choose the module are those of its commands, and it loads less than the others."""
+    """`_IMAGE_COMMANDS` are the commands of the module `images`, which imports less than the others."""
     commands = {command.name: command.callback.__module__ for command in app.registered_commands if command.callback}
-    own = {name for name, module in commands.items() if module == building.__name__}
-    assert own == application._BUILDING
-    code = "import sys, shoal.commands.building; print({'shoal.build.bundle', 'shoal.sources.lock'} & {*sys.modules})"
+    own = {name for name, module in commands.items() if module == images.__name__}
+    assert own == application._IMAGE_COMMANDS
+    code = "import sys, shoal.commands.images; print({'shoal.builds.bundle', 'shoal.sources.lock'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

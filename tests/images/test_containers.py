@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -16,7 +16,7 @@ def test_an_interrupt_waits(number: signal.Signals) -> None:
     heard: list[int] = []
     before = signal.signal(number, lambda number, _: heard.append(number))
     try:
-        with containers.uninterrupted():
+        with containers.delay_interrupts():
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
             assert heard == []
@@ -30,7 +30,7 @@ def test_an_interrupt_waits(number: signal.Signals) -> None:
 def test_an_interrupt_ends_what_comes_after_the_answer() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with containers.uninterrupted():
+        with containers.delay_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
             done.append("answered")
         done.append("went on")
@@ -40,7 +40,7 @@ def test_an_interrupt_ends_what_comes_after_the_answer() -> None:
 def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "HANGS", -1)
     done = []
-    with pytest.raises(KeyboardInterrupt), containers.uninterrupted():
+    with pytest.raises(KeyboardInterrupt), containers.delay_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         done.append("answered")
     assert done == []
@@ -51,7 +51,7 @@ def test_other_threads_hear_none() -> None:
     done = []
 
     def work() -> None:
-        with containers.uninterrupted():
+        with containers.delay_interrupts():
             done.append(1)
 
     thread = threading.Thread(target=work)

@@ -12,26 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine import archive
-from shoal.host import machine
-from shoal.host.machine import Machine
+from shoal.docker_client import archive
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
+from shoal.network import settings
+from shoal.network.settings import NetworkSettings
 from shoal.sources import context, wheels
 from shoal.sources.pins import Pin
 
-PLAIN = Machine((), (), (), (), None, (), ())
+PLAIN = NetworkSettings((), (), (), (), None, (), ())
 
 
 def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
     image = matrix.select(name)
-    own = context.own_packages(project, image.python_version)
-    return context.gather(project, matrix, image, own)
+    own = context.install_own_packages(project, image.python_version)
+    return context.gather_sources(project, matrix, image, own)
 
 
 def tar_of(files: dict[str, archive.Content]) -> bytes:
     buffer = io.BytesIO()
-    archive.write(files, buffer)
+    archive.write_tar(files, buffer)
     return buffer.getvalue()
 
 
@@ -48,28 +48,28 @@ def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
 def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
     sources = gather(project, matrix, image.tag)
-    files = context.files(sources, matrix, image, PLAIN)
+    files = sources.context_files(matrix, PLAIN)
     for name in LAYERS:
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
     added = set(re.findall(r"^ADD (\S+)", sources.dockerfile.decode(), re.MULTILINE))
-    assert added == {name for name in files if name.startswith(("library/", "toolkit/"))}
-    assert len(added) == 2
+    assert added == {name for name in files if name.startswith(("library/", "rehearsal/", "toolkit/"))}
+    assert len(added) == 3
     assert {"engine/engine.c", "engine/engine.h", "engine/options.txt"} <= set(files)
     assert {"machine/pip.conf", "machine/apt.conf"} <= set(files)
 
 
 def test_the_fingerprint_follows_sources_and_base_but_not_the_machine(project: Project, matrix: BuildSpec) -> None:
     sources = gather(project, matrix, "pytorch")
-    assert sources.record("a@1") == gather(project, matrix, "pytorch").record("a@1")
+    assert sources.make_record("a@1") == gather(project, matrix, "pytorch").make_record("a@1")
     others = [
         *(replace(sources, engine={**sources.engine, name: b"other"}) for name in sources.engine),
         replace(sources, locks={**sources.locks, "mpi": ()}),
         replace(sources, own={**sources.own, "toolkit": sources.own["library"]}),
-        replace(sources, dockerfile=sources.dockerfile.replace(b"train", b"sh")),
+        replace(sources, steps=sources.steps[:-1]),
     ]
-    fingerprints = {made.record("a@1").fingerprint for made in (sources, *others)}
-    assert len(fingerprints | {sources.record("a@2").fingerprint}) == len(others) + 2
+    fingerprints = {made.make_record("a@1").fingerprint for made in (sources, *others)}
+    assert len(fingerprints | {sources.make_record("a@2").fingerprint}) == len(others) + 2
 
 
 def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
     (tmp_path / "numpy-2.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"other hash")
     (tmp_path / "not-a-wheel.whl").write_bytes(b"")
     pins = [Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest()), Pin("numpy", "2.0.0", "0" * 64)]
-    assert list(wheels.at_hand(pins, [tmp_path])) == [good]
+    assert list(wheels.find_locked_wheels(pins, [tmp_path])) == [(pins[0], good)]
 
 
 def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
@@ -92,8 +92,8 @@ def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
     pin = Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest())
     sources = replace(sources, locks={**sources.locks, "framework": (pin,)})
     index = f"--extra-index-url {matrix.indexes['cpu-wheels']}\n".encode()
-    far = context.files(sources, matrix, image, PLAIN)["framework/requirements.txt"]
-    near = context.files(sources, matrix, image, replace(PLAIN, find_links=(tmp_path,)))
+    far = sources.context_files(matrix, PLAIN)["framework/requirements.txt"]
+    near = sources.context_files(matrix, replace(PLAIN, find_links=(tmp_path,)))
     assert isinstance(far, bytes)
     assert far.startswith(index)
     assert near["framework/requirements.txt"] == f"{pin}\n".encode()
@@ -108,7 +108,7 @@ def test_pip_and_apt_configuration_enter_as_files() -> None:
         apt_proxies=('Acquire::http::Proxy "http://proxy.example:3128";',),
         ca_bundle=b"certificate",
     )
-    files = host.files("bookworm")
+    files = host.build_files("bookworm")
     assert files["pip.conf"] == b"[global]\nindex-url = https://index.example/simple\ncert = /run/machine/ca.crt\n"
     assert b'Acquire::http::Proxy "http://proxy.example:3128";' in files["apt.conf"]
     assert b'Dir::Etc::SourceList "/run/machine/sources.list";' in files["apt.conf"]
@@ -132,7 +132,7 @@ def test_sources_are_read_in_both_forms(tmp_path: Path) -> None:
         "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
     )
     (parts / "notes.txt").write_text("deb http://three.example/debian bookworm main\n")
-    assert list(machine.read_sources(tmp_path)) == [
+    assert list(settings.read_apt_sources(tmp_path)) == [
         "deb http://one.example/debian bookworm main contrib",
         "deb http://flat.example/debs ./",
         "deb http://one.example/debian bookworm-security main",
@@ -154,27 +154,27 @@ HERE = (
 def test_a_build_is_given_the_sources_of_its_suite() -> None:
     """Backports and other vendors' are none of it."""
     host = replace(PLAIN, apt_sources=HERE, release="bookworm")
-    assert host.sources("bookworm") == (HERE[0], HERE[1], HERE[3])
-    assert host.sources("trixie") == (
+    assert host.select_sources("bookworm") == (HERE[0], HERE[1], HERE[3])
+    assert host.select_sources("trixie") == (
         "deb http://one.example/debian trixie main contrib",
         "deb http://one.example/debian trixie-updates main",
         "deb http://two.example/security trixie-security main",
     )
-    assert host.files("trixie")["sources.list"].decode().splitlines() == list(host.sources("trixie"))
+    assert host.build_files("trixie")["sources.list"].decode().splitlines() == list(host.select_sources("trixie"))
 
 
 def test_sources_that_are_of_the_suite_already_are_not_made_of_another() -> None:
     both = (*HERE, "deb http://three.example/debian trixie main")
     host = replace(PLAIN, apt_sources=both, release="bookworm")
-    assert host.sources("trixie") == ("deb http://three.example/debian trixie main",)
-    assert host.sources("bookworm") == (HERE[0], HERE[1], HERE[3])
+    assert host.select_sources("trixie") == ("deb http://three.example/debian trixie main",)
+    assert host.select_sources("bookworm") == (HERE[0], HERE[1], HERE[3])
 
 
 def test_a_machine_that_is_no_debian_leaves_the_sources_to_the_base_image() -> None:
     host = replace(PLAIN, apt_sources=("deb http://one.example/ubuntu noble main", "deb http://x.example/apt ./"))
-    assert host.sources("trixie") == ()
-    assert "sources.list" not in host.files("trixie")
-    assert b"SourceList" not in host.files("trixie")["apt.conf"]
+    assert host.select_sources("trixie") == ()
+    assert "sources.list" not in host.build_files("trixie")
+    assert b"SourceList" not in host.build_files("trixie")["apt.conf"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_machine_that_is_no_debian_leaves_the_sources_to_the_base_image() -> N
 )
 def test_the_release_of_this_machine(monkeypatch: pytest.MonkeyPatch, release: dict[str, str], suite: str) -> None:
     monkeypatch.setattr("platform.freedesktop_os_release", lambda: release)
-    assert machine.read.__wrapped__().release == suite
+    assert settings.read_network_settings.__wrapped__().release == suite
 
 
 def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
     monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")
     monkeypatch.setenv("PIP_CLIENT_CERT", "/etc/client.pem")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///srv/simple https://more.example/simple")
-    host = machine.read.__wrapped__()
+    host = settings.read_network_settings.__wrapped__()
     assert dict(host.pip) == {
         "index-url": "https://env.example/simple",
         "extra-index-url": "https://more.example/simple",
@@ -214,5 +214,5 @@ def test_pips_configuration_is_read_with_its_own_precedence(monkeypatch: pytest.
     assert host.find_links == (links,)
     assert host.left_out == (
         "pip's client-cert: not supported in builds",
-        "pip's extra-index-url file:///srv/simple: a directory of this machine, which a container cannot read",
+        "pip's extra-index-url file:///srv/simple: a local directory, which a container cannot read",
     )

@@ -1,4 +1,4 @@
-"""Credentials of pip's netrc and of apt's auth.conf: which of them builds get, and that apt takes ours."""
+"""Credentials from pip's netrc and apt's auth.conf: which ones builds get, and that apt uses them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shoal.host import credentials, machine
-from shoal.host.machine import Machine
+from shoal.network import credentials, settings
+from shoal.network.settings import NetworkSettings
 
-PLAIN = Machine((), (), (), (), None, (), ())
+PLAIN = NetworkSettings((), (), (), (), None, (), ())
 NETRC = """\
 machine one.example login me password p@ss:w/rd
 machine two.example login you password "of two"
@@ -45,28 +45,28 @@ def netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_url_gets_the_credentials_for_its_host(netrc: Path, url: str, signed: str) -> None:
-    assert credentials.read_netrc().signed(url) == signed
+    assert credentials.read_netrc().add_credentials(url) == signed
 
 
-def test_the_entry_for_all_other_hosts_counts_as_for_pip(netrc: Path) -> None:
+def test_default_entry_is_used_as_in_pip(netrc: Path) -> None:
     netrc.write_text("default login any password x\n")
-    assert credentials.read_netrc().signed("https://a.example/s") == "https://any:x@a.example/s"
+    assert credentials.read_netrc().add_credentials("https://a.example/s") == "https://any:x@a.example/s"
 
 
-def test_without_netrc_there_is_the_home_directorys_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_netrc_of_the_home_directory_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert credentials.read_netrc() == credentials.Netrc()
     (tmp_path / ".netrc").write_text(NETRC)
-    assert "me:" in credentials.read_netrc().signed("https://one.example/simple")
+    assert "me:" in credentials.read_netrc().add_credentials("https://one.example/simple")
 
 
-def test_one_that_cannot_be_used_is_told(netrc: Path) -> None:
+def test_invalid_netrc_is_reported(netrc: Path) -> None:
     netrc.write_text("machine one.example login me password my secret\n")
     found = credentials.read_netrc()
     assert found.problem.startswith(f"{netrc}: line ")
     assert "secret" not in found.problem
-    assert found.signed("https://one.example/") == "https://one.example/"
+    assert found.add_credentials("https://one.example/") == "https://one.example/"
 
 
 def test_only_the_indexes_entries_enter_a_build(netrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def test_only_the_indexes_entries_enter_a_build(netrc: Path, tmp_path: Path, mon
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-    host = machine.read.__wrapped__()
+    host = settings.read_network_settings.__wrapped__()
     assert dict(host.pip)["index-url"] == "https://me:p%40ss%3Aw%2Frd@one.example/simple"
     assert dict(host.pip)["extra-index-url"] == "https://a.example/s"
-    assert b"of two" not in b"".join(host.files("bookworm").values())
+    assert b"of two" not in b"".join(host.build_files("bookworm").values())
     netrc.write_text("nonsense\n")
-    assert any(str(netrc) in words for words in machine.read.__wrapped__().left_out)
+    assert any(str(netrc) in words for words in settings.read_network_settings.__wrapped__().left_out)
 
 
 AUTH = """\
@@ -93,20 +93,20 @@ machine two.example login you password other
 """
 
 
-def test_apts_entries_for_its_sources_are_taken(tmp_path: Path) -> None:
+def test_apt_entries_for_its_sources_are_selected(tmp_path: Path) -> None:
     (tmp_path / "auth.conf.d").mkdir()
     (tmp_path / "auth.conf").write_text(AUTH)
     (tmp_path / "auth.conf.d" / "more.conf").write_text("machine one.example login more password m\n")
     (tmp_path / "auth.conf.d" / "more.bak").write_text("machine one.example login old password m\n")
     sources = ["deb https://one.example/debian bookworm main", "deb http://not.example/debian bookworm main"]
-    entries, problems = credentials.of_apt(sources, tmp_path)
+    entries, problems = credentials.read_apt_auth(sources, tmp_path)
     assert problems == ()
     assert entries.splitlines() == [
         "machine https://one.example/debian login me password secret",
         "machine one.example:8080 login x password y",
         "machine one.example login more password m",
     ]
-    assert credentials.of_apt([], tmp_path) == ("", ())
+    assert credentials.read_apt_auth([], tmp_path) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -120,31 +120,31 @@ def test_apts_entries_for_its_sources_are_taken(tmp_path: Path) -> None:
         ("https://none.example/debian", ""),
     ],
 )
-def test_a_mirror_is_asked_with_the_entry_that_fits(url: str, login: str) -> None:
+def test_first_matching_entry_is_used_for_a_mirror(url: str, login: str) -> None:
     auth = "machine https://one.example/debian login me password secret\nmachine one.example:8080 login x password y\n"
-    assert urlsplit(credentials.signed(url, auth)).netloc.rpartition("@")[0] == login
+    assert urlsplit(credentials.add_apt_credentials(url, auth)).netloc.rpartition("@")[0] == login
 
 
-def test_apts_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_apt_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "auth.conf").mkdir()
-    entries, (problem,) = credentials.of_apt(["deb https://one.example/debian bookworm main"], tmp_path)
+    entries, (problem,) = credentials.read_apt_auth(["deb https://one.example/debian bookworm main"], tmp_path)
     assert entries == ""
     assert problem.startswith(f"apt's {tmp_path / 'auth.conf'}: cannot be read")
 
 
-def test_the_build_is_given_them_as_a_file() -> None:
-    """For the hosts that it asks: those of its suite."""
+def test_builds_get_credentials_as_a_file() -> None:
+    """Only for the hosts of its suite."""
     sources = ("deb https://one.example/debian bookworm main", "deb https://two.example/tools stable main")
     auth = "machine one.example login me password secret\nmachine two.example login you password other\n"
-    files = replace(PLAIN, apt_sources=sources, apt_auth=auth).files("bookworm")
+    files = replace(PLAIN, apt_sources=sources, apt_auth=auth).build_files("bookworm")
     assert files["auth.conf"] == b"machine one.example login me password secret\n"
     assert b'Dir::Etc::Netrc "/run/machine/auth.conf";' in files["apt.conf"]
-    assert "auth.conf" not in PLAIN.files("bookworm")
-    assert b"Netrc" not in PLAIN.files("bookworm")["apt.conf"]
+    assert "auth.conf" not in PLAIN.build_files("bookworm")
+    assert b"Netrc" not in PLAIN.build_files("bookworm")["apt.conf"]
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """A mirror that has nothing, and remembers who asked."""
+    """An empty mirror that records requests."""
 
     asked: set[str | None]
 
@@ -166,11 +166,11 @@ def mirror() -> Iterator[str]:
 
 
 @pytest.mark.skipif(not shutil.which("apt-get"), reason="apt itself is asked")
-def test_apt_takes_them(tmp_path: Path, mirror: str) -> None:
-    """As in a step of a build, but with its directories in `tmp_path`."""
+def test_apt_uses_the_credentials(tmp_path: Path, mirror: str) -> None:
+    """As in a build step, but with directories in `tmp_path`."""
     source = f"deb {mirror}/debian bookworm main"
     host = replace(PLAIN, apt_sources=(source,), apt_auth=f"machine {mirror} login me password secret\n")
-    for name, content in host.files("bookworm").items():
+    for name, content in host.build_files("bookworm").items():
         (tmp_path / name).write_bytes(content.replace(b"/run/machine", str(tmp_path).encode()))
     own = f'Dir::State::lists "{tmp_path}";\nDir::Cache "{tmp_path}";\nAPT::Sandbox::User "root";\n'
     direct = 'Acquire::http::Proxy::127.0.0.1 "DIRECT";\n'

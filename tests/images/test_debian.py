@@ -17,14 +17,14 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal import engine
-from shoal.build import base, debianlock
-from shoal.build.base import BaseImage
-from shoal.commands import exchanging
+from shoal import docker_client
+from shoal.builds import base_image, debian_lock
+from shoal.builds.base_image import BaseImage
+from shoal.commands import dependencies
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, System
-from shoal.sources import changes, context, debian
+from shoal.sources import context, debian, record
 from shoal.sources.debian import DebianLock
 
 PYTHON, LIBC = "python3_3.11.2-1+b1_amd64.deb", "libc6_2.36-9+deb12u13_amd64.deb"
@@ -83,14 +83,14 @@ def test_a_step_without_a_lock_compares_nothing(tmp_path: Path) -> None:
 
 def test_a_lock_is_read_as_it_is_written(tmp_path: Path) -> None:
     made = DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
-    where = debian.path(Project(tmp_path), "bookworm")
-    assert debian.read(Project(tmp_path), "bookworm") == DebianLock({}, {})
+    where = debian.lock_path(Project(tmp_path), "bookworm")
+    assert debian.read_lock(Project(tmp_path), "bookworm") == DebianLock({}, {})
     where.parent.mkdir(parents=True)
     where.write_text(made.text("bookworm"))
-    assert debian.read(Project(tmp_path), "bookworm") == made
+    assert debian.read_lock(Project(tmp_path), "bookworm") == made
     where.write_text(made.text("bookworm") + "python3=3.11\n")
     with pytest.raises(SpecError, match=r"bookworm.txt:5: expected .*, found 'python3=3.11'\. Fix: make it again"):
-        debian.read(Project(tmp_path), "bookworm")
+        debian.read_lock(Project(tmp_path), "bookworm")
 
 
 def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) -> None:
@@ -98,19 +98,19 @@ def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) 
     suites = {system.suite for system in matrix.systems()}
     assert {path.stem for path in (project.templates / "debian").iterdir()} == suites
     for system in matrix.systems():
-        lock = debian.read(project, system.suite)
+        lock = debian.read_lock(project, system.suite)
         assert lock.bases
-        assert debian.path(project, system.suite).read_text() == lock.text(system.suite)
+        assert debian.lock_path(project, system.suite).read_text() == lock.text(system.suite)
         names = {name.partition("_")[0] for name in lock.packages}
         images = [image for image in matrix.images if image.system == system]
-        assert {name for install in debianlock.installed(project, images) for name in install} <= names
+        assert {name for install in debian_lock.list_installed(project, images) for name in install} <= names
 
 
 def test_a_new_lock_runs_the_steps_again_that_install_from_debian(project: Project, matrix: BuildSpec) -> None:
-    own = context.own_packages(project, "3.11")
-    sources = context.gather(project, matrix, matrix.select("pytorch"), own)
+    own = context.install_own_packages(project, "3.11")
+    sources = context.gather_sources(project, matrix, matrix.select("pytorch"), own)
     newer = replace(sources, debian={**sources.debian, "lock.txt": b"newer"})
-    plan = changes.plan("x", sources.record("base@1").labels(), newer.record("base@1"))
+    plan = record.make_plan("x", sources.make_record("base@1").labels(), newer.make_record("base@1"))
     assert plan.rebuilt[:2] == ("engine", "system")
     assert plan.reasons == ("debian/lock.txt changed",)
 
@@ -149,14 +149,14 @@ def test_a_base_that_is_not_the_locks_is_told(
     system: System, found: BaseImage, bases: dict[str, str], words: str
 ) -> None:
     locked = DebianLock(bases, {PYTHON: ONE})
-    told = list(debianlock.differences(of_layers(f"sha256:{'1' * 64}"), found, system, locked))
+    told = list(debian_lock.describe_differences(of_layers(f"sha256:{'1' * 64}"), found, system, locked))
     assert len(told) == bool(words)
     assert all(re.search(words, line) for line in told), told
 
 
 def test_a_release_without_a_lock_is_told(system: System) -> None:
-    first, second = debianlock.differences(of_layers(f"sha256:{'1' * 64}"), MINE, system, DebianLock({}, {}))
-    assert first.startswith("Debian bookworm: no versions of packages in dockerfiles/debian/bookworm.txt. Fix: ")
+    first, second = debian_lock.describe_differences(of_layers(f"sha256:{'1' * 64}"), MINE, system, DebianLock({}, {}))
+    assert first.startswith("Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt. Fix: ")
     assert "has no pin" in second
 
 
@@ -177,7 +177,7 @@ def test_a_base_is_pulled_by_its_pin(system: System, tmp_path: Path, pin: str) -
     client: Any = SimpleNamespace(
         images=SimpleNamespace(get=get, pull=pull), api=SimpleNamespace(images=lambda *_, **__: [])
     )
-    found = base.ensure(client, system, lambda: pytest.fail("made"), tmp_path, lambda _: None, pin=pin)
+    found = base_image.provide_base(client, system, lambda: pytest.fail("made"), tmp_path, lambda _: None, pin=pin)
     assert (found.reference, found.digest) == (UPSTREAM, f"sha256:{'4' * 64}")
     assert pulled == [f"debian@{pin}" if pin else UPSTREAM]
     assert tagged == ([("debian", "bookworm-slim")] if pin else [])
@@ -202,22 +202,22 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     (tmp_path / "dockerfiles").mkdir()
     for path in project.templates.glob("*.j2"):
         (tmp_path / "dockerfiles" / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(engine, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
-    monkeypatch.setattr(base, "ensure", lambda *_, **__: MINE)
-    monkeypatch.setattr(debianlock, "in_base", in_base)
-    monkeypatch.setattr(exchanging, "open_project", lambda: (copy, matrix))
-    where = debian.path(copy, "bookworm")
+    monkeypatch.setattr(docker_client, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
+    monkeypatch.setattr(base_image, "provide_base", lambda *_, **__: MINE)
+    monkeypatch.setattr(debian_lock, "run_in_base", in_base)
+    monkeypatch.setattr(dependencies, "open_project", lambda: (copy, matrix))
+    where = debian.lock_path(copy, "bookworm")
     with pytest.raises(
         SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"
     ):
-        exchanging.lock_images(["pytorch"], bases=True, check=True)
+        dependencies.lock_images(["pytorch"], bases=True, check=True)
     assert not where.exists()
-    exchanging.lock_images(["pytorch"], bases=True)
-    assert debian.read(copy, "bookworm") == DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
+    dependencies.lock_images(["pytorch"], bases=True)
+    assert debian.read_lock(copy, "bookworm") == DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
     assert "--print-uris -o Acquire::ForceHash=SHA256 ca-certificates python3 python3-venv" in scripts[0]
     assert scripts[0].endswith(" gcc libc6-dev")
     capsys.readouterr()
-    exchanging.lock_images(["pytorch"], bases=True, check=True, as_json=True)
+    dependencies.lock_images(["pytorch"], bases=True, check=True, as_json=True)
     (document,) = json.loads(capsys.readouterr().out)
     assert (document["suite"], document["packages"], document["changes"], document["written"]) == (
         "bookworm",
@@ -227,7 +227,7 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     )
     listed = listed.replace(ONE, "MD5Sum:0123")
     with pytest.raises(BuildError, match="names no packages with their SHA-256"):
-        exchanging.lock_images(["pytorch"], bases=True)
+        dependencies.lock_images(["pytorch"], bases=True)
 
 
 def test_how_a_lock_changed_is_told() -> None:
@@ -235,4 +235,4 @@ def test_how_a_lock_changed_is_told() -> None:
         DebianLock({MADE: "a"}, {PYTHON: ONE, "x.deb": ONE}),
         DebianLock({MADE: "b"}, {PYTHON: ONE, LIBC: TWO}),
     )
-    assert debian.changes(before, after) == [f"+ {LIBC}", "- x.deb", f"! {MADE}: a → b"]
+    assert debian.describe_changes(before, after) == [f"+ {LIBC}", "- x.deb", f"! {MADE}: a → b"]

@@ -1,4 +1,4 @@
-"""Where the files of two images differ: what is read of a file, and what is told of it."""
+"""Differences between the files of two images: how files are read, compared and reported."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from shoal import engine
-from shoal.commands import looking
-from shoal.engine import images as find_images
+from shoal import docker_client
+from shoal.commands import inspection
+from shoal.docker_client import images as find_images
 from shoal.errors import DifferenceError
-from shoal.inside import differences, exported
-from shoal.inside.differences import Differences
-from shoal.inside.exported import File, Image
+from shoal.inspection import differences, filesystem
+from shoal.inspection.differences import Differences
+from shoal.inspection.filesystem import File, FileSystem
 from shoal.matrix.project import Project
 
 FILE: dict[str, Any] = {"mode": 0o100644, "uid": 0, "gid": 0, "time": 5, "content": "ab", "source_time": 0}
 
 
 def archived(directory: Path) -> Iterator[bytes]:
-    """The archive that an engine makes of a container whose root the directory is, in pieces."""
+    """Return, in chunks, the archive that Docker exports for a container with this root directory."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sorted(directory.rglob("*")):
@@ -39,12 +39,14 @@ def archived(directory: Path) -> Iterator[bytes]:
 
 
 def read(directory: Path) -> dict[str, File]:
-    return exported.of_archive(archived(directory)).files
+    return filesystem.parse_archive(archived(directory)).files
 
 
 def compare(old: dict[str, File], new: dict[str, File], *packages: dict[str, str]) -> Differences:
     before, after = packages or ({}, {})
-    return differences.compare("a:1", "a:2", Image(files=old, packages=before), Image(files=new, packages=after))
+    return differences.compare_images(
+        "a:1", "a:2", FileSystem(files=old, packages=before), FileSystem(files=new, packages=after)
+    )
 
 
 def test_bytecode_is_the_same_but_for_its_sources_time(tmp_path: Path) -> None:
@@ -83,61 +85,61 @@ def test_links_directories_and_modes_are_read(tmp_path: Path) -> None:
         ({"time": 6}, "time"),
     ],
 )
-def test_a_file_differs_in_the_first_of_these(changes: dict[str, Any], kind: str) -> None:
+def test_first_difference_of_a_file_is_reported(changes: dict[str, Any], kind: str) -> None:
     same = File(**FILE)
     found = compare({"/f": same, "/g": same}, {"/f": File(**{**FILE, **changes}), "/g": same})
     assert found.found == {"/f": kind}
     assert bool(found.unexpected) == (kind not in ("bytecode's time", "time"))
 
 
-def test_only_some_are_told_by_name() -> None:
+def test_number_of_listed_paths_is_limited() -> None:
     same = File(**FILE)
-    lines = list(differences.told(compare({}, {f"/{number}": same for number in range(60)})))
+    lines = list(differences.format_differences(compare({}, {f"/{number}": same for number in range(60)})))
     assert sum(line.startswith("✗ added: ") for line in lines) == 50
-    assert lines[-1] == "✗ and 10 more, which --json names"
+    assert lines[-1] == "✗ and 10 more, which --json lists"
 
 
-def test_what_is_told() -> None:
+def test_report_of_differences() -> None:
     same, later = File(**FILE), File(**{**FILE, "time": 6})
     found = compare({"/f": same, "/g": same, "/old": same}, {"/f": same, "/g": later, "/new": same})
-    lines = list(differences.told(found))
+    lines = list(differences.format_differences(found))
     assert lines[0] == "a:1\na:2"
     assert lines[1].split()[0] == "1"
-    assert any(line.endswith("1 differ: time (a file has the time at which it was installed)") for line in lines)
+    assert any(line.endswith("1 differ in time (the time at which the file was installed)") for line in lines)
     assert lines[-2:] == ["✗ added: /new", "✗ removed: /old"]
-    assert list(differences.told(compare({"/f": same}, {"/f": later})))[-1].startswith("✓")
+    assert list(differences.format_differences(compare({"/f": same}, {"/f": later})))[-1].startswith("✓")
 
 
 @pytest.mark.parametrize(
     ("changes", "fails"), [({"time": 6}, False), ({"source_time": 6}, False), ({"content": "cd"}, True)]
 )
-def test_the_check_fails_for_what_two_builds_do_not_differ_in(changes: dict[str, Any], fails: bool) -> None:
+def test_check_fails_for_unexpected_differences(changes: dict[str, Any], fails: bool) -> None:
     found = compare({"/f": File(**FILE)}, {"/f": File(**{**FILE, **changes})})
     if not fails:
         found.check()
         return
-    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 of Debian's packages"):
+    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 Debian packages"):
         found.check()
 
 
-def test_the_command_fails_with_the_check_alone(
+def test_command_fails_only_with_check(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = {"a:1": Image(files={"/f": File(**FILE)}), "a:2": Image(files={})}
-    monkeypatch.setattr(engine, "connect", lambda: None)
-    monkeypatch.setattr(differences, "read", lambda _, tag: images[tag])
-    monkeypatch.setattr(find_images, "find", lambda *_: True)
+    images = {"a:1": FileSystem(files={"/f": File(**FILE)}), "a:2": FileSystem(files={})}
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
+    monkeypatch.setattr(differences, "read_image", lambda _, tag: images[tag])
+    monkeypatch.setattr(find_images, "find_image", lambda *_: True)
     monkeypatch.chdir(project.root)
-    looking.report_differences("a:1", "a:2")
+    inspection.report_differences("a:1", "a:2")
     capsys.readouterr()
     with pytest.raises(DifferenceError):
-        looking.report_differences("a:1", "a:2", check=True, as_json=True)
+        inspection.report_differences("a:1", "a:2", check=True, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["unexpected"] == document["unexplained"] == {"/f": "removed"}
 
 
-def test_files_of_packages_that_have_changed_are_told_by_package() -> None:
-    """Debian's packages are not pinned: a later build may get newer ones."""
+def test_files_of_changed_packages_are_counted_by_package() -> None:
+    """A later build may get newer Debian packages."""
     libc, other = File(**FILE, package="libc6"), File(**FILE, package="bash")
     newer = File(**{**FILE, "content": "cd"}, package="libc6")
     wrong = File(**{**FILE, "content": "cd"}, package="bash")
@@ -147,16 +149,16 @@ def test_files_of_packages_that_have_changed_are_told_by_package() -> None:
         {"libc6": "1", "bash": "5"},
         {"libc6": "2", "bash": "5", "zsh": "3"},
     )
-    lines = list(differences.told(found))
+    lines = list(differences.format_differences(found))
     assert lines[-3:] == [
-        "✗ Debian's libc6: 1 → 2, 3 files",
-        "✗ Debian's zsh: not there → 3, 0 files",
+        "✗ Debian package libc6: 1 → 2, 3 files",
+        "✗ Debian package zsh: not installed → 3, 0 files",
         "✗ content: /bash",
     ]
     assert len(found.unexpected) == 4
 
 
-def test_what_an_engine_makes_in_a_container_is_not_the_images(tmp_path: Path) -> None:
+def test_files_that_docker_creates_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     for name in (".dockerenv", "etc/hosts", "etc/resolv.conf", "etc/passwd"):
         (tmp_path / name).touch()
@@ -182,11 +184,11 @@ def test_extended_attributes_are_read(tmp_path: Path) -> None:
         value = b"\x01\xff".decode("utf-8", "surrogateescape")
         entry.pax_headers = {"SCHILY.xattr.security.capability": value, "SCHILY.xattr.security.selinux": "the engine's"}
         archive.addfile(entry)
-    assert exported.of_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
+    assert filesystem.parse_archive([out.getvalue()]).files["/f"].attributes == {"security.capability": "01ff"}
 
 
-def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
-    """By the real path, where a list names one through a link of the system's; also what dpkg keeps of a package."""
+def test_packages_and_their_files_are_those_of_dpkg(tmp_path: Path) -> None:
+    """Files belong to packages by their real paths, even if dpkg lists them through a link. So do dpkg's own files."""
     info = tmp_path / "var" / "lib" / "dpkg" / "info"
     info.mkdir(parents=True)
     (tmp_path / "usr" / "lib").mkdir(parents=True)
@@ -200,7 +202,7 @@ def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
     (info / "libc6:amd64.md5sums").write_text("")
     for name in ("python3", "python3.11"):
         (info / f"{name}.list").write_text("")
-    found = exported.of_archive(archived(tmp_path))
+    found = filesystem.parse_archive(archived(tmp_path))
     assert found.packages == {"libc6": "2:2.36"}
     assert {path: file.package for path, file in found.files.items() if file.package} == {
         "/usr/lib/libc.so": "libc6",
@@ -211,8 +213,8 @@ def test_packages_and_their_files_are_as_dpkg_has_them(tmp_path: Path) -> None:
     }
 
 
-def test_nothing_of_an_image_is_run_to_read_its_files(tmp_path: Path) -> None:
-    """Its container is made and exported: the engine of this test can start none."""
+def test_image_is_not_run_to_read_its_files(tmp_path: Path) -> None:
+    """The container is created and exported. This fake cannot start any."""
     (tmp_path / "file").write_text("x")
     made: list[dict[str, Any]] = []
 
@@ -225,5 +227,5 @@ def test_nothing_of_an_image_is_run_to_read_its_files(tmp_path: Path) -> None:
         networks=SimpleNamespace(list=lambda **_: []),
         images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {}})),
     )
-    assert "/file" in differences.read(client, "foreign:1").files
+    assert "/file" in differences.read_image(client, "foreign:1").files
     assert [given["network_mode"] for given in made] == ["none"]

@@ -1,4 +1,4 @@
-"""Each check of `shoal doctor`, seen to pass and to fail, against an engine and servers of a few lines."""
+"""Each check of `shoal doctor` passes and fails, with fakes of Docker and of servers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shoal import doctor
-from shoal.build import base
+from shoal.builds import base_image
 from shoal.doctor import Result, Site
-from shoal.errors import DoctorError, EngineError
-from shoal.host import machine, reach
-from shoal.host.machine import Machine
+from shoal.errors import DockerError, DoctorError
 from shoal.matrix.project import Project
+from shoal.network import reachability, settings
+from shoal.network.settings import NetworkSettings
 
 SHOAL = Path(sys.executable).with_name("shoal")
-PLAIN = Machine((), (), (), (), None, (), ())
+PLAIN = NetworkSettings((), (), (), (), None, (), ())
 GIB = 1024**3
 VERSION = {"ApiVersion": "1.41", "Version": "20.10.24", "Arch": "amd64", "Components": [{"Name": "Engine"}]}
 INFO = {"DockerRootDir": "/nonexistent", "MemTotal": 8 * GIB, "NCPU": 4, "Runtimes": {"runc": {}, "nvidia": {}}}
@@ -107,53 +107,53 @@ def site(fake: FakeEngine, project: Project) -> Site:
 
 
 def no_engine() -> docker.DockerClient:
-    raise EngineError("no Docker Engine answers at unix:///x: refused\nWhat to do: start one")
+    raise DockerError("no Docker Engine answers at unix:///x: refused\nFix: start one")
 
 
 def with_machine(site: Site, **fields: Any) -> Site:
-    return replace(site, machine=lambda: replace(PLAIN, release="bookworm", **fields))
+    return replace(site, read_settings=lambda: replace(PLAIN, release="bookworm", **fields))
 
 
-# The engine
+# Docker
 
 
-def test_an_engine_is_told_with_its_api(site: Site) -> None:
-    found = "Docker Engine 20.10.24, API 1.41 (at least 1.40 is needed)"
-    assert doctor.engine_answers(site) == Result("ok", found)
+def test_docker_is_reported_with_its_api(site: Site) -> None:
+    found = "Docker Engine 20.10.24, API 1.41 (needs 1.40 or later)"
+    assert doctor.check_docker(site) == Result("ok", found)
 
 
-def test_an_old_engine_and_another_processor(site: Site, fake: FakeEngine) -> None:
+def test_old_docker_and_another_processor(site: Site, fake: FakeEngine) -> None:
     fake.answers["GET version"] = (200, VERSION | {"ApiVersion": "1.39"})
-    assert doctor.engine_answers(site).state == "failed"
+    assert doctor.check_docker(site).state == "failed"
     fake.answers["GET version"] = (200, VERSION | {"Arch": "arm64"})
-    state, found, _ = doctor.engine_answers(site)
-    assert (state, found.partition("; ")[2]) == ("remark", "it runs on arm64, and the images are for x86_64 (amd64)")
+    state, found, _ = doctor.check_docker(site)
+    assert (state, found.partition("; ")[2]) == ("remark", "it runs on arm64, but images are for x86_64 (amd64)")
 
 
-def test_no_engine_fails_once_and_the_rest_is_not_checked(site: Site) -> None:
-    findings = {each.name: each for each in doctor.examine(replace(site, connect=no_engine), OF_THE_ENGINE)}
-    engine = findings.pop("engine")
-    assert (engine.state, engine.advice) == ("failed", "start one")
-    assert {(each.state, each.found) for each in findings.values()} == {("remark", "not checked: it needs an engine")}
+def test_missing_docker_fails_once_and_the_rest_is_not_checked(site: Site) -> None:
+    findings = {each.name: each for each in doctor.run_checks(replace(site, connect=no_engine), OF_THE_ENGINE)}
+    engine = findings.pop("docker")
+    assert (engine.state, engine.fix) == ("failed", "start one")
+    assert {(each.state, each.found) for each in findings.values()} == {("remark", "not checked: needs Docker")}
 
 
-OF_THE_ENGINE = {name: doctor.CHECKS[name] for name in ("engine", "builder", "disk", "memory", "networks", "gpus")}
+OF_THE_ENGINE = {name: doctor.CHECKS[name] for name in ("docker", "builder", "disk", "memory", "networks", "gpus")}
 
 
 def test_the_builder(site: Site, fake: FakeEngine) -> None:
-    assert doctor.builder_kind(site) == Result("ok", "BuildKit")
+    assert doctor.check_builder(site) == Result("ok", "BuildKit")
     fake.answers["GET version"] = (200, VERSION | {"Components": [{"Name": "Podman Engine"}]})
-    state, found, advice = doctor.builder_kind(site)
-    assert (state, advice) == ("failed", "point DOCKER_HOST at one")
+    state, found, fix = doctor.check_builder(site)
+    assert (state, fix) == ("failed", "point DOCKER_HOST at one")
     assert found.startswith("this engine has no BuildKit: Podman Engine")
 
 
 def test_memory_and_gpus(site: Site, fake: FakeEngine) -> None:
-    assert doctor.memory(site).found.startswith("8.0 GiB, 4 CPUs;")
-    assert doctor.memory(site).state == doctor.gpus(site).state == "ok"
+    assert doctor.check_memory(site).found.startswith("8.0 GiB, 4 CPUs;")
+    assert doctor.check_memory(site).state == doctor.check_gpus(site).state == "ok"
     fake.answers["GET info"] = (200, INFO | {"MemTotal": GIB, "Runtimes": {"runc": {}}})
-    assert doctor.memory(site).state == "failed"
-    assert doctor.gpus(site).state == "remark"
+    assert doctor.check_memory(site).state == "failed"
+    assert doctor.check_gpus(site).state == "remark"
 
 
 @pytest.mark.parametrize(("free", "there", "state"), [(17, 404, "ok"), (3, 404, "failed"), (3, 200, "remark")])
@@ -164,26 +164,29 @@ def test_disk(
     fake.answers["GET images"] = (there, {"Id": "sha256:1", "message": "no such image"})
     usage = shutil.disk_usage(tmp_path)._replace(free=free * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    result = doctor.disk(site)
+    result = doctor.check_disk(site)
     assert result.state == state
-    assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; the largest image takes 16 GiB")
+    assert result.found.startswith(f"{tmp_path}: {free}.0 GiB free; building the largest image takes 16 GiB")
 
 
-def test_the_disk_of_a_remote_engine_is_not_checked(site: Site) -> None:
-    assert doctor.disk(site).found == "not checked: the engine is on another machine"
+def test_disk_of_remote_docker_is_not_checked(site: Site) -> None:
+    assert doctor.check_disk(site).found == "not checked: Docker runs on another machine"
 
 
-def test_a_network_is_made_and_removed(site: Site, fake: FakeEngine) -> None:
-    assert doctor.networks(site).state == "ok"
+def test_network_is_created_and_removed(site: Site, fake: FakeEngine) -> None:
+    assert doctor.check_networks(site).state == "ok"
     assert fake.made == []
     fake.answers["POST networks"] = (500, {"message": "could not find an available address pool"})
-    state, found, advice = doctor.networks(site)
-    assert (state, found) == ("failed", "the engine makes no bridge network: could not find an available address pool")
-    assert "docker network prune" in advice
+    state, found, fix = doctor.check_networks(site)
+    assert (state, found) == (
+        "failed",
+        "Docker cannot create a bridge network: could not find an available address pool",
+    )
+    assert "docker network prune" in fix
 
 
 def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each system, from the best to the worst: on the engine, from a registry, kept, bootstrapped, nothing."""
+    """From best to worst: in Docker, in a registry, kept from an earlier build, bootstrapped, none of these."""
     shutil.copytree(site.project.templates, tmp_path / "dockerfiles")
     shutil.copy(site.project.buildspec, tmp_path)
     site = replace(site, start=tmp_path)
@@ -193,20 +196,20 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
         return "; ".join(words.format(system.upstream) for system in (first, second))
 
     fake.answers["GET images"] = (200, {"Id": "sha256:1", "RepoDigests": []})
-    assert doctor.base_image(site) == Result("ok", both("{} is on the engine"))
+    assert doctor.check_base_images(site) == Result("ok", both("Docker has {}"))
     fake.answers["GET images"] = (404, {"message": "no such image"})
-    assert doctor.base_image(site) == Result("ok", both("{} can be pulled"))
+    assert doctor.check_base_images(site) == Result("ok", both("{} can be pulled"))
     fake.answers["GET distribution"] = (500, {"message": "no route to host"})
-    monkeypatch.setattr(base, "obstacle", lambda _: "mmdebstrap is not here. What to do: run this as root")
-    assert doctor.base_image(site) == Result("failed", "mmdebstrap is not here", "run this as root")
-    monkeypatch.setattr(base, "obstacle", lambda _: "")
-    assert doctor.base_image(site).found.count("bootstraps one") == 2
-    kept = base.kept_archive(Project(tmp_path).cache, second)
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "mmdebstrap is not here. Fix: run this as root")
+    assert doctor.check_base_images(site) == Result("failed", "mmdebstrap is not here", "run this as root")
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
+    assert doctor.check_base_images(site).found.count("bootstraps it") == 2
+    kept = base_image.archive_path(Project(tmp_path).cache, second)
     kept.parent.mkdir(parents=True)
     kept.touch()
-    told, of_second = doctor.base_image(site).found.split("; the first build")[0], str(kept)
+    told, of_second = doctor.check_base_images(site).found.split("; the first build")[0], str(kept)
     assert told == f"{first.upstream} cannot be pulled"
-    assert of_second in doctor.base_image(site).found
+    assert of_second in doctor.check_base_images(site).found
 
 
 # The network
@@ -253,87 +256,87 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def closed() -> str:
-    """An address where nobody listens."""
+    """An address on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
     pip = (("index-url", f"{server.url}/simple/"), ("extra-index-url", f"{server.url}/more"))
-    assert doctor.package_index(with_machine(site, pip=pip)).state == "ok"
+    assert doctor.check_package_index(with_machine(site, pip=pip)).state == "ok"
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/debian bookworm-updates main")
-    assert doctor.debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
-    suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all that images stand on
+    assert doctor.check_debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
+    suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all base images
     files = [f"/debian/dists/{suite}/InRelease" for suite in suites]
     assert server.asked == ["/simple/pip/", "/more/pip/", *files]
 
 
 @pytest.mark.parametrize(("status", "state"), [(404, "remark"), (401, "failed"), (503, "failed")])
-def test_an_index_that_answers_otherwise(site: Site, server: Server, status: int, state: str) -> None:
+def test_index_with_another_status(site: Site, server: Server, status: int, state: str) -> None:
     server.status = status
-    result = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
+    result = doctor.check_package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert result.state == state
     assert result.found.startswith(f"{server.url}: HTTP status {status}")
 
 
 def test_a_mirror_that_lacks_a_suite(site: Site, server: Server) -> None:
-    """Both are asked at the addresses that this machine has for its own."""
+    """All suites are requested at the addresses of this machine's own suite."""
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/lean bookworm-security main")
-    state, found, _ = doctor.debian_mirror(with_machine(site, apt_sources=sources))
+    state, found, _ = doctor.check_debian_mirror(with_machine(site, apt_sources=sources))
     lacking = [f"{server.url}/lean: HTTP status 404 for {suite}-security" for suite in ("bookworm", "trixie")]
     assert (state, found) == ("failed", "; ".join(lacking))
 
 
 def test_an_extra_index_need_not_have_everything(site: Site, server: Server, closed: str) -> None:
     first, lean = ("index-url", server.url), ("extra-index-url", f"{server.url}/lean")
-    assert doctor.package_index(with_machine(site, pip=(first, lean))) == Result("ok", server.url)
+    assert doctor.check_package_index(with_machine(site, pip=(first, lean))) == Result("ok", server.url)
     broken = (("index-url", f"{server.url}/lean"), ("extra-index-url", closed))
-    state, found, _ = doctor.package_index(with_machine(site, pip=broken))
+    state, found, _ = doctor.check_package_index(with_machine(site, pip=broken))
     assert (state, found) == ("failed", f"{closed}: [Errno 111] Connection refused")
 
 
-def test_a_server_that_hangs_is_not_waited_for(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_times_out(site: Site, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.status = 0
-    monkeypatch.setattr(reach, "SECONDS", 0.2)
+    monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.2)
     began = time.monotonic()
-    state, found, _ = doctor.package_index(with_machine(site, pip=(("index-url", server.url),)))
+    state, found, _ = doctor.check_package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert (state, time.monotonic() - began < 20) == ("failed", True)  # the server hangs for 30 s
     assert "no answer within" in found
 
 
 def test_a_refused_connection_and_an_unknown_name(site: Site, closed: str) -> None:
     sources = (f"deb {closed}/debian bookworm main", "deb http://mirror.invalid/debian bookworm main")
-    state, found, advice = doctor.debian_mirror(with_machine(site, apt_sources=sources))
+    state, found, fix = doctor.check_debian_mirror(with_machine(site, apt_sources=sources))
     assert state == "failed"
     assert found.startswith(f"{closed}/debian: [Errno 111] Connection refused; http://mirror.invalid/debian: ")
-    assert "/etc/apt/sources.list" in advice
+    assert "/etc/apt/sources.list" in fix
 
 
 def test_proxies_of_pip_and_apt_are_used(site: Site, server: Server, closed: str) -> None:
     """A proxy gets whole addresses to ask for; apt's may be for one host only, or DIRECT."""
     pip = (("index-url", "http://index.invalid/simple"), ("proxy", server.url))
-    assert doctor.package_index(with_machine(site, pip=pip)).state == "ok"
+    assert doctor.check_package_index(with_machine(site, pip=pip)).state == "ok"
     sources = ("deb http://mirror.invalid/debian bookworm main",)
     lines = (f'Acquire::http::Proxy "{closed}";', f'Acquire::http::Proxy::mirror.invalid "{server.url}";')
-    assert doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=lines)).state == "ok"
+    assert doctor.check_debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=lines)).state == "ok"
     files = [f"http://mirror.invalid/debian/dists/{suite}/InRelease" for suite in ("bookworm", "trixie")]
     assert server.asked == ["http://index.invalid/simple/pip/", *files]
     refused = (f'Acquire::http::Proxy "{closed}";',)
-    state, found, _ = doctor.debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=refused))
+    state, found, _ = doctor.check_debian_mirror(with_machine(site, apt_sources=sources, apt_proxies=refused))
     assert (state, found.partition(": ")[2]) == ("failed", "its proxy cannot be reached, or refuses")
     direct = (*refused, 'Acquire::http::Proxy::127.0.0.1 "DIRECT";')
     here = (f"deb {server.url}/debian bookworm main",)
-    assert doctor.debian_mirror(with_machine(site, apt_sources=here, apt_proxies=direct)).state == "ok"
+    assert doctor.check_debian_mirror(with_machine(site, apt_sources=here, apt_proxies=direct)).state == "ok"
 
 
-def test_a_password_in_an_address_is_not_told(site: Site, server: Server) -> None:
+def test_password_in_an_address_is_not_shown(site: Site, server: Server) -> None:
     server.status = 401
     url = server.url.replace("//", "//user:planted@")
-    assert "planted" not in str(doctor.package_index(with_machine(site, pip=(("index-url", url),))))
+    assert "planted" not in str(doctor.check_package_index(with_machine(site, pip=(("index-url", url),))))
 
 
-def test_no_index_is_asked_where_pip_shall_ask_none(site: Site) -> None:
-    assert doctor.package_index(with_machine(site, pip=(("no-index", "true"),))).state == "ok"
+def test_no_index_is_requested_with_no_index(site: Site) -> None:
+    assert doctor.check_package_index(with_machine(site, pip=(("no-index", "true"),))).state == "ok"
 
 
 # Certificates, settings, ports, the checkout
@@ -361,7 +364,7 @@ def certificate(name: str, days: int, key_file: Path | None = None) -> bytes:
 @pytest.mark.parametrize(
     ("bundle", "state", "words"),
     [
-        (None, "ok", "none is named"),
+        (None, "ok", "none is set"),
         (certificate("good", 9), "ok", "PIP_CERT: 1 certificates"),
         (
             "# Großes Zertifikat\n".encode() + certificate("good", 9) + certificate("old", -9),
@@ -375,7 +378,7 @@ def certificate(name: str, days: int, key_file: Path | None = None) -> bytes:
     ids=["none", "good", "good and old", "old", "no certificate", "empty"],
 )
 def test_the_ca_bundle(site: Site, bundle: bytes | None, state: str, words: str) -> None:
-    result = doctor.ca_bundle(with_machine(site, ca_bundle=bundle, ca_origin="PIP_CERT"))
+    result = doctor.check_ca_bundle(with_machine(site, ca_bundle=bundle, ca_origin="PIP_CERT"))
     assert (result.state, result.found.startswith(words)) == (state, True), result
 
 
@@ -383,11 +386,11 @@ def test_a_ca_bundle_that_is_not_there_is_found(site: Site, tmp_path: Path, monk
     (tmp_path / "ca.crt").write_bytes(certificate("good", 9))
     monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.crt"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.crt"))
-    machine.read.cache_clear()
-    here = machine.read()
-    machine.read.cache_clear()
+    settings.read_network_settings.cache_clear()
+    here = settings.read_network_settings()
+    settings.read_network_settings.cache_clear()
     assert here.ca_origin == f"pip's cert {tmp_path / 'ca.crt'}"
-    state, found, _ = doctor.ca_bundle(replace(site, machine=lambda: here))
+    state, found, _ = doctor.check_ca_bundle(replace(site, read_settings=lambda: here))
     assert (state, found) == ("failed", f"no such file: SSL_CERT_FILE {tmp_path / 'gone.crt'}")
 
 
@@ -400,44 +403,44 @@ def test_a_server_is_trusted_by_the_bundle_only(site: Site, server: Server, tmp_
     server.socket = context.wrap_socket(server.socket, server_side=True)
     url = server.url.replace("http:", "https:")
     pip = (("index-url", url),)
-    assert doctor.package_index(with_machine(site, pip=pip, ca_bundle=own)) == Result("ok", url)
-    state, found, _ = doctor.package_index(with_machine(site, pip=pip, ca_bundle=other))
-    assert (state, found) == ("failed", f"{url}: its certificate is not signed by any of the CA bundle")
+    assert doctor.check_package_index(with_machine(site, pip=pip, ca_bundle=own)) == Result("ok", url)
+    state, found, _ = doctor.check_package_index(with_machine(site, pip=pip, ca_bundle=other))
+    assert (state, found) == ("failed", f"{url}: its certificate is not signed by a CA of the bundle")
     trusting = (*pip, ("trusted-host", "127.0.0.1"))
-    assert doctor.package_index(with_machine(site, pip=trusting, ca_bundle=other)).state == "ok"
+    assert doctor.check_package_index(with_machine(site, pip=trusting, ca_bundle=other)).state == "ok"
 
 
-def test_settings_that_builds_cannot_use_are_told(site: Site) -> None:
-    assert doctor.settings(site).state == "ok"
-    result = doctor.settings(with_machine(site, left_out=("pip's constraint: not supported in builds",)))
-    assert result == Result("remark", "not used in builds: pip's constraint: not supported in builds")
+def test_settings_that_builds_cannot_use_are_reported(site: Site) -> None:
+    assert doctor.check_settings(site).state == "ok"
+    result = doctor.check_settings(with_machine(site, left_out=("pip's constraint: not supported in builds",)))
+    assert result == Result("remark", "builds do not use: pip's constraint: not supported in builds")
 
 
 def test_loopback(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.loopback(site).state == "ok"
+    assert doctor.check_loopback(site).state == "ok"
 
     def refuse(*_: object) -> socket.socket:
         raise OSError("Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    state, found, _ = doctor.loopback(site)
-    assert (state, found.endswith("reached: Cannot assign requested address")) == ("failed", True)
+    state, found, _ = doctor.check_loopback(site)
+    assert (state, found.endswith("connect to it: Cannot assign requested address")) == ("failed", True)
 
 
 def test_the_checkout(site: Site, tmp_path: Path) -> None:
-    assert doctor.checkout(site).state == "ok"
-    assert doctor.checkout(replace(site, start=tmp_path)).found.startswith(f"no buildspec.yml in {tmp_path}")
+    assert doctor.check_checkout(site).state == "ok"
+    assert doctor.check_checkout(replace(site, start=tmp_path)).found.startswith(f"no buildspec.yml in {tmp_path}")
     (tmp_path / "buildspec.yml").write_text("images: []\n")
-    state, found, _ = doctor.checkout(replace(site, start=tmp_path))
+    state, found, _ = doctor.check_checkout(replace(site, start=tmp_path))
     assert (state, "buildspec.yml:1: mpi: required, but missing" in found) == ("failed", True)
-    (disk,) = doctor.examine(replace(site, start=tmp_path), {"disk": doctor.disk})
-    assert (disk.state, disk.found) == ("remark", "not checked: it needs a checkout")
+    (disk,) = doctor.run_checks(replace(site, start=tmp_path), {"disk": doctor.check_disk})
+    assert (disk.state, disk.found) == ("remark", "not checked: needs a checkout")
 
 
 # All of them
 
 
-def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
+def test_checks_that_raise_or_hang_fail(site: Site) -> None:
     def broken(_: Site) -> Result:
         raise KeyError("MemTotal")
 
@@ -447,19 +450,19 @@ def test_checks_that_raise_or_hang_have_failed(site: Site) -> None:
 
     checks = {"hanging": hanging, "broken": broken, "good": lambda _: Result("ok", "fine")}
     began = time.monotonic()
-    findings = doctor.examine(site, checks, limit=0.5)
+    findings = doctor.run_checks(site, checks, limit=0.5)
     assert time.monotonic() - began < 20
     assert [(each.name, each.state, each.found) for each in findings] == [
-        ("hanging", "failed", "not done after 0.5 s"),
+        ("hanging", "failed", "no result after 0.5 s"),
         ("broken", "failed", "KeyError: 'MemTotal'"),
         ("good", "ok", "fine"),
     ]
-    with pytest.raises(DoctorError, match="2 of the checks failed: hanging, broken"):
-        doctor.judge(findings)
-    assert [line[0] for line in doctor.told(findings).splitlines()] == ["✗", " ", "✗", " ", "✓"]
+    with pytest.raises(DoctorError, match="2 checks failed: hanging, broken"):
+        doctor.raise_failures(findings)
+    assert [line[0] for line in doctor.format_findings(findings).splitlines()] == ["✗", " ", "✗", " ", "✓"]
 
 
-def test_an_interrupt_waits_for_what_a_check_has_made_to_be_removed(site: Site) -> None:
+def test_interrupt_waits_for_checks_to_clean_up(site: Site) -> None:
     left = ["network"]
 
     def making(_: Site) -> Result:
@@ -469,7 +472,7 @@ def test_an_interrupt_waits_for_what_a_check_has_made_to_be_removed(site: Site) 
         return Result("ok", "")
 
     with pytest.raises(KeyboardInterrupt):
-        doctor.examine(site, {"networks": making})
+        doctor.run_checks(site, {"networks": making})
     assert left == []
 
 
@@ -485,29 +488,29 @@ def test_the_command_exits_10_and_prints_only_json(fake: FakeEngine, project: Pr
     findings = {each["name"]: each for each in json.loads(result.stdout)}
     assert list(findings) == list(doctor.CHECKS)
     assert findings["memory"]["state"] == "failed"
-    assert findings["memory"]["advice"] == "give the engine's machine at least 2 GiB"
+    assert findings["memory"]["fix"] == "give Docker's machine at least 2 GiB"
     assert result.returncode == 10
     assert "memory" in result.stderr
     assert fake.made == []
 
 
-def test_fix_starts_an_engine_by_the_script_and_says_so(tmp_path: Path, fake: FakeEngine) -> None:
-    """The script of this checkout, whose engine is a link to the fake's socket."""
+def test_fix_starts_docker_with_the_script(tmp_path: Path, fake: FakeEngine) -> None:
+    """The script of this checkout, which links the fake's socket."""
     (tmp_path / "buildspec.yml").write_text("images: []\n")
     (tmp_path / "scripts").mkdir()
     script = tmp_path / "scripts" / "engine.sh"
     script.write_text(f"#!/bin/sh\necho engine: starting\nln -s {fake.address.removeprefix('unix://')} docker.sock\n")
     script.chmod(0o755)
     host = f"unix://{tmp_path / 'docker.sock'}"
-    assert "✗ engine" in run([], tmp_path, DOCKER_HOST=host).stdout
+    assert "✗ docker" in run([], tmp_path, DOCKER_HOST=host).stdout
     result = run(["--fix"], tmp_path, DOCKER_HOST=host)
-    assert "✓ engine" in result.stdout
+    assert "✓ docker" in result.stdout
     assert "engine: starting" in result.stderr
-    assert "shoal: --fix: engine: started one by scripts/engine.sh" in result.stderr
+    assert "shoal: --fix: docker: started it with scripts/engine.sh" in result.stderr
     assert result.returncode == 10  # the buildspec is still wrong
 
 
 def test_fix_does_nothing_outside_a_checkout(tmp_path: Path) -> None:
     result = run(["--fix"], tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
     assert result.returncode == 10
-    assert "shoal: --fix: engine: nothing done: no buildspec.yml" in result.stderr
+    assert "shoal: --fix: docker: nothing done: no buildspec.yml" in result.stderr

@@ -1,4 +1,4 @@
-"""`shoal run --gpus`: how GPUs are divided over hosts, against an engine of a few lines."""
+"""`shoal run --gpus`: GPUs are divided between hosts, with a fake of Docker."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal.engine import containers
-from shoal.errors import EngineError, UsageError
-from shoal.jobs import embedded, gpus
+from shoal.docker_client import containers
+from shoal.errors import DockerError, UsageError
+from shoal.jobs import gpus, local_job
 
 HOSTS = ("algo-1", "algo-2")
 CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}
 
 
 class FakeEngine:
-    """An engine with so many GPUs (None: without NVIDIA's runtime), of which nvidia-smi in a container tells."""
+    """Docker with `count` GPUs, which nvidia-smi lists in a container (None: without NVIDIA's runtime)."""
 
     def __init__(self, count: int | None, labels: Mapping[str, str] | None = None, refuses: str = "") -> None:
         self._count, self._refuses = count or 0, refuses
@@ -44,7 +44,7 @@ class FakeEngine:
 
 def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS) -> tuple[list[Any], list[str]]:
     said: list[str] = []
-    return gpus.divide(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
+    return gpus.divide_gpus(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_hosts_share_no_gpu(
     assert divide(FakeEngine(count), asked) == (each, words)
 
 
-def test_one_host_gets_all_and_nobody_counts_them() -> None:
+def test_one_host_gets_all_gpus_without_counting() -> None:
     client = FakeEngine(2)
     assert divide(client, None, ("algo-1",))[0] == divide(client, "all", ("algo-1",))[0] == [("all",)]
     assert client.asked == []
 
 
-def test_the_engines_gpus_are_counted_where_they_are() -> None:
+def test_gpus_are_counted_in_a_container() -> None:
     client = FakeEngine(2)
     divide(client, "all")
     (asked,) = client.asked
@@ -82,45 +82,47 @@ def test_the_engines_gpus_are_counted_where_they_are() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_too_few_gpus_for_the_hosts_is_an_error(count: int) -> None:
-    words = rf"--hosts 2: the engine has {count} GPUs?, and hosts share none: .* Fix: --hosts 1, or --gpus none"
+    words = rf"--hosts 2: Docker has {count} GPUs?, and hosts share none: .* Fix: --hosts 1, or --gpus none"
     with pytest.raises(UsageError, match=words):
         divide(FakeEngine(count), None)
 
 
-def test_hosts_of_an_image_for_cpus_need_no_gpu_unless_some_are_asked_for() -> None:
+def test_hosts_of_cpu_images_get_gpus_only_on_request() -> None:
     assert divide(FakeEngine(1, CPU), None)[0] == [(), ()]
-    with pytest.raises(UsageError, match="--hosts 2: the engine has 1 GPU,"):
+    with pytest.raises(UsageError, match="--hosts 2: Docker has 1 GPU,"):
         divide(FakeEngine(1, CPU), "all")
 
 
 @pytest.mark.parametrize("asked", ["all", "0,1"])
-def test_gpus_of_an_engine_that_gives_none_are_an_error(asked: str) -> None:
-    with pytest.raises(EngineError, match=f"--gpus {asked}: this engine cannot give GPUs to containers"):
+def test_gpus_without_nvidia_runtime_are_an_error(asked: str) -> None:
+    with pytest.raises(DockerError, match=f"--gpus {asked}: Docker cannot give GPUs to containers"):
         divide(FakeEngine(None), asked)
 
 
 def test_gpus_that_cannot_be_counted_are_an_error() -> None:
-    with pytest.raises(EngineError, match=r"cannot be counted: .*no such file.*\nFix: name them, such as --gpus 0,1"):
+    with pytest.raises(
+        DockerError, match=r"cannot count Docker.s GPUs: .*no such file.*\nFix: name them, such as --gpus 0,1"
+    ):
         divide(FakeEngine(2, refuses="exec: nvidia-smi: no such file"), "all")
 
 
-def test_what_a_container_is_given() -> None:
-    (some,) = gpus.settings(("0", "1"))
+def test_settings_of_a_container() -> None:
+    (some,) = gpus.device_requests(("0", "1"))
     assert (some["DeviceIDs"], some["Count"], some["Capabilities"]) == (["0", "1"], 0, [["gpu"]])
-    assert gpus.settings(("all",))[0]["Count"] == -1
-    assert gpus.settings(()) == []
-    assert gpus.variables(()) == {"NVIDIA_VISIBLE_DEVICES": "void"}
-    assert gpus.variables(("0", "1")) == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
-    assert gpus.variables(("all",)) == {}
+    assert gpus.device_requests(("all",))[0]["Count"] == -1
+    assert gpus.device_requests(()) == []
+    assert gpus.gpu_environment(()) == {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert gpus.gpu_environment(("0", "1")) == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
+    assert gpus.gpu_environment(("all",)) == {}
 
 
-def test_without_an_engine_a_process_sees_the_gpus_that_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave it out"):
-        embedded._visible_gpus("0,1", tmp_path)
+def test_local_job_sees_the_requested_gpus(tmp_path: Path) -> None:
+    with pytest.raises(DockerError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave out --gpus"):
+        local_job._gpu_environment("0,1", tmp_path)
     (tmp_path / "nvidiactl").touch()
-    with pytest.raises(EngineError, match="--gpus all"):
-        embedded._visible_gpus("all", tmp_path)
+    with pytest.raises(DockerError, match="--gpus all"):
+        local_job._gpu_environment("all", tmp_path)
     (tmp_path / "nvidia0").touch()
-    assert embedded._visible_gpus("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert embedded._visible_gpus("all", tmp_path) == embedded._visible_gpus(None, tmp_path) == {}
-    assert embedded._visible_gpus("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert local_job._gpu_environment("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert local_job._gpu_environment("all", tmp_path) == local_job._gpu_environment(None, tmp_path) == {}
+    assert local_job._gpu_environment("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.build import graph
+from shoal.builds import graph
 
 BELOW = {"a": None, "b": None, "a1": "a", "a2": "a", "a11": "a1", "c": "elsewhere"}
 
@@ -35,7 +35,7 @@ def test_what_it_stands_on_comes_first(jobs: int) -> None:
         done.append(name)
         return name.upper()
 
-    assert graph.run(BELOW, work, nothing, jobs) == {name: name.upper() for name in BELOW}
+    assert graph.run_tasks(BELOW, work, nothing, jobs) == {name: name.upper() for name in BELOW}
     assert most <= jobs
     assert most > 1 or jobs == 1
 
@@ -46,11 +46,11 @@ def test_a_failure_stops_only_what_stands_on_it() -> None:
             raise OSError("no")
         return name
 
-    results = graph.run(BELOW, work, nothing, 2)
+    results = graph.run_tasks(BELOW, work, nothing, 2)
     assert list(results) == list(BELOW)
     assert isinstance(results["a1"], OSError)
     assert isinstance(results["a11"], graph.NotTriedError)
-    assert str(results["a11"]) == "it stands on a1"
+    assert str(results["a11"]) == "it extends a1, which was not built"
     assert [results[name] for name in ("a", "b", "a2", "c")] == ["a", "b", "a2", "c"]
 
 
@@ -58,7 +58,7 @@ def test_what_stands_on_what_was_not_tried_is_not_tried() -> None:
     def work(name: str) -> str:
         raise OSError(name)
 
-    results = graph.run({"a": None, "a1": "a", "a11": "a1"}, work, nothing, 2)
+    results = graph.run_tasks({"a": None, "a1": "a", "a11": "a1"}, work, nothing, 2)
     assert [type(result) for result in results.values()] == [OSError, graph.NotTriedError, graph.NotTriedError]
 
 
@@ -82,5 +82,5 @@ def test_an_interrupt_stops_the_work_under_way(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(graph, "SimpleQueue", Queue)
     with pytest.raises(KeyboardInterrupt):
-        graph.run({"a": None, "b": None, "c": None}, work, stopped.set, 2)
+        graph.run_tasks({"a": None, "b": None, "c": None}, work, stopped.set, 2)
     assert sorted(ended) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""The job on the host's side: hyperparameters as the SDK sends them, the /opt/ml tree, what is collected."""
+"""Jobs as `shoal run` sees them: hyperparameters in the form of the SDK, the /opt/ml tree, and results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.engine import archive
+from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import distribution, embedded, job, summary
+from shoal.jobs import distribution, job, local_job, summary
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 
@@ -72,7 +72,7 @@ MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleave
     ],
 )
 def test_distribution_writes_what_the_sdk_writes(given: dict[str, Any], sent: dict[str, str]) -> None:
-    assert distribution.encode(distribution.hyperparameters(given)) == sent
+    assert distribution.encode_values(distribution.convert_distribution(given)) == sent
 
 
 @pytest.mark.parametrize(
@@ -91,17 +91,17 @@ def test_distribution_writes_what_the_sdk_writes(given: dict[str, Any], sent: di
         ),
     ],
 )
-def test_a_wrong_distribution_is_told(given: dict[str, Any], words: str) -> None:
+def test_wrong_distribution_is_an_error(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        distribution.hyperparameters(given)
+        distribution.convert_distribution(given)
     assert words in str(caught.value)
 
 
 def test_processes_per_host_from_the_command_line() -> None:
-    assert distribution.with_processes_per_host({}, None) == {}
-    assert distribution.with_processes_per_host({}, 2) == {"mpi": {"enabled": True, "processes_per_host": 2}}
-    with pytest.raises(UsageError, match="Give one of them"):
-        distribution.with_processes_per_host({"mpi": {"enabled": True, "processes_per_host": 4}}, 2)
+    assert distribution.set_processes_per_host({}, None) == {}
+    assert distribution.set_processes_per_host({}, 2) == {"mpi": {"enabled": True, "processes_per_host": 2}}
+    with pytest.raises(UsageError, match="Fix: remove one"):
+        distribution.set_processes_per_host({"mpi": {"enabled": True, "processes_per_host": 4}}, 2)
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ def request_(tmp_path: Path) -> job.JobRequest:
     )
 
 
-def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> None:
+def test_tree_is_like_sagemakers(request_: job.JobRequest, tmp_path: Path) -> None:
     root = tmp_path / "ml"
     job.write_tree(root, request_, "digits-1")
     config = root / "input" / "config"
-    assert json.loads(job.resources(request_, "algo-2")) == {
+    assert json.loads(job.encode_resource_config(request_, "algo-2")) == {
         "current_host": "algo-2",
         "hosts": ["algo-1", "algo-2"],
         "network_interface_name": "eth0",
@@ -148,11 +148,11 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
     ("change", "words"),
     [
         ({"source": Path("/nowhere")}, "--source /nowhere: no such directory"),
-        ({"entry_point": "trian.py"}, "Did you mean 'train.py'? It holds: "),
+        ({"entry_point": "trian.py"}, "Did you mean 'train.py'? It contains: "),
         ({"channels": {"training": Path("/nowhere")}}, "--channel training=/nowhere: no such directory"),
         ({"distribution": {"mpy": {}}}, "Did you mean 'mpi'?"),
         ({"distribution": {"mpi": True}}, "distribution.mpi: expected a dictionary, found True"),
-        ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 3}}}, "Give one of them"),
+        ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 3}}}, "Fix: remove one"),
         ({"distribution": {"mpi": {"enabled": False}}}, "--procs-per-host 2 starts MPI"),
         (
             {"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}},
@@ -170,13 +170,13 @@ def test_the_tree_is_sagemakers(request_: job.JobRequest, tmp_path: Path) -> Non
         ({"gpus": "0,0"}, "--gpus 0,0: expected all, none, or different GPUs"),
         ({"gpus": "0;1"}, "Example: --gpus 0,1"),
         ({"gpus": ""}, "--gpus : expected"),
-        ({"gpus": "0"}, "--gpus 0: 1 GPUs cannot be divided over 2 hosts"),
-        ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of it, or --gpus none"),
+        ({"gpus": "0"}, "--gpus 0: 1 GPUs cannot be divided evenly between 2 hosts"),
+        ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of that, or use --gpus none"),
         ({"memory": "much"}, "--memory much: expected a size such as 512m or 2g"),
         ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
     ],
 )
-def test_what_is_not_there_is_told_before_anything_starts(
+def test_wrong_requests_are_errors_before_anything_starts(
     request_: job.JobRequest, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -187,32 +187,32 @@ def test_what_is_not_there_is_told_before_anything_starts(
 @pytest.mark.parametrize(
     ("name", "stem"), [("my code", "my-code"), (".hidden", "hidden"), ("größe", "gr-e"), ("…", "job")]
 )
-def test_a_job_name_is_one_for_docker(request_: job.JobRequest, tmp_path: Path, name: str, stem: str) -> None:
+def test_job_names_are_valid_for_docker(request_: job.JobRequest, tmp_path: Path, name: str, stem: str) -> None:
     source = tmp_path / "sources" / name
     source.mkdir(parents=True)
-    assert job.new_name(replace(request_, source=source)).startswith(f"{stem}-20")
+    assert job.make_job_name(replace(request_, source=source)).startswith(f"{stem}-20")
 
 
 def test_results_inside_the_source_are_not_copied_along(request_: job.JobRequest, tmp_path: Path) -> None:
     request = replace(request_, output=request_.source / "jobs")
-    directory = job.make_directory(request, "j")
+    directory = job.make_job_directory(request, "j")
     (directory / "old.tar.gz").write_text("large")
     job.write_tree(tmp_path / "ml", request, "j")
     assert sorted(path.name for path in (tmp_path / "ml" / "code").iterdir()) == ["train.py"]
 
 
-def test_an_output_directory_that_cannot_be_made_is_told_before_training(request_: job.JobRequest) -> None:
-    with pytest.raises(UsageError, match=r"--output /proc/nope: .* cannot be made"):
-        job.make_directory(replace(request_, output=Path("/proc/nope")), "j")
+def test_output_directory_is_created_before_training(request_: job.JobRequest) -> None:
+    with pytest.raises(UsageError, match=r"--output /proc/nope: .* cannot be created"):
+        job.make_job_directory(replace(request_, output=Path("/proc/nope")), "j")
 
 
-def test_a_source_that_cannot_be_copied_is_told(request_: job.JobRequest, tmp_path: Path) -> None:
+def test_source_that_cannot_be_copied_is_an_error(request_: job.JobRequest, tmp_path: Path) -> None:
     (request_.source / "dangling").symlink_to("nowhere")
     with pytest.raises(UsageError, match=r"cannot be copied: .*dangling"):
         job.write_tree(tmp_path / "ml", request_, "j")
 
 
-def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
+def test_odd_archive_entries_do_not_affect_other_files(tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()
     (source / "weights").write_text("w")
@@ -221,15 +221,15 @@ def test_an_odd_entry_does_not_cost_the_other_files(tmp_path: Path) -> None:
     (source / "self").symlink_to("self")
     os.mkfifo(source / "pipe")
     with TemporaryFile() as buffer:
-        archive.pack(source, "model", buffer)
-        skipped = list(archive.unpack(buffer, tmp_path / "out"))
+        archive.pack_tree(source, "model", buffer)
+        skipped = list(archive.unpack_safely(buffer, tmp_path / "out"))
     found = {path.name: path.read_text() for path in (tmp_path / "out" / "model").iterdir()}
     assert found == {"weights": "w", "latest": "w"}
     assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
 
 
-def test_files_keep_their_permissions_and_nobody_elses_rights(tmp_path: Path) -> None:
-    """An exported program stays one; a file that acts as its owner does not."""
+def test_files_keep_permissions_but_not_setuid(tmp_path: Path) -> None:
+    """An executable stays executable, but a setuid bit is dropped."""
     modes = {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o4755, "closed": 0o000}
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as packed:
@@ -241,7 +241,7 @@ def test_files_keep_their_permissions_and_nobody_elses_rights(tmp_path: Path) ->
         link.type, link.linkname, link.mode = tarfile.LNKTYPE, "program", 0o750
         packed.addfile(link)
     out.seek(0)
-    assert list(archive.unpack(out, tmp_path)) == []
+    assert list(archive.unpack_safely(out, tmp_path)) == []
     found = {path.name: path.stat().st_mode & 0o7777 for path in tmp_path.iterdir()}
     assert found == {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o755, "closed": 0o600, "link": 0o750}
 
@@ -249,8 +249,8 @@ def test_files_keep_their_permissions_and_nobody_elses_rights(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["../escaped", "inside/../../escaped", "/{}/escaped"])
 def test_an_archive_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     name = name.format(str(tmp_path)[1:])
-    buffer = io.BytesIO(archive.single(name, b"x"))
-    assert list(archive.unpack(buffer, tmp_path / "out")) == [f"{name}: outside the directory"]
+    buffer = io.BytesIO(archive.pack_file(name, b"x"))
+    assert list(archive.unpack_safely(buffer, tmp_path / "out")) == [f"{name}: outside the directory"]
     assert not (tmp_path / "escaped").exists()
 
 
@@ -260,13 +260,13 @@ def write(tree: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_archives_join_all_hosts_and_the_first_wins(tmp_path: Path) -> None:
+def test_results_of_all_hosts_are_packed_and_the_first_host_wins(tmp_path: Path) -> None:
     trees = {"algo-1": tmp_path / "algo-1", "algo-2": tmp_path / "algo-2"}
     write(trees["algo-1"], "model/a", "first")
     write(trees["algo-2"], "model/a", "second")
     write(trees["algo-2"], "model/sub/b", "second")
     write(trees["algo-2"], "output/data/metrics.json", "[1]")
-    result = job.outcome("j", {"algo-1": 0, "algo-2": 42}, tmp_path, trees)
+    result = job.read_result("j", {"algo-1": 0, "algo-2": 42}, tmp_path, trees)
     with tarfile.open(result.archives["model.tar.gz"]) as archive:
         assert archive.getnames() == ["a", "sub/b"]
         member = archive.extractfile("a")
@@ -279,52 +279,52 @@ def test_archives_join_all_hosts_and_the_first_wins(tmp_path: Path) -> None:
 
 def test_a_job_without_files_makes_no_archives(tmp_path: Path) -> None:
     (tmp_path / "algo-1").mkdir()
-    assert job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"}).archives == {}
+    assert job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"}).archives == {}
 
 
-def test_metrics_that_are_not_json_are_told(tmp_path: Path) -> None:
+def test_metrics_that_are_not_json_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", "{broken")
-    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert result.metrics == {}
     assert "output/data/metrics.json: Expecting property name" in result.messages["algo-1"]
 
 
 @pytest.mark.parametrize("part", ["job.json", "data/metrics.json"])
-def test_what_is_too_deep_is_told(tmp_path: Path, part: str) -> None:
+def test_deeply_nested_reports_are_reported(tmp_path: Path, part: str) -> None:
     write(tmp_path / "algo-1", f"output/{part}", '{"a": ' + "[" * 100_000)
-    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert (result.launch, result.metrics) == ({}, {})
-    assert f"output/{part}: too deep" in result.messages["algo-1"]
+    assert f"output/{part}: nested too deeply" in result.messages["algo-1"]
 
 
 @pytest.mark.parametrize(
     "said", ['{"hosts": 5}', '{"hosts": []}', '{"ranks": "x"}', '{"training_seconds": "\\u001b[2J"}']
 )
-def test_what_train_does_not_write_is_told(tmp_path: Path, request_: job.JobRequest, said: str) -> None:
-    """An image of somebody else may write anything there: the table at the end is shown all the same."""
+def test_malformed_launch_report_is_reported(tmp_path: Path, request_: job.JobRequest, said: str) -> None:
+    """Any image may write anything there. The summary is printed anyway."""
     write(tmp_path / "algo-1", "output/job.json", said)
-    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
-    assert "output/job.json: not what `train` writes" in result.messages["algo-1"]
-    assert ("exit code", "0") in summary.rows(request_, result, None)
+    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    assert "output/job.json: not written by `train`" in result.messages["algo-1"]
+    assert ("exit code", "0") in summary.summary_rows(request_, result, None)
 
 
-def test_a_loss_that_is_no_number_is_a_text(tmp_path: Path) -> None:
+def test_nan_metrics_become_strings(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", '{"loss": NaN, "accuracy": 0.5}')
-    result = job.outcome("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert result.metrics == {"loss": "NaN", "accuracy": 0.5}
 
 
-def test_without_an_engine_the_hosts_are_folded_and_it_is_said(request_: job.JobRequest) -> None:
+def test_local_job_merges_hosts_and_prints_that(request_: job.JobRequest) -> None:
     screen = io.StringIO()
-    folded = embedded.fold(request_, Console(file=screen, width=200))
+    folded = local_job.merge_hosts(request_, Console(file=screen, width=200))
     assert folded.hosts == 1
     assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in screen.getvalue()
-    sent = folded.encoded_hyperparameters("j")
+    sent = folded.encode_hyperparameters("j")
     assert sent["sagemaker_mpi_num_of_processes_per_host"] == "4"
 
 
-def test_a_job_refused_before_launch_has_a_table_and_says_why_once(request_: job.JobRequest, tmp_path: Path) -> None:
-    outcome = job.Outcome(
+def test_refused_job_has_a_table_and_one_message(request_: job.JobRequest, tmp_path: Path) -> None:
+    result = job.JobResult(
         name="j",
         exit_code=2,
         directory=tmp_path,
@@ -334,14 +334,14 @@ def test_a_job_refused_before_launch_has_a_table_and_says_why_once(request_: job
         messages={"algo-1": "not supported yet", "algo-2": "not supported yet"},
     )
     screen = io.StringIO()
-    summary.show(Console(file=screen, width=80), request_, outcome, None)
+    summary.print_summary(Console(file=screen, width=80), request_, result, None)
     assert screen.getvalue().count("not supported yet") == 1
     assert "algo-1, algo-2: not supported yet" in screen.getvalue()
     assert "exit code      2" in screen.getvalue()
 
 
-def test_the_table(request_: job.JobRequest, tmp_path: Path) -> None:
-    outcome = job.Outcome(
+def test_summary_table(request_: job.JobRequest, tmp_path: Path) -> None:
+    result = job.JobResult(
         name="j",
         exit_code=0,
         directory=tmp_path,
@@ -350,7 +350,7 @@ def test_the_table(request_: job.JobRequest, tmp_path: Path) -> None:
         metrics={"test_accuracy": 0.98611, "images_per_second": 4321.0},
         messages={},
     )
-    assert summary.rows(request_, outcome, 1.0) == [
+    assert summary.summary_rows(request_, result, 1.0) == [
         ("test accuracy", "0.9861"),
         ("images/s", "4,321"),
         ("hosts × ranks", "2 × 2"),

@@ -10,8 +10,8 @@ from typing import Any
 import docker.errors
 import pytest
 
-from shoal.build import base, labels
-from shoal.build.base import BaseImage
+from shoal.builds import base_image
+from shoal.builds.base_image import BaseImage
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import provenance
@@ -59,7 +59,9 @@ def checkout(tmp_path: Path) -> Path:
 def test_what_is_said(beneath: BaseImage, inherited: dict[str, str], found: Provenance, said: dict[str, str]) -> None:
     below = {f"{OCI}.{name}": value for name, value in inherited.items()}
     expected = {"base.name": beneath.name, **said}
-    assert labels.oci(beneath, below, found) == {f"{OCI}.{name}": value for name, value in expected.items()}
+    assert provenance.make_oci_labels(beneath.name, beneath.digest, below, found) == {
+        f"{OCI}.{name}": value for name, value in expected.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def test_what_is_said(beneath: BaseImage, inherited: dict[str, str], found: Prov
 def test_a_base_that_was_pulled_has_a_digest(matrix: BuildSpec, digests: list[str] | None, digest: str) -> None:
     image = SimpleNamespace(id="sha256:1", attrs={"RepoDigests": digests})
     client: Any = SimpleNamespace(images=SimpleNamespace(get=lambda _: image))
-    assert base.find(client, matrix.systems()[0]) == BaseImage(DEBIAN.reference, "sha256:1", DEBIAN.name, digest)
+    assert base_image.find_base(client, matrix.systems()[0]) == BaseImage(
+        DEBIAN.reference, "sha256:1", DEBIAN.name, digest
+    )
 
 
 def test_a_base_made_here_has_the_engines_name_and_no_digest(matrix: BuildSpec) -> None:
@@ -87,25 +91,25 @@ def test_a_base_made_here_has_the_engines_name_and_no_digest(matrix: BuildSpec) 
 
     api = SimpleNamespace(images=lambda *_, **__: [{"RepoTags": [name]}])
     client: Any = SimpleNamespace(images=SimpleNamespace(get=get), api=api)
-    assert base.find(client, system) == BaseImage(name, "sha256:1", name, "")
+    assert base_image.find_base(client, system) == BaseImage(name, "sha256:1", name, "")
 
 
 def test_the_revision_is_the_last_commit_of_what_goes_in(checkout: Path) -> None:
-    assert provenance.revision(checkout) == ""
+    assert provenance.find_revision(checkout) == ""
     commit(checkout, README="1")
-    assert provenance.revision(checkout) == ""
+    assert provenance.find_revision(checkout) == ""
     first = commit(checkout, toolkit__a="1")
     commit(checkout, README="2")
-    assert provenance.revision(checkout) == first
+    assert provenance.find_revision(checkout) == first
     second = commit(checkout, toolkit__a="2")
-    assert provenance.revision(checkout) == second
+    assert provenance.find_revision(checkout) == second
     (checkout / "README").write_text("3")
-    assert provenance.revision(checkout) == second
+    assert provenance.find_revision(checkout) == second
     (checkout / "toolkit" / "b").touch()
-    assert provenance.revision(checkout) == ""
+    assert provenance.find_revision(checkout) == ""
     (checkout / "toolkit" / "b").unlink()
     (checkout / "toolkit" / "a").write_text("3")
-    assert provenance.revision(checkout) == ""
+    assert provenance.find_revision(checkout) == ""
 
 
 def test_a_shallow_clone_says_none_that_it_cannot_know(checkout: Path, tmp_path: Path) -> None:
@@ -113,22 +117,22 @@ def test_a_shallow_clone_says_none_that_it_cannot_know(checkout: Path, tmp_path:
     commit(checkout, README="1")
     url = f"file://{checkout}"
     git(tmp_path, "clone", "-q", "--depth=1", url, "shallow")
-    assert provenance.revision(tmp_path / "shallow") == ""
+    assert provenance.find_revision(tmp_path / "shallow") == ""
     head = commit(checkout, toolkit__a="2")
     git(tmp_path, "clone", "-q", "--depth=2", url, "deeper")
-    assert provenance.revision(tmp_path / "deeper") == head
+    assert provenance.find_revision(tmp_path / "deeper") == head
 
 
 def test_without_git_there_is_no_revision(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(checkout, toolkit__a="1")
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert provenance.revision(checkout) == ""
+    assert provenance.find_revision(checkout) == ""
 
 
 def test_the_source_is_what_a_package_declares(tmp_path: Path) -> None:
     (tmp_path / "toolkit").mkdir()
     declared = tmp_path / "toolkit" / "pyproject.toml"
     declared.write_text('[project]\nname = "a"\n')
-    assert provenance.read(Project(tmp_path)) == Provenance()
+    assert provenance.read_provenance(Project(tmp_path)) == Provenance()
     declared.write_text('[project.urls]\nHomepage = "https://a.example"\nSource = "https://b.example"\n')
-    assert provenance.read(Project(tmp_path)).source == "https://b.example"
+    assert provenance.read_provenance(Project(tmp_path)).source == "https://b.example"

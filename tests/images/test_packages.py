@@ -31,7 +31,7 @@ DIGEST = """
 import hashlib, pathlib, sys
 {imports}
 from shoal.sources import packages
-layer = packages.installed(pathlib.Path(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]))
+layer = packages.install_package(pathlib.Path(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]))
 print(hashlib.sha256(layer).hexdigest())
 """
 
@@ -44,18 +44,18 @@ def test_two_clones_give_the_same_bytes_in_any_process(project: Project, tmp_pat
         shutil.copytree(project.root / package, clone, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         command = [sys.executable, "-c", DIGEST.format(imports=imports), str(clone), HERE, str(clone.parent / "cache")]
         digests.add(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    layer = packages.installed(project.root / package, HERE, tmp_path / "cache")
+    layer = packages.install_package(project.root / package, HERE, tmp_path / "cache")
     assert digests == {f"{hashlib.sha256(layer).hexdigest()}\n"}
     assert any(name.endswith(".pyc") for name in names(layer))
 
 
 def test_the_library_is_that_of_any_host(project: Project, tmp_path: Path) -> None:
     """No host's compiler takes part: what one has compiled here stays here, and another would have none."""
-    layer = packages.installed(project.root / "library", HERE, tmp_path / "cache")
+    layer = packages.install_package(project.root / "library", HERE, tmp_path / "cache")
     assert not [name for name in names(layer) if name.endswith(".so")]
     copy = shutil.copytree(project.root / "library", tmp_path / "library")
     (copy / "smdistributed" / "core" / "_engine.so").write_bytes(b"of another machine")
-    assert packages.installed(copy, HERE, tmp_path / "cache") == layer
+    assert packages.install_package(copy, HERE, tmp_path / "cache") == layer
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_the_library_is_that_of_any_host(project: Project, tmp_path: Path) -> No
 def test_modules_of_aws_names_that_scripts_import_are_there(
     project: Project, tmp_path: Path, package: str, module: str
 ) -> None:
-    layer = packages.installed(project.root / package, HERE, tmp_path / "cache")
+    layer = packages.install_package(project.root / package, HERE, tmp_path / "cache")
     (path,) = (name for name in names(layer) if name.endswith(f"site-packages/{module}"))
     compiled = importlib.util.cache_from_source(path)
     assert compiled in names(layer)
-    assert module in packages.contents(layer)
+    assert module in packages.read_digests(layer)
 
 
 def test_a_package_is_made_again_only_when_it_changes(project: Project, tmp_path: Path) -> None:
     package, cache = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit"), tmp_path / "cache"
-    first = packages.installed(package, HERE, cache)
+    first = packages.install_package(package, HERE, cache)
     (kept,) = cache.rglob("*.tar")
     kept.write_bytes(b"kept")
-    assert packages.installed(package, HERE, cache) == b"kept"
-    assert packages.installed(package, OTHER, cache) != b"kept"
+    assert packages.install_package(package, HERE, cache) == b"kept"
+    assert packages.install_package(package, OTHER, cache) != b"kept"
     with (package / "shoal_toolkit" / "cli.py").open("a") as file:
         file.write("# changed\n")
-    second = packages.installed(package, HERE, cache)
+    second = packages.install_package(package, HERE, cache)
     assert second not in (first, b"kept")
     assert [path.read_bytes() for path in cache.rglob(f"*-{HERE}-*.tar")] == [second]
     assert len([*cache.rglob("*.tar")]) == 2
@@ -88,7 +88,7 @@ def test_a_package_is_made_again_only_when_it_changes(project: Project, tmp_path
 
 @pytest.mark.parametrize("python", [HERE, OTHER])
 def test_bytecode_is_that_of_the_images_python_or_missing(project: Project, tmp_path: Path, python: str) -> None:
-    layer = packages.installed(project.root / "toolkit", python, tmp_path)
+    layer = packages.install_package(project.root / "toolkit", python, tmp_path)
     compiled = {name for name in names(layer) if name.endswith(".pyc")}
     modules = {name for name in names(layer) if name.endswith(".py")}
     assert modules
@@ -97,7 +97,7 @@ def test_bytecode_is_that_of_the_images_python_or_missing(project: Project, tmp_
 
 def test_what_is_installed_runs_and_needs_no_compiling(project: Project, tmp_path: Path) -> None:
     """Whatever time its files have: the bytecode is checked by the content of the source."""
-    layer = packages.installed(project.root / "toolkit", HERE, tmp_path / "cache")
+    layer = packages.install_package(project.root / "toolkit", HERE, tmp_path / "cache")
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
         tar.extractall(tmp_path / "root")  # what this process has just written
     modules = tmp_path / "root" / packages.site_packages(HERE)
@@ -119,7 +119,7 @@ def test_what_is_installed_runs_and_needs_no_compiling(project: Project, tmp_pat
 
 
 def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tmp_path: Path) -> None:
-    layer = packages.installed(project.root / "library", HERE, tmp_path)
+    layer = packages.install_package(project.root / "library", HERE, tmp_path)
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
         (name,) = [name for name in tar.getnames() if name.endswith("/RECORD")]
         record = tar.extractfile(name)
@@ -142,7 +142,7 @@ def test_a_module_that_is_not_python_is_told_with_its_place(
     package = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit")
     (package / "shoal_toolkit" / "cli.py").write_text(f"{line}\n")
     with pytest.raises(BuildError, match=told):
-        packages.installed(package, HERE, tmp_path / "cache")
+        packages.install_package(package, HERE, tmp_path / "cache")
 
 
 def test_a_wheel_is_built_into_a_relative_directory(
@@ -155,7 +155,7 @@ def test_a_wheel_is_built_into_a_relative_directory(
 
 def test_what_is_installed_can_be_zipped(project: Project, tmp_path: Path) -> None:
     """Which knows no time before 1980."""
-    layer = packages.installed(project.root / "toolkit", HERE, tmp_path)
+    layer = packages.install_package(project.root / "toolkit", HERE, tmp_path)
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
         tar.extractall(tmp_path / "root")  # what this process has just written
     assert Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", tmp_path / "root" / "opt")).is_file()

@@ -12,9 +12,9 @@ import requests
 import urllib3.exceptions
 from rich.console import Console
 
-from shoal import engine as engines
-from shoal.build import push
-from shoal.commands import exchanging
+from shoal import docker_client
+from shoal.builds import push
+from shoal.commands import images
 from shoal.errors import PushError
 from shoal.matrix.project import Project
 
@@ -44,7 +44,7 @@ class Engine:
 
 def pushed(engine: Engine) -> tuple[push.Pushed, list[float]]:
     waited: list[float] = []
-    found = push.push(engine, "a:1", "host/a:1", Console(quiet=True), waited.append)  # type: ignore[arg-type]
+    found = push.push_image(engine, "a:1", "host/a:1", Console(quiet=True), waited.append)  # type: ignore[arg-type]
     return found, waited
 
 
@@ -88,12 +88,12 @@ def test_what_stays_as_it_is_is_told_at_once(error: str) -> None:
 @pytest.mark.parametrize("prefix", ["https://host", "Host/Team", "host/", "", "host:port", "host/team:tag"])
 def test_a_prefix_that_cannot_be_one_is_refused(prefix: str) -> None:
     with pytest.raises(PushError, match="expected a registry's host"):
-        push.reference("a:1", prefix)
+        push.make_reference("a:1", prefix)
 
 
 def test_a_prefix_stands_before_the_name() -> None:
-    assert push.reference("a:1", "localhost:5000") == "localhost:5000/a:1"
-    assert push.reference("a:1", "registry.example.org/team/x-y") == "registry.example.org/team/x-y/a:1"
+    assert push.make_reference("a:1", "localhost:5000") == "localhost:5000/a:1"
+    assert push.make_reference("a:1", "registry.example.org/team/x-y") == "registry.example.org/team/x-y/a:1"
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -101,10 +101,10 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_told(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     answers = Engine("denied: the first", "denied: the second")
-    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match="denied: the first"):
-        exchanging.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
+        images.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
     told = capsys.readouterr()
     tags = ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "tensorflow-training:2.14.1-gpu-py311-cu118-debian12"]
     assert f"shoal: localhost:5000/{tags[1]}: denied: the second" in told.err
@@ -114,7 +114,7 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_told(
         first, second, third = json.loads(told.out)
         assert [first["tag"], second["tag"]] == tags
         assert [first["state"], second["state"], third["state"]] == ["failed", "failed", "pushed"]
-        assert first["error"].startswith(f"localhost:5000/{tags[0]}: denied: the first. What to do: docker login")
+        assert first["error"].startswith(f"localhost:5000/{tags[0]}: denied: the first. Fix: docker login")
         assert (third["digest"], third["tries"], third["error"]) == ("sha256:1", 1, None)
 
 
@@ -160,10 +160,10 @@ def test_an_engine_that_goes_away_is_told_for_each_image(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, back: bool
 ) -> None:
     answers = Leaving(error, back=back)
-    monkeypatch.setattr(engines, "connect", lambda: answers)
+    monkeypatch.setattr(docker_client, "connect", lambda: answers)
     monkeypatch.chdir(project.root)
-    with pytest.raises(PushError, match=r"pytorch.*the engine went away during the push: .* What to do: see that it"):
-        exchanging.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)
+    with pytest.raises(PushError, match=r"pytorch.*Docker went away during the push: .* Fix: see that it"):
+        images.push_images("localhost:5000", ["pytorch", "tensorflow"], as_json=True)
     first, second = json.loads(capsys.readouterr().out)
     assert (first["state"], second["state"]) == ("failed", "pushed" if back else "failed")
-    assert back or "the engine went away" in second["error"]
+    assert back or "Docker went away" in second["error"]

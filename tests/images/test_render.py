@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from ruamel.yaml import YAML
 from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import VERSIONS, BuildSpec
-from shoal.sources.pins import read_image, read_lock
-from shoal.sources.render import outputs, render
+from shoal.sources.pins import read_image_pins, read_lock
+from shoal.sources.render import read_steps, render_all, render_dockerfile
 
 
 def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:
     """The Dockerfiles from the templates, the schemas from the models."""
-    for path, text in outputs(project, matrix.images).items():
+    for path, text in render_all(project, matrix.images).items():
         assert path.read_text() == text, f"run: shoal render ({path})"
 
 
@@ -38,7 +39,9 @@ def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Pr
 
 
 def test_an_image_is_rendered_for_the_base_and_the_python_of_its_os(project: Project, matrix: BuildSpec) -> None:
-    old, new = (render(project, matrix.select(f"pytorch-*-cu130-{name}")) for name in ("debian12", "debian13"))
+    old, new = (
+        render_dockerfile(project, matrix.select(f"pytorch-*-cu130-{name}")) for name in ("debian12", "debian13")
+    )
     assert "ARG BASE=debian:bookworm-slim\n" in old
     assert "ARG BASE=debian:trixie-slim\n" in new
     assert "python3.11/" in old
@@ -49,15 +52,15 @@ def test_an_image_is_rendered_for_the_base_and_the_python_of_its_os(project: Pro
 
 
 def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix: BuildSpec) -> None:
-    text = render(project, matrix.select("pytorch"))
-    titles = ["# system", "# CUDA", "# framework", "# Open MPI + mpi4py", "# boto3", "# library", "# toolkit", "LABEL"]
-    positions = [text.index(title) for title in titles]
+    text = render_dockerfile(project, matrix.select("pytorch"))
+    titles = ["system", "CUDA", "framework", "Open MPI + mpi4py", "boto3", "rehearsal", "library", "toolkit"]
+    positions = [*(text.index(f"# {title}") for title in titles), text.index("LABEL")]
     assert positions == sorted(positions)
 
 
 def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: BuildSpec) -> None:
     """That stage knows nothing of the library's Python: a change there compiles nothing."""
-    _, engine, *others = render(project, matrix.select("pytorch")).split("\nFROM ")
+    _, engine, *others = render_dockerfile(project, matrix.select("pytorch")).split("\nFROM ")
     assert "gcc" in engine
     assert "library" not in engine
     assert not [text for text in others if "gcc" in text]
@@ -65,7 +68,7 @@ def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: Buil
 
 def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
-        text = render(project, image)
+        text = render_dockerfile(project, image)
         assert "<<" not in text
         assert "# syntax" not in text
         assert "--link" not in text
@@ -73,11 +76,28 @@ def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: 
 
 def test_an_undefined_name_in_a_template_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    (tmp_path / "dockerfiles" / "pytorch.j2").write_text(
-        '{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}'
-    )
+    own = tmp_path / "dockerfiles" / "pytorch.j2"
+    own.write_text('{% extends "base.j2" %}{% block environment %}{{ typo }}{% endblock %}')
     with pytest.raises(SpecError, match="'typo' is undefined"):
-        render(Project(tmp_path), matrix.select("pytorch"))
+        render_dockerfile(Project(tmp_path), matrix.select("pytorch"))
+
+
+def test_an_instruction_outside_of_a_step_is_an_error(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (tmp_path / "dockerfiles" / "pytorch.j2").write_text("RUN true\n")
+    with pytest.raises(SpecError, match=r"pytorch\.j2: 'RUN true' is outside of a step\. Fix: "):
+        render_dockerfile(Project(tmp_path), matrix.select("pytorch"))
+
+
+def test_the_inputs_of_a_step_are_what_its_instructions_use(project: Project, matrix: BuildSpec) -> None:
+    """So is none forgotten: a change of any of them makes the image out of date."""
+    steps = {step.name: step for step in read_steps(project, matrix.select("pytorch"))}
+    assert steps["engine"].folders == ("debian", "engine")
+    assert steps["engine"].packages == (("gcc", "libc6-dev"),)
+    assert (steps["library"].folders, steps["library"].stages) == (("library",), ("engine",))
+    for step in steps.values():
+        used = re.findall(r"type=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]", step.text, re.MULTILINE)
+        assert {"".join(groups) for groups in used} - {"machine"} == {*step.folders}
 
 
 @pytest.mark.parametrize("glob", ["/opt/*", "*/it's", "../*", "a b"])
@@ -88,18 +108,18 @@ def test_what_is_dropped_is_named_within_site_packages(
     text = f'dropped:\n  - {{what: a, reason: b, files: ["{glob}"]}}\n'
     (tmp_path / "dockerfiles" / "dropped.yml").write_text(text)
     with pytest.raises(SpecError, match=r"dropped.yml:2: dropped.0.files.0: .*should match pattern"):
-        render(Project(tmp_path), matrix.select("pytorch"))
+        render_dockerfile(Project(tmp_path), matrix.select("pytorch"))
 
 
 def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch").model_copy(update={"framework": "mxnet"})
     with pytest.raises(SpecError, match=r"no template mxnet.j2; there are: .*pytorch.j2"):
-        render(project, image)
+        read_steps(project, image)
 
 
 def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
-        pins = read_image(project, matrix, image)
+        pins = read_image_pins(project, matrix, image)
         wanted = {"pytorch": {"torch"}, "huggingface": {"transformers"}}
         names = wanted.get(image.framework, {"tensorflow", "tensorflow-cpu"})
         assert len(names & {pin.name for pin in pins["framework"]}) == 1
@@ -112,41 +132,41 @@ def test_every_requirement_is_locked_with_a_hash(project: Project, matrix: Build
 def test_a_distribution_is_locked_once(project: Project, matrix: BuildSpec) -> None:
     """Where pip has a file of the same version for the CPU at hand, it may take both."""
     for image in matrix.images:
-        names = [pin.name for pins in read_image(project, matrix, image).values() for pin in pins]
+        names = [pin.name for pins in read_image_pins(project, matrix, image).values() for pin in pins]
         assert sorted(set(names)) == sorted(names), image.tag
 
 
 def test_a_child_installs_nothing_that_its_parent_has(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
         if parent := matrix.parent(image):
-            assert set(read_image(project, matrix, image)) == {"framework"}
+            assert set(read_image_pins(project, matrix, image)) == {"framework"}
             given, own = (
-                {pin.name for pins in read_image(project, matrix, one).values() for pin in pins}
+                {pin.name for pins in read_image_pins(project, matrix, one).values() for pin in pins}
                 for one in (parent, image)
             )
             assert {"numpy", "torch"} <= given
             assert not given & own
-            assert render(project, image).count("\nFROM ${BASE}\n") == 1
+            assert render_dockerfile(project, image).count("\nFROM ${BASE}\n") == 1
 
 
 def test_a_childs_lock_is_for_its_parents(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     child = matrix.select("huggingface")
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     copy = Project(tmp_path)
-    assert read_image(copy, matrix, child)["framework"]
+    assert read_image_pins(copy, matrix, child)["framework"]
     assert child.extends is not None
     mpi = copy.lock_directory(matrix.select(child.extends)) / "mpi.txt"
     mpi.write_text("".join(mpi.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(SpecError, match=r"framework.txt:1: made for other requirements"):
-        read_image(copy, matrix, child)
+        read_image_pins(copy, matrix, child)
 
 
 def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
-    assert read_image(project, matrix, image)["mpi"]
+    assert read_image_pins(project, matrix, image)["mpi"]
     changed = image.model_copy(update={"requirements": (*image.requirements, "pandas")})
     with pytest.raises(SpecError, match=r"cuda.txt:1: made for other requirements .* Run: .*shoal lock"):
-        read_image(project, matrix, changed)
+        read_image_pins(project, matrix, changed)
 
 
 def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import UsageError
-from shoal.matrix.selectors import choose
+from shoal.matrix.selectors import choose_tags
 
 GPU = "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
 CPU = "pytorch-training:2.13.0-cpu-py311-debian12"
@@ -29,13 +29,13 @@ DEFAULTS = {"pytorch": GPU, "tensorflow": TENSORFLOW}
     ],
 )
 def test_words_mean_images(wanted: list[str], skip: list[str], chosen: list[str]) -> None:
-    assert choose(TAGS, DEFAULTS, wanted, skip) == chosen
+    assert choose_tags(TAGS, DEFAULTS, wanted, skip) == chosen
 
 
 @pytest.mark.parametrize(("wanted", "skip"), [(["pytroch-training:2.13.0-cpu*"], []), ([], ["pytroch-*-2.13.0-cpu-*"])])
 def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], skip: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        choose(TAGS, DEFAULTS, wanted, skip)
+        choose_tags(TAGS, DEFAULTS, wanted, skip)
     assert f"no image {(wanted + skip)[0]!r}" in str(caught.value)
     assert f"Did you mean {CPU!r}" in str(caught.value)
     assert str(caught.value).endswith(TENSORFLOW)
@@ -43,4 +43,4 @@ def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], s
 
 def test_nothing_left_is_told() -> None:
     with pytest.raises(UsageError, match="--skip leaves no image"):
-        choose(TAGS, DEFAULTS, ["pytorch"], ["*"])
+        choose_tags(TAGS, DEFAULTS, ["pytorch"], ["*"])

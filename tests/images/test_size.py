@@ -23,15 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shoal import engine
+from shoal import docker_client
 from shoal.errors import ImageError, UsageError
 from shoal.layers import deflate, inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
 from shoal.matrix.spec import BuildSpec
-from shoal.report import size, sizefigures, sizepage, treemap
-from shoal.report.comparison import compare, title
-from shoal.report.figures import amount
+from shoal.report import size, size_page, size_text, treemap
+from shoal.report.formats import format_byte_change, format_bytes, format_share
+from shoal.report.size_comparison import compare_sizes, layer_title
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
@@ -80,7 +80,7 @@ def config(layers: Sequence[bytes], commands: Sequence[str]) -> bytes:
 
 
 def legacy(layers: Sequence[bytes], commands: Sequence[str] = ()) -> bytes:
-    """Return an image as engines before 25 save it; a layer that was there before is a symlink to it."""
+    """Return an image as Docker before version 25 saves it; a repeated layer is a symlink to the first."""
     files: list[tuple[str, Content]] = []
     first: dict[bytes, str] = {}
     for number, layer in enumerate(layers):
@@ -96,7 +96,7 @@ def legacy(layers: Sequence[bytes], commands: Sequence[str] = ()) -> bytes:
 
 
 def oci(layers: Sequence[bytes], commands: Sequence[str] = (), *, compressed: bool = False) -> bytes:
-    """Return an image as engines from 25 on save it."""
+    """Return an image as Docker saves it since version 25."""
     packed = [gzip.compress(layer, 1) if compressed else layer for layer in layers]
     about = config(layers, commands)
     blobs = {f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}": blob for blob in (*packed, about)}
@@ -112,7 +112,7 @@ def chunked(archive: bytes, length: int = 1000) -> Iterator[bytes]:
 
 
 def read(archive: bytes, name: str = "a:1") -> Inventory:
-    return inventory.read(name, chunked(archive))
+    return inventory.read_inventory(name, chunked(archive))
 
 
 LIBRARY, TOOL, SOURCE, NOTES = b"\x7fELF" * 500, b"tool" * 300, b"import os\n" * 90, b"notes\n" * 10
@@ -201,7 +201,7 @@ def test_the_sums_are_those_of_the_archives(layout: Any) -> None:
     assert [layer.digest for layer in found.layers] == [
         f"sha256:{hashlib.sha256(of).hexdigest()}" for of in (base, torch)
     ]
-    assert [title(layer) for layer in found.layers] == ["ADD file:1 in /", "RUN pip install big-torch"]
+    assert [layer_title(layer) for layer in found.layers] == ["ADD file:1 in /", "RUN pip install big-torch"]
     assert inventory.total(found.owners.values()) == found.sum
 
 
@@ -261,7 +261,7 @@ def test_what_hides_what(lower: list[tuple[str, Content]], upper: list[tuple[str
 
 
 def test_a_layer_that_is_a_link_to_another_counts_again() -> None:
-    """As the engine counts it. The upper one hides the files of the lower, which are the same."""
+    """As Docker counts it. The upper layer hides the files of the lower one, which are the same."""
     layer = tar([("a", NOTES)])
     found = read(legacy([layer, layer], ["COPY a a", "COPY a a"]))
     assert [(of.sum.bytes, of.sum.hidden) for of in found.layers] == [(RECORD, taken(NOTES)), (RECORD, 0)]
@@ -327,7 +327,7 @@ def test_long_and_odd_names_and_empty_layers_add_up(layout: Any) -> None:
     found = read(layout(layers))
     assert [layer.sum.bytes for layer in found.layers] == [len(layer) for layer in layers]
     assert {owner.name for owner in found.owners} >= {"caf?", "ünï"}
-    assert sizepage.render([found]).encode()
+    assert size_page.render_size_page([found]).encode()
 
 
 names = st.sampled_from(["a", "b", "a/b", "a/c", "c/d/e/f/g", ".wh.a", "a/.wh.b", "a/.wh..wh..opq", "c/.wh.d"])
@@ -350,8 +350,8 @@ def test_the_owners_sums_are_the_layers_sizes(given_layers: list[list[tuple[str,
     assert not one.layers[-1].sum.hidden or len({name for name, _ in given_layers[-1]}) < len(given_layers[-1])
 
 
-def measured(data: bytes, piece: int = 1_000_003) -> deflate.Measured:
-    with deflate.pool() as pool:
+def measured(data: bytes, piece: int = 1_000_003) -> deflate.StreamSizes:
+    with deflate.make_pool() as pool:
         meter = deflate.Meter(pool)
         for part in chunked(data, piece):
             meter.write(part)
@@ -370,11 +370,11 @@ def test_compressed_bytes_follow_the_offset() -> None:
     """A block of noise does not compress, one of zeros to nearly nothing."""
     noise = os.urandom(deflate.BLOCK)
     found = measured(noise + bytes(deflate.BLOCK) + noise)
-    half, whole, zeros = (found.before(at) for at in (deflate.BLOCK // 2, deflate.BLOCK, 2 * deflate.BLOCK))
+    half, whole, zeros = (found.compressed_before(at) for at in (deflate.BLOCK // 2, deflate.BLOCK, 2 * deflate.BLOCK))
     assert whole == pytest.approx(deflate.BLOCK, rel=0.001)
     assert half == whole // 2
     assert zeros - whole < 300
-    assert found.before(3 * deflate.BLOCK) == found.compressed == pytest.approx(2 * deflate.BLOCK, rel=0.01)
+    assert found.compressed_before(3 * deflate.BLOCK) == found.compressed == pytest.approx(2 * deflate.BLOCK, rel=0.01)
     assert measured(b"").compressed == 0
 
 
@@ -403,9 +403,9 @@ def two_images() -> tuple[Inventory, Inventory]:
     )
 
 
-def test_the_difference_says_what_has_grown_shrunk_come_and_gone() -> None:
+def test_comparison_of_two_images() -> None:
     before, after = two_images()
-    comparison = compare(before, after)
+    comparison = compare_sizes(before, after)
     told = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
     grown = sum(of.bytes for owner, of in after.owners.items() if owner == TORCHS) - before.owners[TORCHS].bytes
     assert grown == taken(LIBRARY * 20)
@@ -414,15 +414,15 @@ def test_the_difference_says_what_has_grown_shrunk_come_and_gone() -> None:
     assert told["new"] == ("new", taken(NEW))
     assert told["libc6"] == ("same", 0)
     assert sum(change.bytes for change in comparison.packages) == after.sum.bytes - before.sum.bytes
-    assert sum(change.bytes for change in comparison.layers) == comparison.whole.bytes
-    assert sum(change.compressed for change in comparison.packages) == comparison.whole.compressed
+    assert sum(change.bytes for change in comparison.layers) == comparison.total.bytes
+    assert sum(change.compressed for change in comparison.packages) == comparison.total.compressed
     layers = [(change.name, change.state) for change in comparison.layers]
     assert layers[0] == ("ADD file:1 in /", "same")
     assert layers[1][0] == "RUN pip install big-torch"
     assert layers[2:] == [("COPY new /", "new"), ("COPY old /", "gone")]
     (torch,) = (change for change in comparison.packages if change.name == "big-torch")
     assert torch.version == "2.0.1+cu117 → 2.1.0"
-    back = {change.name: change.state for change in compare(after, before).packages}
+    back = {change.name: change.state for change in compare_sizes(after, before).packages}
     assert (back["big-torch"], back["old"], back["new"]) == ("shrunk", "new", "gone")
 
 
@@ -430,11 +430,11 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
     first, second, third = (tar([(name, name.encode() * 10_000)]) for name in ("a", "bb", "ccc"))
     before = read(oci([first, second], ["RUN one", "RUN two"]))
     after = read(oci([first, second, third], ["RUN other", "RUN two", "RUN two"]))
-    told = [(change.name, change.state, change.bytes) for change in compare(before, after).layers]
+    told = [(change.name, change.state, change.bytes) for change in compare_sizes(before, after).layers]
     assert told == [("RUN other", "same", 0), ("RUN two", "same", 0), ("RUN two", "new", len(third))]
-    others = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
+    others = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
     assert [change.bytes for change in others.layers] == [len(third) - len(first), len(third) - len(second)]
-    turns = compare(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))
+    turns = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))
     assert [(change.state, change.bytes) for change in turns.layers] == [
         ("same", 0), ("grown", len(third) - len(first))
     ]  # fmt: skip
@@ -442,9 +442,9 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
 
 def test_an_image_does_not_differ_from_itself() -> None:
     one, _ = two_images()
-    comparison = compare(one, one)
-    assert not any(change.is_told for change in (*comparison.packages, *comparison.layers))
-    assert next(sizefigures.verdict(comparison)) == "one:1 is as large as one:1."
+    comparison = compare_sizes(one, one)
+    assert not any(change.is_changed for change in (*comparison.packages, *comparison.layers))
+    assert next(size_text.summarize_comparison(comparison)) == "one:1 and one:1 have the same size."
 
 
 class Parsed(HTMLParser):
@@ -472,13 +472,13 @@ class Parsed(HTMLParser):
 
 
 def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
-    html = sizepage.render([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
+    html = size_page.render_size_page([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
     page = Parsed(html)
     for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "big-torch · RUN pip install big-torch"):
         assert words in page.words
     assert "20.5 kB in 2 layers" not in page.words
     assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in page.words
-    assert "is waste" in page.words
+    assert "is wasted" in page.words
     assert not re.search(r"(src|href)=|url\(|@import|<script", html)
     cells = [attributes for tag, attributes in page.attributes if "cell" in (attributes.get("class") or "").split()]
     areas = [re.findall(r"(?:left|top|width|height):([\d.]+)%", cell["style"] or "") for cell in cells]
@@ -488,7 +488,7 @@ def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None
 
 def test_the_page_of_two_images_shows_the_difference() -> None:
     before, after = two_images()
-    page = Parsed(sizepage.render([before, after], compare(before, after)))
+    page = Parsed(size_page.render_size_page([before, after], compare_sizes(before, after)))
     for words in ("other:2 is", "than one:1", "2.0.1+cu117 → 2.1.0", "COPY old /", "gone", "new", "grown"):
         assert words in page.words
     assert f"+{taken(NEW) / 1000:.2f} kB" in page.words
@@ -502,11 +502,11 @@ def test_nasty_names_are_escaped() -> None:
         ("[red]/x", NOTES),
     ]
     found = read(oci([tar(files)], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>")
-    html = sizepage.render([found, found], compare(found, found))
+    html = size_page.render_size_page([found, found], compare_sizes(found, found))
     assert not re.search(r"<script|<i>name|<b>echo", html)
     assert "<script>alert(1)<" in Parsed(html).words
     console = Console(width=200, record=True, file=io.StringIO())
-    size.show(console, [found])
+    size.print_size_report(console, [found])
     text = console.export_text()
     assert "[bold]" in text
     assert "[red]" in text
@@ -514,7 +514,7 @@ def test_nasty_names_are_escaped() -> None:
 
 def test_a_long_list_of_packages_is_folded() -> None:
     files: list[tuple[str, Content]] = [(f"dir{number}/x", NOTES) for number in range(60)]
-    page = Parsed(sizepage.render([read(oci([tar(files)]))]))
+    page = Parsed(size_page.render_size_page([read(oci([tar(files)]))]))
     assert "21 more" in page.words
     assert "dir59" in page.words
 
@@ -524,7 +524,7 @@ def test_a_long_list_of_packages_is_folded() -> None:
 def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float], width: float, height: float) -> None:
     values = sorted(values, reverse=True)
     whole = treemap.Box(0, 0, width, height)
-    boxes = treemap.squarified(values, whole)
+    boxes = treemap.squarify(values, whole)
     assert len(boxes) == len(values)
     for value, box in zip(values, boxes, strict=True):
         assert box.area == pytest.approx(value / sum(values) * whole.area, rel=1e-3, abs=1e-6 * whole.area)
@@ -533,7 +533,7 @@ def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float
 
 
 def test_a_treemap_of_equals_is_of_squares() -> None:
-    boxes = treemap.squarified([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
+    boxes = treemap.squarify([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
     assert [(box.x, box.y, box.width, box.height) for box in boxes] == [
         (0, 0, 100, 100), (0, 100, 100, 100), (100, 0, 100, 100), (100, 100, 100, 100)
     ]  # fmt: skip
@@ -563,15 +563,15 @@ def broken_manifest(manifest: object, **files: bytes) -> bytes:
         (oci([gzip.compress(b"no tar" * 200)]), "not an image, or cut off"),
     ],
 )
-def test_what_is_no_image_is_refused_by_name(archive: bytes, words: str) -> None:
+def test_invalid_archives_are_errors(archive: bytes, words: str) -> None:
     with pytest.raises(ImageError, match=f"^a:1: .*{words}"):
         read(archive)
 
 
-def test_a_layer_without_history_has_words_too() -> None:
+def test_layer_without_history_has_a_title() -> None:
     found = read(broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=tar([("a", b"")])))
     assert (found.layers[0].digest, found.layers[0].command) == ("", "")
-    assert title(found.layers[0]) == "a layer of which the image does not say what made it"
+    assert layer_title(found.layers[0]) == "unknown command"
 
 
 def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
@@ -594,7 +594,7 @@ def archive():
         member = tarfile.TarInfo(name); member.size = len(text)
         yield member.tobuf() + text.ljust(512, b"\\0")
     yield bytes(1024)
-assert inventory.read("big", archive()).sum.bytes == 512 + size + 1024
+assert inventory.read_inventory("big", archive()).sum.bytes == 512 + size + 1024
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -615,7 +615,7 @@ def test_the_command_prints_the_tables_and_writes_the_page_and_the_inventory(tmp
     whole = sum(map(len, layers))
     assert f"one.tar: {whole / 1000:.1f} kB in 2 layers" in result.stdout
     torch = taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, SOURCE, SIX, VENDORED)
-    assert re.search(rf"^ *big-torch +{amount(torch)} ", result.stdout, re.MULTILINE)
+    assert re.search(rf"^ *big-torch +{format_bytes(torch)} ", result.stdout, re.MULTILINE)
     assert re.search(r"^ *RUN pip install big-torch +[\d.]+ kB", result.stdout, re.MULTILINE)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     (image,) = json.loads((tmp_path / "out.json").read_text())["images"]
@@ -650,24 +650,24 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("no/such/page.html", "no/such is no directory. Make it: mkdir -p no/such"),
-        (".", "it is a directory"),
-        ("page.json", "would write over another file"),
-        ("one.tar", "would write over another file"),
+        ("no/such/page.html", "no/such is not a directory. Fix: mkdir -p no/such"),
+        (".", "is a directory"),
+        ("page.json", "would overwrite another file"),
+        ("one.tar", "would overwrite another file"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_the_image_is_read(
+def test_output_is_checked_before_the_image_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.tar").write_text("no image")
     with pytest.raises(UsageError, match=f"-o {re.escape(output)}: .*{words}"):
-        size.report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
+        size.write_size_report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
     assert (tmp_path / "one.tar").read_text() == "no image"
 
 
 class FakeEngine:
-    """An engine with one image: `there`."""
+    """Docker with one image: `there`."""
 
     def __init__(self, there: str, archive: bytes) -> None:
         self.images = self.api = self
@@ -688,42 +688,40 @@ class FakeEngine:
         return chunked(self.archive, chunk_size)
 
 
-def test_an_image_is_of_the_engine_by_its_tag_or_framework(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec
-) -> None:
+def test_image_is_found_by_tag_or_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec) -> None:
     fake = FakeEngine(matrix.defaults["pytorch"], oci([tar(TORCH)]))
-    monkeypatch.setattr(engine, "connect", lambda: fake)
+    monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
     for word in ("pytorch", matrix.defaults["pytorch"]):
-        (found,), written = size.report([word], matrix, tmp_path / "size.html", False, console)
+        (found,), written = size.write_size_report([word], matrix, tmp_path / "size.html", False, console)
         assert found.name == matrix.defaults["pytorch"]
         assert found.sum.bytes == len(tar(TORCH))
         assert written == [tmp_path / "size.html"]
     assert fake.saved == ["sha256:1", "sha256:1"]  # by ID: a name may have several images
     with pytest.raises(UsageError, match="not built yet"):
-        size.report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
     assert len(fake.saved) == 2  # nothing is read before all are found
     with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
-        size.report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
-        size.report(["pytroch"], matrix, tmp_path / "size.html", False, console)
+        size.write_size_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match="debian: no such image"):
-        size.report(["debian"], None, tmp_path / "size.html", False, console)
+        size.write_size_report(["debian"], None, tmp_path / "size.html", False, console)
 
 
 def test_sums_add() -> None:
     assert Sum(1, 2, 3, 4, 5) + Sum(10, 20, 30, 40, 50) == Sum(11, 22, 33, 44, 55)
-    assert (sizefigures.signed(1500), sizefigures.signed(-20), sizefigures.signed(0)) == ("+1.50 kB", "−20 B", "±0 B")
-    assert (sizefigures.share(1, 1000), sizefigures.share(500, 1000)) == ("less than 1%", "50%")
+    assert (format_byte_change(1500), format_byte_change(-20), format_byte_change(0)) == ("+1.50 kB", "−20 B", "±0 B")
+    assert (format_share(1, 1000), format_share(500, 1000)) == ("less than 1%", "50%")
 
 
-def test_names_in_an_image_command_no_terminal() -> None:
-    """Whoever made the image chose them: those of files, and the command of a layer."""
+def test_names_have_no_control_characters() -> None:
+    """The image's author chooses them: names of files, and commands of layers."""
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()
-    size.show(Console(file=screen, width=200), [found])
-    size.show(Console(file=screen, width=200), [found, other])
+    size.print_size_report(Console(file=screen, width=200), [found])
+    size.print_size_report(Console(file=screen, width=200), [found, other])
     assert "title" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
     assert "\x07" not in screen.getvalue()

@@ -1,4 +1,4 @@
-"""Hosts that go on after another has ended: stopped when their time is over, and waited for."""
+"""Hosts that still run after another has ended are stopped after a while."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
-from shoal.jobs import run
+from shoal.jobs import docker_job
 
 
-def test_a_host_that_goes_on_after_the_others_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_that_outlives_the_others_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[str] = []
     told = threading.Event()
 
-    def report_end(host: str, _: str, arrivals: queue.SimpleQueue[tuple[str, run._Ended]]) -> None:
+    def report_end(host: str, _: str, arrivals: queue.SimpleQueue[tuple[str, docker_job._HostExit]]) -> None:
         # algo-2 ends when it is stopped; if nobody does, it ends by itself, so that this test fails and does not hang.
         code = 0 if host == "algo-1" else 143 if told.wait(30) else 99
-        arrivals.put((host, run._Ended(code, out_of_memory=False)))
+        arrivals.put((host, docker_job._HostExit(code, out_of_memory=False)))
 
     def stop(containers: Iterable[Any]) -> None:
         stopped.extend(container.id for container in containers)
         told.set()
 
-    monkeypatch.setattr(run, "_report_end", report_end)
-    monkeypatch.setattr(run, "_stop", stop)
-    monkeypatch.setattr(run, "STRAGGLER_SECONDS", 0)
+    monkeypatch.setattr(docker_job, "_report_exit", report_end)
+    monkeypatch.setattr(docker_job, "_stop", stop)
+    monkeypatch.setattr(docker_job, "STRAGGLER_SECONDS", 0)
     hosts: Any = {name: SimpleNamespace(id=f"container of {name}") for name in ("algo-1", "algo-2")}
-    ended = run._wait(hosts)
+    ended = docker_job._wait(hosts)
     assert {host: end.exit_code for host, end in ended.items()} == {"algo-1": 0, "algo-2": 143}
     assert stopped == ["container of algo-2"]

@@ -1,4 +1,4 @@
-"""`shoal report timeline`: overlap and skew of small traces worked out by hand, merging, and what is refused."""
+"""`shoal report timeline`: overlap and skew of small traces worked out by hand, merging, and invalid files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError, TraceError, UsageError
-from shoal.report import figures, page, trace
-from shoal.report.analysis import Analysis, analyse, notes
+from shoal.report import timeline_page, timeline_text, trace
+from shoal.report.formats import format_time
 from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
-from shoal.report.timeline import report
+from shoal.report.timeline import write_timeline_report
+from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
 EPOCH = 1_700_000_000_000_000
 COMMUNICATION, COMPUTE, WAIT, STEP = "communication", "compute", "wait", "step"
@@ -53,7 +54,7 @@ def write(
 
 
 def analysis_of(*files: Path) -> Analysis:
-    return analyse(trace.read(files))
+    return analyse(trace.read_timeline(files))
 
 
 # Half-open intervals, and the set of whole numbers in them.
@@ -119,14 +120,14 @@ def test_overlap_without_compute_spans_is_by_the_waits(tmp_path: Path) -> None:
 def test_no_communication_has_no_overlap(tmp_path: Path) -> None:
     analysis = analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 10)]))
     assert analysis.ranks[0].overlap is None
-    assert "No communication is recorded." in list(figures.headline(analysis))
-    assert "–" in page.render(analysis)
+    assert "No communication was recorded." in list(timeline_text.summarize_timeline(analysis))
+    assert "–" in timeline_page.render_timeline_page(analysis)
 
 
 def test_files_that_began_at_different_times_are_put_on_one_clock(tmp_path: Path) -> None:
     first = write(tmp_path, 0, [reduce(100, 200)], start=EPOCH, world_size=2)
     second = write(tmp_path, 1, [reduce(0.5, 50)], start=EPOCH + 150, world_size=2)
-    timeline = trace.read([second, first])
+    timeline = trace.read_timeline([second, first])
     assert [rank.number for rank in timeline.ranks] == [0, 1]
     assert [(of.begin, of.end) for rank in timeline.ranks for of in rank.spans] == [
         (100_000, 200_000),
@@ -138,7 +139,7 @@ def test_files_that_began_at_different_times_are_put_on_one_clock(tmp_path: Path
 def test_the_later_start_of_a_file_holds(tmp_path: Path) -> None:
     corrected = {"ph": "M", "name": "process_name", "args": {"start_time_since_epoch_in_micros": EPOCH + 7}}
     file = write(tmp_path, 0, [reduce(0, 1), corrected])
-    assert trace.read([file]).began == (EPOCH + 7) * 1000
+    assert trace.read_timeline([file]).began == (EPOCH + 7) * 1000
 
 
 def test_the_merged_trace_reads_as_the_files_do(tmp_path: Path) -> None:
@@ -146,9 +147,9 @@ def test_the_merged_trace_reads_as_the_files_do(tmp_path: Path) -> None:
         write(tmp_path, rank, [reduce(rank, 10), ready(2, 0), span(COMPUTE, 0, 8)], start=EPOCH + rank, world_size=2)
         for rank in range(2)
     ]
-    timeline = trace.read(files)
-    (tmp_path / "merged.json").write_text(trace.merged(timeline))
-    again = trace.read([tmp_path / "merged.json"])
+    timeline = trace.read_timeline(files)
+    (tmp_path / "merged.json").write_text(trace.format_merged_trace(timeline))
+    again = trace.read_timeline([tmp_path / "merged.json"])
     assert again.began == timeline.began
     assert [(rank.number, rank.host, rank.spans, rank.instants) for rank in again.ranks] == [
         (rank.number, rank.host, rank.spans, rank.instants) for rank in timeline.ranks
@@ -156,7 +157,7 @@ def test_the_merged_trace_reads_as_the_files_do(tmp_path: Path) -> None:
 
 
 def four_ranks(directory: Path, late: int = 2, by: float = 5, **about: Any) -> list[Path]:
-    """Ten steps; `late` begins each reduce later by `by` µs, the others together; all end together."""
+    """Write ten steps. Rank `late` begins each reduce `by` µs after the others. All ranks end together."""
     return [
         write(
             directory,
@@ -184,10 +185,12 @@ def test_the_straggler_is_named(tmp_path: Path) -> None:
     assert analysis.shares == {0: 0, 1: 0, 2: 1, 3: 0}
     assert [of.last_to for of in analysis.ranks][2] == 10
     assert [of.lateness for of in analysis.ranks] == [0, 0, 5000, 0]
-    assert "Rank 2 is the straggler: it comes last to 10 of 10 collectives" in " ".join(figures.headline(analysis))
+    assert "Rank 2 is the straggler: it is last in 10 of 10 collectives" in " ".join(
+        timeline_text.summarize_timeline(analysis)
+    )
 
 
-def test_ranks_that_are_late_in_turn_are_no_stragglers(tmp_path: Path) -> None:
+def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path: Path) -> None:
     files = [
         write(
             tmp_path,
@@ -217,23 +220,23 @@ def test_a_rank_may_be_missing_or_killed_and_clocks_may_differ(tmp_path: Path) -
     third = write(tmp_path, 3, [reduce(0, 15), common], end="", world_size=4)
     analysis = analysis_of(first, second, third)
     assert [len(of.rank.spans) for of in analysis.ranks] == [2, 2, 2]
-    assert list(notes(analysis)) == [
-        "No file of rank 1: the skew is among the other ranks only.",
-        "The file of rank 2, 3 has no end: its process was killed, or still runs.",
-        "The hosts' clocks differ by 0.002 ms or more: do not trust skews of that size.",
+    assert list(list_caveats(analysis)) == [
+        "Timelines are missing (rank 1): the skew covers the other ranks only.",
+        "Incomplete timelines (rank 2, 3): the process was killed, or is still running.",
+        "The clocks of the hosts differ by at least 0.002 ms: skews of that size are not reliable.",
     ]
 
 
 def test_several_hosts_whose_clocks_were_not_compared_are_noted(tmp_path: Path) -> None:
-    assert "clocks were not compared" in "".join(notes(analysis_of(*four_ranks(tmp_path))))
+    assert "were not compared" in "".join(list_caveats(analysis_of(*four_ranks(tmp_path))))
     compared = analysis_of(*four_ranks(tmp_path, clock_offset_in_micros=12))
-    assert list(notes(compared)) == []
+    assert list(list_caveats(compared)) == []
 
 
 def test_an_object_with_trace_events_is_read_too(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"traceEvents": [{**reduce(1, 2), "pid": 5}], "displayTimeUnit": "ms"}))
-    assert trace.read([file]).ranks[0].number == 5
+    assert trace.read_timeline([file]).ranks[0].number == 5
 
 
 @pytest.mark.parametrize(
@@ -244,35 +247,35 @@ def test_an_object_with_trace_events_is_read_too(tmp_path: Path) -> None:
         ('{"loss": [', "not JSON"),
         ('{"loss": 1}', "neither a list of events nor an object with traceEvents"),
         ("[1, 2]", "neither a list of events"),
-        ("[]", "no spans of time in it"),
-        ('[{"ph": "M", "name": "process_name", "pid": 0}]', "no spans of time in it"),
-        ('[{"ph": "X", "pid": 0, "ts": 1}]', "lacks a number of microseconds as ts or dur"),
-        ('[{"ph": "X", "pid": 0, "ts": "a", "dur": 1}]', "lacks a number of microseconds"),
-        ('[{"ph": "X", "pid": "main", "ts": 1, "dur": 1}]', "pid 'main': it must be the rank"),
-        ('[{"ph": "X", "pid": 0, "ts": Infinity, "dur": 1}]', "lacks a number of microseconds"),
+        ("[]", "contains no spans"),
+        ('[{"ph": "M", "name": "process_name", "pid": 0}]', "contains no spans"),
+        ('[{"ph": "X", "pid": 0, "ts": 1}]', "ts or dur of an event is not a number of microseconds"),
+        ('[{"ph": "X", "pid": 0, "ts": "a", "dur": 1}]', "is not a number of microseconds"),
+        ('[{"ph": "X", "pid": "main", "ts": 1, "dur": 1}]', "pid 'main'; expected the rank"),
+        ('[{"ph": "X", "pid": 0, "ts": Infinity, "dur": 1}]', "is not a number of microseconds"),
         ('[{"ph": "X", "pid": 0, "ts": 1, "dur": 1, "args": 3}]', "neither a list of events"),
         (
             '[{"ph": "M", "name": "process_name", "pid": 0, "args": {"start_time_since_epoch_in_micros": "now"}},'
             '{"ph": "X", "pid": 0, "ts": 1, "dur": 1}]',
-            "start_time_since_epoch_in_micros is 'now': it must be an integer",
+            "start_time_since_epoch_in_micros is 'now'; expected an integer",
         ),
         (b"\xff\xfe\x00", "not text"),
     ],
 )
-def test_what_is_no_timeline_is_refused_by_name(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_invalid_timelines_are_errors(tmp_path: Path, text: str | bytes, words: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(TraceError, match=f"^{re.escape(str(file))}: .*{words}"):
-        trace.read([file])
+        trace.read_timeline([file])
 
 
 @pytest.mark.parametrize(
     ("rank", "begin", "about", "words"),
     [
-        (0, 0, {}, "both are of rank 0"),
-        (1, 0, {"world_size": 4}, "2 ranks, job algo-1:7592 here, 4 ranks"),
-        (1, 0, {"job": "b:1"}, "job algo-1:7592 here, 2 ranks, job b:1 there"),
-        (1, 11, {}, "the first ended before the second began"),
+        (0, 0, {}, "both are rank 0"),
+        (1, 0, {"world_size": 4}, "2 ranks, job algo-1:7592, and 4 ranks"),
+        (1, 0, {"job": "b:1"}, "job algo-1:7592, and 2 ranks, job b:1"),
+        (1, 11, {}, "one ended before the other began"),
     ],
 )
 def test_files_of_two_jobs_are_refused(
@@ -282,7 +285,7 @@ def test_files_of_two_jobs_are_refused(
     first = write(tmp_path, 0, [reduce(0, 10)], world_size=2)
     other = write(tmp_path / "other", rank, [reduce(begin, 20)], **{"world_size": 2, **about})
     with pytest.raises(TraceError, match=words) as caught:
-        trace.read([first, other])
+        trace.read_timeline([first, other])
     assert str(first) in str(caught.value)
     assert str(other) in str(caught.value)
 
@@ -292,27 +295,27 @@ def test_a_directory_stands_for_the_timelines_below_it(tmp_path: Path) -> None:
         (tmp_path / host).mkdir()
         (tmp_path / host / "results.json").write_text("{}")
     files = (write(tmp_path / "algo-1", 0, []), write(tmp_path / "algo-2", 1, []))
-    assert trace.find([tmp_path]) == files
-    assert trace.find([*files, tmp_path]) == files
+    assert trace.find_files([tmp_path]) == files
+    assert trace.find_files([*files, tmp_path]) == files
 
 
-def test_a_path_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_path_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
     file = write(tmp_path, 0, [])
     with pytest.raises(UsageError, match=f"no such file or directory. Did you mean '{file.name}'"):
-        trace.find([file.with_name("smdataparallel_timeline_9.json")])
+        trace.find_files([file.with_name("smdataparallel_timeline_9.json")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty: no smdataparallel_timeline\*\.json in it or below it"):
-        trace.find([tmp_path / "empty"])
+    with pytest.raises(UsageError, match=r"empty: contains no smdataparallel_timeline\*\.json"):
+        trace.find_files([tmp_path / "empty"])
 
 
 def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path) -> None:
-    html = page.render(analysis_of(*four_ranks(tmp_path, host="<algo>")))
+    html = timeline_page.render_timeline_page(analysis_of(*four_ranks(tmp_path, host="<algo>")))
     for rank in range(4):
         assert f">rank {rank}</b>" in html
     bars = re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', html)
     whole, usual, longest = 40, 4, 4
     assert sum(kind == "communication" for kind, *_ in bars) == whole + usual + longest
-    assert all(float(x) >= 0 and float(x) + float(width) <= page.UNITS + 0.02 for _, x, _, width in bars)
+    assert all(float(x) >= 0 and float(x) + float(width) <= timeline_page.UNITS + 0.02 for _, x, _, width in bars)
     assert "1.00 kB in 30.0 µs, 0.0333 GB/s" in html
     assert "<td>100%</td>" in html
     assert "&lt;algo&gt;" in html
@@ -321,7 +324,7 @@ def test_the_page_has_every_rank_and_bar_and_needs_no_other_file(tmp_path: Path)
 
 
 def test_the_exposed_part_is_drawn_over_its_span(tmp_path: Path) -> None:
-    html = page.render(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
+    html = timeline_page.render_timeline_page(analysis_of(write(tmp_path, 0, [span(COMPUTE, 0, 60), reduce(40, 100)])))
     assert re.search(r'<rect class="communication" x="4000.0" y="(\d+)" width="6000.0"', html)
     assert re.search(r'<rect class="exposed" x="6000.0" y="(\d+)" width="4000.0"', html)
     assert "40.0 µs of it exposed" in html
@@ -330,18 +333,18 @@ def test_the_exposed_part_is_drawn_over_its_span(tmp_path: Path) -> None:
 def test_a_long_recording_is_drawn_with_a_bounded_number_of_bars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "_MOST_BARS", 300)
+    monkeypatch.setattr(timeline_page, "_MAX_BARS", 300)
     events = [reduce(at, at + 1, size=10) for at in range(0, 40_000, 2)]
-    html = page.render(analysis_of(write(tmp_path, 0, events)))
+    html = timeline_page.render_timeline_page(analysis_of(write(tmp_path, 0, events)))
     assert html.count("<rect") < 3 * 300
-    assert "spans, the longest all_reduce, bucket" not in html  # a bucket's number would be that of one of them
+    assert "spans, the longest all_reduce, bucket" not in html  # the span stands for several buckets
     assert "spans, the longest all_reduce\n" in html
 
 
 def test_steps_that_are_not_recorded_are_found_by_the_most_frequent_collective(tmp_path: Path) -> None:
     events = [reduce(at + 10 * bucket, at + 10 * bucket + 5, bucket) for at in (0, 100, 220) for bucket in (0, 1)]
-    timeline = trace.read([write(tmp_path, 0, events)])
-    assert page.steps(timeline) == [(0, 100_000), (100_000, 220_000)]
+    timeline = trace.read_timeline([write(tmp_path, 0, events)])
+    assert timeline_page.find_steps(timeline) == [(0, 100_000), (100_000, 220_000)]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +358,7 @@ def test_steps_that_are_not_recorded_are_found_by_the_most_frequent_collective(t
     ],
 )
 def test_ticks_are_round_and_few(width: int, last: str, count: int) -> None:
-    found = list(page.ticks(width))
+    found = list(timeline_page.make_ticks(width))
     assert len(found) == count
     assert found[0][0] == 0
     assert found[-1] == (width, last)
@@ -366,15 +369,15 @@ def test_ticks_are_round_and_few(width: int, last: str, count: int) -> None:
     [(0, "0 ns"), (999, "999 ns"), (1500, "1.50 µs"), (12_345_678, "12.3 ms"), (999_400_000, "999 ms"), (None, "–")],
 )
 def test_times_have_three_digits(nanoseconds: int | None, text: str) -> None:
-    assert figures.time(nanoseconds) == text
+    assert format_time(nanoseconds) == text
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_is_read_is_not_written_over(tmp_path: Path, as_json: bool) -> None:
+def test_input_is_not_overwritten(tmp_path: Path, as_json: bool) -> None:
     file = write(tmp_path, 0, [reduce(0, 1)])
     before = file.read_text()
-    with pytest.raises(ShoalError, match="choose another name"):
-        report([tmp_path], file.with_suffix(".html") if as_json else file, as_json)
+    with pytest.raises(ShoalError, match="choose a name"):
+        write_timeline_report([tmp_path], file.with_suffix(".html") if as_json else file, as_json)
     assert file.read_text() == before
 
 
@@ -399,10 +402,10 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     (tmp_path / "loss.json").write_text("0.3")
     result = shoal("loss.json", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (TraceError.exit_code, "")
-    assert result.stderr.startswith("shoal: loss.json: JSON, but neither")
+    assert result.stderr.startswith("shoal: loss.json: neither")
     assert shoal("missing.json", cwd=tmp_path).returncode == UsageError.exit_code
     write(tmp_path, 0, [reduce(0, 1)])
     unwritable = shoal(".", "-o", "no/such/page.html", cwd=tmp_path)
     assert unwritable.returncode == UsageError.exit_code
-    assert "no/such/page.html cannot be written: no/such is no directory. Make it" in unwritable.stderr
-    assert "-o .: cannot be written: it is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr
+    assert "no/such/page.html: no/such is not a directory. Fix: mkdir" in unwritable.stderr
+    assert "-o .: is a directory" in shoal(".", "-o", ".", "--json", cwd=tmp_path).stderr

@@ -17,8 +17,8 @@ import docker
 import pytest
 from docker.models.containers import Container
 
-from shoal.engine import containers
-from shoal.inside import asking
+from shoal.docker_client import containers
+from shoal.inspection import sandbox
 from shoal.matrix.spec import ImageSpec, load
 
 from ..containers import ROOT
@@ -26,7 +26,7 @@ from ..containers import ROOT
 MATRIX = load(ROOT / "buildspec.yml")
 PROBE = Path(__file__).with_name("image_probe.py").read_text()
 SCRATCH = {"TMPDIR": "/dev/shm"}
-# Some of those of `shoal.inside.asking`; commands are run as several users.
+# Some of those of `shoal.inspection.sandbox`; commands are run as several users.
 _SETTINGS: dict[str, Any] = {
     "user": "0:0",
     "working_dir": "/",
@@ -81,10 +81,10 @@ class ImageContainers:
 @contextlib.contextmanager
 def running(client: docker.DockerClient, tag: str, *, read_only: bool = True) -> Iterator[ImageContainer]:
     """Start a container that sleeps, and remove it at the end."""
-    name = containers.unique("test-image")
+    name = containers.unique_name("test-image")
     settings = _SETTINGS | {"read_only": read_only, "labels": {containers.JOB_LABEL: name}}
-    with containers.removing(client, name):
-        container = containers.create(client, tag, _LONGEST, settings)
+    with containers.remove_at_end(client, name):
+        container = containers.create_container(client, tag, _LONGEST, settings)
         container.start()
         yield ImageContainer(tag, container)
 
@@ -124,10 +124,10 @@ def container(image_containers: ImageContainers, image: ImageSpec) -> ImageConta
 
 @pytest.fixture
 def ask_running_containers(monkeypatch: pytest.MonkeyPatch, image_containers: ImageContainers) -> None:
-    """Let the probes of `shoal.inside` run in the containers that are there, as its user, instead of one for each.
+    """Let the probes of `shoal.inspection` run in the containers that are there, as its user, instead of one for each.
 
     `test_a_container_of_its_own_says_the_same` shows that this makes no difference.
     """
     monkeypatch.setattr(
-        asking, "said", lambda _, tag, command: image_containers.of(tag).run(*command, user=asking.NOBODY)
+        sandbox, "run_command", lambda _, tag, command: image_containers.of(tag).run(*command, user=sandbox.NOBODY)
     )

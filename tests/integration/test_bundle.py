@@ -12,9 +12,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal import engine
-from shoal.build import bundled
-from shoal.engine.images import find
+from shoal import docker_client
+from shoal.builds import bundled
+from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
 
 from .test_build import link_cache
@@ -33,19 +33,17 @@ releases:
 """
 TEMPLATE = """\
 {% import "macros.j2" as install with context %}
-ARG BASE={{ image.system.upstream }}
-
-FROM ${BASE}
-
-# system
+{% call step("system") %}
+{{ begin_stage() }}
 {{ install.system_packages(["python3-venv"]) }} && python3 -m venv /opt/venv
 {{ install.python_environment() }}
-
-# framework
+{% endcall %}
+{% call step("framework") %}
 {{ install.locked_requirements("framework") }}
-
-# what a step sees of the network
+{% endcall %}
+{% call step("network", "what a step sees of it") %}
 RUN ls /sys/class/net > /networks
+{% endcall %}
 """
 
 
@@ -54,15 +52,15 @@ def offline(project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
     write_project(project, tmp_path)
     yield tmp_path
-    client = engine.connect()
+    client = docker_client.connect()
     for tag in TAGS:
-        if find(client, tag):
+        if find_image(client, tag):
             client.images.remove(tag, force=True)
 
 
 def write_project(project: Project, directory: Path) -> None:
     (directory / "buildspec.yml").write_text(SPEC)
-    for room in ("images", "library", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
+    for room in ("images", "library", "rehearsal", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
         (directory / room).symlink_to(project.root / room)
     templates = directory / "dockerfiles"
     templates.mkdir()
@@ -110,7 +108,7 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
         assert said.decode().split() == ["lo", "six", version]
     labels = [container.labels.get("shoal.job", "") for container in client.containers.list(all=True)]
     assert not [label for label in labels if label.startswith("debian-")]
-    digest = bundled.check(bundle, None)
+    digest = bundled.check_bundle(bundle, None)
     assert f"--bundle-digest sha256:{digest}" in collected.stdout
     # One that was changed on the way is refused; what it lacks is told, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
@@ -142,4 +140,4 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
 def test_another_directory_is_refused(offline: Path) -> None:
     refused = run(offline, "build", "--bundle", offline)
     assert refused.returncode == 2
-    assert "not a bundle, or one without SHA256SUMS. Make it where there is a network: shoal bundle" in refused.stderr
+    assert "not a bundle, or one without SHA256SUMS. Make it on a host with a network: shoal bundle" in refused.stderr

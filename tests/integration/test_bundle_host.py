@@ -7,7 +7,7 @@ from pathlib import Path
 
 import docker
 
-from shoal.build import hostwheels
+from shoal.builds import bundle
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -18,10 +18,10 @@ def test_shoal_is_installed_without_a_network(
     client: docker.DockerClient, matrix: BuildSpec, project: Project, tmp_path: Path
 ) -> None:
     """In a container, for it has no network and Debian's Python, of the version that runs this."""
-    assert hostwheels.collect(project, tmp_path) == ""
+    bundle.add_shoal(project, tmp_path, tmp_path / "wheels")
     image = matrix.select("pytorch-*-cpu-*-debian12")
     assert image.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
-    script = f"{hostwheels.COMMAND.format(directory='/bundle/wheels')} && cd /project && /tmp/.venv/bin/shoal list"
+    script = f"{bundle.INSTALL.format(directory='/bundle/wheels')} && cd /project && /tmp/.venv/bin/shoal list"
     said = client.containers.run(
         image.tag,
         ["sh", "-c", script],
@@ -33,4 +33,4 @@ def test_shoal_is_installed_without_a_network(
     ).decode()
     assert "Successfully installed" in said
     assert image.tag in said
-    assert hostwheels.COMMAND.format(directory="DIRECTORY/host") in (ROOT / "docs" / "offline.md").read_text()
+    assert bundle.INSTALL.format(directory="DIRECTORY/host") in (ROOT / "docs" / "offline.md").read_text()

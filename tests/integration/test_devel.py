@@ -5,7 +5,7 @@ from __future__ import annotations
 import docker
 
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import bytecode
+from shoal.sources import packages
 
 # An extension of PyTorch that is compiled and loaded, from torch's own documentation of load_inline. It includes all
 # headers of torch, which take half a minute: with the other torch, a library that is linked to it includes one of them.
@@ -91,5 +91,5 @@ def test_layers_are_shared_with_the_runtime_variant(client: docker.DockerClient,
             client.images.get(tag).attrs["RootFS"]["Layers"] for tag in (devel.tag, devel.tag.removesuffix("-devel"))
         ]
         own = set(layers[0]) - set(layers[1])
-        compiled = 0 if bytecode.is_of(devel.python_version) else 2
+        compiled = 0 if packages.can_compile_for(devel.python_version) else 2
         assert len(own) == 4 + compiled, f"{devel.tag}: compilers, library, what is compiled of it, toolkit; bytecode"

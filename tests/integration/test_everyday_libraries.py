@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from testcontainers.core.network import Network
 
-from shoal.host import machine
 from shoal.matrix.spec import BuildSpec
+from shoal.network.settings import read_network_settings
 
 from .conftest import Host, StartHost, write_tree
 
@@ -37,13 +37,13 @@ def start(start_host: StartHost, image: str, tree: Path, requirements: str, netw
     (tree / "code" / "requirements.txt").write_text(requirements)
     configuration = tree.with_name(f"{tree.name}-machine")
     configuration.mkdir()
-    for name, content in machine.read().files("bookworm").items():
+    for name, content in read_network_settings().build_files("bookworm").items():
         (configuration / name).write_bytes(content)
     return start_host(
         image,
         tree=tree,
         volumes={configuration: "/run/machine"},
-        env={"PIP_CONFIG_FILE": "/run/machine/pip.conf", **dict(machine.read().proxies)},
+        env={"PIP_CONFIG_FILE": "/run/machine/pip.conf", **dict(read_network_settings().proxies)},
         network=network,
         alias=tree.name,
     )

@@ -9,8 +9,8 @@ import docker
 import pytest
 import tomllib
 
-from shoal.inside import asking, contents, sbom, truth
-from shoal.inside.contents import Contents
+from shoal.inspection import facts, manifest, sandbox, sbom
+from shoal.inspection.facts import ImageFacts
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
 
@@ -140,7 +140,7 @@ def test_mpirun_works_by_hand(container: ImageContainer) -> None:
 
 
 def test_our_packages_have_the_versions_of_this_checkout(container: ImageContainer, project: Project) -> None:
-    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library")]
+    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library", "rehearsal")]
     about = [tomllib.loads(path.read_text())["project"] for path in files]
     assert container.facts("ours")["versions"] == {entry["name"]: entry["version"] for entry in about}
 
@@ -164,9 +164,9 @@ def test_its_commands_are_on_the_path(container: ImageContainer) -> None:
 
 @pytest.mark.usefixtures("ask_running_containers")
 def test_the_tag_says_what_is_inside(client: docker.DockerClient, container: ImageContainer, image: ImageSpec) -> None:
-    found = contents.read(client, image.tag)
-    assert truth.differences(found, image) == []
-    document = sbom.cyclonedx(found)
+    found = facts.read_facts(client, image.tag)
+    assert manifest.check_tag(found, image) == []
+    document = sbom.make_sbom(found)
     purls = [component.get("purl", "") for component in document["components"]]
     listed = json.loads(container.run("pip", "list", "--format=json"))
     assert len([purl for purl in purls if purl.startswith("pkg:pypi/")]) == len(listed)
@@ -179,8 +179,8 @@ def test_a_container_of_its_own_says_the_same(
 ) -> None:
     """So the test above may ask a running container, for which `shoal manifest` starts one."""
 
-    def read() -> Contents:
-        found = contents.read(client, image.tag)
+    def read() -> ImageFacts:
+        found = facts.read_facts(client, image.tag)
         return found.model_copy(update={"environment": found.environment | {"HOSTNAME": ""}})
 
     alone = read()
@@ -195,7 +195,7 @@ def test_a_probe_has_no_rights(client: docker.DockerClient, image: ImageSpec) ->
         "grep -E 'Uid|Cap|NoNewPrivs' /proc/self/status; ls /sys/class/net;"
         " touch /tmp/x 2>&1; cat /etc/shadow 2>&1; mount -t tmpfs none /mnt 2>&1; su -c id 2>&1; true"
     )
-    said = asking.said(client, image.tag, ["sh", "-c", script])
+    said = sandbox.run_command(client, image.tag, ["sh", "-c", script])
     words = [line.split() for line in said.splitlines()]
     facts = {line[0].rstrip(":"): line[1:] for line in words if line[0].endswith(":")}
     assert set(facts["Uid"]) == {"65534"}

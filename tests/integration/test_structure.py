@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from shoal.build import base
+from shoal.builds import base_image
 from shoal.matrix.spec import ImageSpec, System
 
 from .conftest import StartHost, write_tree
@@ -120,7 +120,7 @@ def test_only_a_devel_image_has_compilers(container: ImageContainer, image: Imag
 
 def reference(client: docker.DockerClient, system: System) -> str:
     """Return the reference of a system's base image."""
-    beneath = base.find(client, system)
+    beneath = base_image.find_base(client, system)
     assert beneath is not None
     return beneath.reference
 
@@ -144,7 +144,7 @@ def test_its_labels(client: docker.DockerClient, image: ImageSpec) -> None:
     assert {name: value for name, value in said.items() if not re.fullmatch(LABELS[name], value)} == {}
     assert {name.removeprefix(OCI) for name in labels if name.startswith(OCI)} <= LABELS.keys()
     assert (said["title"], said["version"]) == (image.repository, image.version_tag)
-    beneath = base.find(client, image.system)
+    beneath = base_image.find_base(client, image.system)
     assert beneath is not None
     expected = (image.extends, "") if image.extends else (beneath.name, beneath.digest)
     assert (said["base.name"], said["base.digest"]) == expected

@@ -1,4 +1,4 @@
-"""Two containers on a network of their own: MPI without ssh, one verdict on both."""
+"""Two containers on a network of their own: MPI without ssh, one result on both."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ranks_meet_and_each_sees_its_own_host(
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_failure_is_the_verdict_on_every_host(
+def test_a_failure_is_the_result_on_every_host(
     start_host: StartHost, pytorch: str, network: Network, tmp_path: Path, failing_rank: int
 ) -> None:
     script = (
@@ -182,13 +182,13 @@ def test_a_start_after_a_wrong_proof_starts_nothing(guarded: Guarded) -> None:
 
 
 def test_the_right_secret_under_another_name_starts_nothing(guarded: Guarded) -> None:
-    """The first host's name is another container's: the stranger is turned away by its address, unheard."""
+    """The first host's name is another container's: the stranger is rejected by its address."""
     first, stranger = guarded.container("algo-1"), guarded.container("stranger")
     said = claim(stranger, "right", "after")
     assert guarded.started == []
     assert said["heard"] == []
     guarded.lets_only_the_first_host_start(first)
-    assert "turned away a connection from" in guarded.worker.wait().output
+    assert "rejected a connection from" in guarded.worker.wait().output
 
 
 def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(guarded: Guarded) -> None:

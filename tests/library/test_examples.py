@@ -68,7 +68,7 @@ def test_digits_on_two_replicas_of_four_stages(
     contract["SM_HP_MP_PARAMETERS"] = '{"partitions": 4, "microbatches": 4, "ddp": true, "pipeline": "interleaved"}'
     compared = Path(__file__).parent / "ranks" / "modelparallel_digits.py"
     log = mpirun(8, compared, "--epochs", "3", "--lr", "0.005", SM_CHANNEL_TRAINING=str(channel), **contract)
-    assert "2 replicas of 4 stages, batches of 64: 32 images a replica, in 4 microbatches" in log
+    assert "2 replicas of 4 stages, batches of 64: 32 images per replica, in 4 microbatches" in log
     epochs = re.findall(r"epoch \d/3 iterations (\d+) loss ([\d.]+)", log)
     assert [int(iterations) for iterations, _ in epochs] == [10, 10, 10]
     losses = [float(loss) for _, loss in epochs]
@@ -125,7 +125,7 @@ def test_prepare_writes_the_same_bytes(alone: Alone, tmp_path: Path) -> None:
 def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="unrecognized arguments: --epoch-count 3"):
         alone(DIGITS / "train.py", "--epoch-count", "3")
-    with pytest.raises(AssertionError, match=r"digits\.npz is missing: write it with `python prepare\.py"):
+    with pytest.raises(AssertionError, match=r"digits\.npz is missing\. Fix: python prepare\.py"):
         alone(DIGITS / "train.py", SM_CHANNEL_TRAINING=str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job read from the network, without one: handshakes, messages and requests, cut and changed.
+"""Handshakes, messages and requests of ranks, cut and changed, without a network.
 
 20,000 inputs each in `make soak`.
 """
@@ -36,7 +36,7 @@ def sent(given_messages: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[list[Me
 
 
 def read(stream: bytes, pieces: Sequence[int] = ()) -> tuple[list[Message], bool]:
-    """What a reader hands out, and whether it refuses the rest."""
+    """The messages that a reader delivers, and whether it refuses the rest."""
     reader, at, remaining = Reader(KEY), 0, iter(pieces)
     while at < len(stream):
         room = reader.buffer()

@@ -163,7 +163,7 @@ def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("penalty", "The step on stage 0 uses a parameter of stage 1 by itself, not by its module"),
+        ("penalty", "The step on stage 0 uses a parameter of stage 1 outside of its module"),
         ("eval", "model.eval() is called inside a step: the other stages would not call it"),
         ("optimizer", "optimizer.step() is called inside a step: the other stages would not call it"),
     ],

@@ -400,7 +400,7 @@ def test_losses_that_were_not_scaled_are_refused(job: Any) -> None:
     job(fp16=True)
     model, optimizer = wrapped(static_loss_scale=1024.0)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(StepUsageError, match=r"call model\.backward\(loss\) in place of loss\.backward\(\)"):
+    with pytest.raises(StepUsageError, match=r"call model\.backward\(loss\) instead of loss\.backward\(\)"):
         optimizer.step()
     optimizer.zero_grad()
     model.backward(model(torch.ones(2, 4)).sum())
@@ -414,7 +414,7 @@ def test_sums_over_microbatches_are_refused_where_means_are_asked_for(job: Any) 
     evaluated = smp.step(lambda model, data: model(data).sum().detach())
     averaged = smp.step(lambda model, data: model.backward(model(data).sum()))
     evaluated(model, torch.ones(2, 4))
-    with pytest.raises(StepUsageError, match=r"sums over the microbatches in place of means: call model\.backward"):
+    with pytest.raises(StepUsageError, match=r"sums over the microbatches instead of means. Fix: call model\.backward"):
         summed(model, torch.ones(2, 4))
     optimizer.zero_grad()
     averaged(model, torch.ones(2, 4))

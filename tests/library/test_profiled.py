@@ -12,7 +12,7 @@ import pytest
 from tests.library.conftest import Python, clean_environment
 
 from shoal.report import trace
-from shoal.report.analysis import analyse, notes
+from shoal.report.timeline_analysis import analyse, list_caveats
 
 SCRIPT = Path(__file__).parent / "ranks" / "profiled.py"
 AHEAD = 5.0  # seconds, of the second host's clock
@@ -43,12 +43,12 @@ def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_p
     assert "clocks" not in said
     text = page.read_text()
     assert all(word in text for word in ("all_reduce", "hidden behind computation", "</html>"))
-    timeline = trace.read(trace.find([tmp_path]))
+    timeline = trace.read_timeline(trace.find_files([tmp_path]))
     assert [rank.complete for rank in timeline.ranks] == [True, True]
     for report in analyse(timeline).ranks:
         assert report.overlap is not None
         assert 0 <= report.overlap <= 1
-        spans = report.rank.of("communication")
+        spans = report.rank.spans_of("communication")
         assert {span.args["engine"] for span in spans} == {"shm"}
         buckets = {span.args.get("bucket") for span in spans}
         assert len(buckets) > 1
@@ -59,11 +59,11 @@ def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_p
 
 def test_clocks_of_hosts_are_compared(python: Python, tmp_path: Path, free_port: int) -> None:
     train(python, free_port, tmp_path, SMDDP_HOST="another", SMDDP_STALL_SECONDS="2", SKEW_SECONDS=str(AHEAD))
-    timeline = trace.read(trace.find([tmp_path]))
+    timeline = trace.read_timeline(trace.find_files([tmp_path]))
     first, second = timeline.ranks
     assert first.clock_offset == 0
     assert second.clock_offset == pytest.approx(-1e6 * AHEAD, abs=20_000)
     found = analyse(timeline)
     assert found.collectives
     assert all(collective.skew < 1e9 for collective in found.collectives)
-    assert not [note for note in notes(found) if "were not compared" in note]
+    assert not [note for note in list_caveats(found) if "were not compared" in note]

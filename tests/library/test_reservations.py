@@ -1,4 +1,4 @@
-"""Reservations of transfers: simulated ranks, whose signals take any time, never wait for each other in a circle."""
+"""Reservations of transfers: simulated ranks never wait in a circle, however long their signals take."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_jobs_of_the_suite_run_so_too(mpirun: Mpirun) -> None:
 
 @pytest.mark.mpi
 def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
-    """Streams, events and devices are there in a rehearsal; the tensors are those of CUDA."""
+    """A rehearsal has streams, events and devices, and CUDA tensors."""
     script = (RANKS / "transfers.py", "pipeline", "cuda")
     said = mpirun(2, RANKS / "transferring.py", "--device", *script, STAGES="2", **REHEARSE)
     assert transferred(said) > 0
@@ -72,7 +72,7 @@ def test_what_only_a_gpu_runs_is_rehearsed(mpirun: Mpirun) -> None:
     ("how", "says"),
     [
         ("dies", r"rank 0 has ended: .*rank 1\): connection lost"),
-        ("hangs", r"rank 0 has ended: .*(received nothing|device)"),
+        ("hangs", r"(?s)rank 0 has ended: .*(received nothing|device)"),
     ],
 )
 def test_a_stage_that_is_gone_in_the_middle_of_a_transfer_ends_the_step(
@@ -97,7 +97,7 @@ def test_the_setting() -> None:
         read_choice({VARIABLE: "tcp"})
 
 
-def test_without_nccl_tensors_go_through_the_host(
+def test_nccl_problem_tensors_go_through_the_host(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One line says why; where NCCL is demanded, that is an error."""

@@ -1,4 +1,4 @@
-"""The transport of model parallelism: who is heard, who keeps whom waiting, and how a lost rank or host is noticed."""
+"""The transport of model parallelism: authentication, peers that stall, and how a lost rank or host is noticed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from smdistributed.modelparallel.backend.transport import Access, Transport
 
 KEY = b"k" * 32
 LOOPBACK = "127.0.0.1"
-LIMIT_S = 60  # of what takes moments: a busy machine
+LIMIT_S = 60  # usually moments; longer on a busy machine
 ACROSS_HOSTS = Path(__file__).parent / "ranks/transport_across_hosts.py"
 
 
 class Rank:
-    """A rank that keeps what it gets."""
+    """A rank that keeps the messages that arrive."""
 
     def __init__(self, number: int, key: bytes = KEY, seconds: float = 1800) -> None:
         self.number, self.changed = number, threading.Condition()

@@ -54,7 +54,7 @@ class Tree(NamedTuple):
         return report
 
     def outcome(self) -> set[str]:
-        """The verdict files that exist."""
+        """The result files that exist."""
         return {name for name in ("failure", "success") if (self.output / name).exists()}
 
 

@@ -117,7 +117,7 @@ def stranger(host: Host) -> Iterator[str]:
 
 @contextmanager
 def running(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End what still runs, whatever happens."""
+    """Ends what still runs, also after an error."""
     try:
         yield
     finally:

@@ -33,6 +33,6 @@ def _install(made: Path) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return what makes a job use it: mpirun comes first on PATH, and mpi4py loads its library."""
+    """Returns the variables that make a job use it: mpirun comes first on PATH, and mpi4py loads its library."""
     path = Path(open_mpi_5("mpirun")).parent
     return {"PATH": f"{path}:{os.environ['PATH']}", "MPI4PY_LIBMPI": str(_PREFIX / "lib" / "libmpi.so.40")}

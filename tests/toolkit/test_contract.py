@@ -1,4 +1,4 @@
-"""The files and variables of the contract: what is read from them, and what is said of those that are wrong."""
+"""The files and variables of the contract: how they are read, and the errors in wrong ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.job import contract
-from shoal_toolkit.plan import environment
+from shoal_toolkit.job import contract, machine
 
 from .conftest import Run, Tree
 from .test_plan import MACHINE, planned
@@ -52,23 +51,23 @@ def test_values_are_decoded_as_the_contract_says(text: str, value: object) -> No
 
 @pytest.mark.parametrize("value", ["true", "True", '"true"', True])
 def test_every_spelling_of_true_is_true(value: object) -> None:
-    assert contract.flag({"on": contract.decode(value)}, "on")
+    assert contract.read_flag({"on": contract.decode(value)}, "on")
 
 
 @pytest.mark.parametrize("value", ["false", "False", '"false"', False, "null", ""])
 def test_every_spelling_of_false_is_false(value: object) -> None:
-    assert not contract.flag({"on": contract.decode(value)}, "on")
+    assert not contract.read_flag({"on": contract.decode(value)}, "on")
 
 
 def test_a_flag_that_is_neither_is_an_error() -> None:
     with pytest.raises(ContractError, match=r"sagemaker_mpi_enabled is 'maybe'; allowed are true and false"):
-        contract.flag({"sagemaker_mpi_enabled": "maybe"}, "sagemaker_mpi_enabled")
+        contract.read_flag({"sagemaker_mpi_enabled": "maybe"}, "sagemaker_mpi_enabled")
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5", "true", "²"])
 def test_a_count_that_is_none_is_an_error(value: str) -> None:
     with pytest.raises(ContractError, match="whole number"):
-        contract.whole_number({"n": contract.decode(value)}, "n")
+        contract.read_count({"n": contract.decode(value)}, "n")
 
 
 def test_hyperparameters_are_split_by_whom_they_are_for(tree: Tree) -> None:
@@ -156,7 +155,7 @@ def test_a_script_that_is_not_there(tree: Tree, run: Run) -> None:
     tree.script("", "model.py")
     assert run(SAGEMAKER_PROGRAM="trian.py").code == 2
     assert f"The script 'trian.py' is not in {tree.code}. Did you mean 'train.py'?" in tree.failure
-    assert f"In {tree.code} there is: model.py, train.py" in tree.failure
+    assert f"{tree.code} contains: model.py, train.py" in tree.failure
 
 
 def test_no_script_is_named(tree: Tree, run: Run) -> None:
@@ -212,9 +211,11 @@ def test_neuron_cores_are_counted(tree: Tree, devices: int, instance: str, cores
 def test_the_version_of_torch_is_told_without_importing_it(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "torch-2.0.1+cu117.dist-info").mkdir()
     (tmp_path / "torchvision-0.1.dist-info").mkdir()
-    assert environment.installed_version("torch", [str(tmp_path / "absent"), str(tmp_path)]) == "2.0.1+cu117"
-    assert environment.installed_version("tensorflow", [str(tmp_path)]) == ""
-    assert variables(tree)["SM_DLC_TORCH_VERSION"] == importlib.metadata.version("torch")
+    assert machine.find_installed_version("torch", [str(tmp_path / "absent"), str(tmp_path)]) == "2.0.1+cu117"
+    assert machine.find_installed_version("tensorflow", [str(tmp_path)]) == ""
+    found = machine.read_machine({}, "eth0", [])
+    assert found.torch == importlib.metadata.version("torch")
+    assert planned(tree, MACHINE._replace(torch=found.torch)).env["SM_DLC_TORCH_VERSION"] == found.torch
 
 
 GROUPS = [
@@ -313,7 +314,9 @@ def test_the_region_is_the_first_that_is_named(
 def test_what_smdistributed_asks_for_is_told(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "smddprun").write_text("")
     (tmp_path / "smddprun").chmod(0o755)
-    told = json.loads(variables(tree, PATH=str(tmp_path))["SM_TRAINING_ENV"])
+    commands = machine.read_machine({"PATH": str(tmp_path)}, "eth0", []).library_commands
+    made = planned(tree, MACHINE._replace(library_commands=commands))
+    told = json.loads(made.env["SM_TRAINING_ENV"])
     assert (told["is_smddprun_installed"], told["is_modelparallel_enabled"]) == (True, False)
     tree.hyperparameters(mp_parameters={"partitions": 2})
     assert json.loads(variables(tree)["SM_TRAINING_ENV"])["is_modelparallel_enabled"] is True

@@ -1,4 +1,4 @@
-"""The text of the failure file: what failed first, who, why, and what to do."""
+"""The text of the failure file: the rank that failed first, the reason, and the fix."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.outcome import diagnosis, oom
-from shoal_toolkit.outcome.verdict import Failure
+from shoal_toolkit.result import diagnosis
+from shoal_toolkit.result.result import Failure
+from shoal_toolkit.system import memory
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees
@@ -125,7 +126,7 @@ Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
 def message(
     stderr: str, code: int = 1, command: tuple[str, ...] = ("python", "a.py"), facts: dict[str, int] | None = None
 ) -> str:
-    return diagnosis.message(Failure(code, "rank 1 on algo-2", command, stderr, facts or {}))
+    return diagnosis.explain_failure(Failure(code, "rank 1 on algo-2", command, stderr, facts or {}))
 
 
 def head(stderr: str, code: int = 1, **facts: int) -> str:
@@ -225,33 +226,48 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         ("", 137, LIMITED, "Out of memory: the kernel killed the script at its container's limit of 512 MiB."),
         ("", 137, {"oom_kills": 0, "machine_oom_kills": 1}, "Out of memory: the machine had none left"),
         (TRACEBACK, 1, LIMITED, "the kernel killed 2 of its processes at the limit of 512 MiB"),
-        ("", 135, {"shm": 1 << 26}, "/dev/shm has 64 MiB here, and shared memory did not fit: docker run --shm-size"),
+        ("", 135, {"shm": 1 << 26}, "/dev/shm has only 64 MiB, which is too small. Fix: docker run --shm-size"),
         (BUS, 1, {"shm": 1 << 26}, "--shm-size"),
         (LINKER, 127, {}, "The library libX.so.1 is not in this image"),
         (IMPORT, 1, {}, "The library libGL.so.1 is not in this image"),
-        (MODULE, 1, {}, "The image has no module yaml. If it is yours, put it beside the script; else look up which"),
-        (MODULE.replace("yaml.x", "smddpcommon"), 1, {}, "No package index has AWS's: install nothing of that name."),
+        (MODULE, 1, {}, "The image has no module yaml. If it is yours, put it next to the script. Otherwise find the"),
+        (
+            MODULE.replace("yaml.x", "smddpcommon"),
+            1,
+            {},
+            "AWS publishes it on no package index: install nothing of that name.",
+        ),
         (MODULE.replace("yaml.x", "smdistributed.x"), 1, {}, "install nothing of that name."),
-        (MODULE.replace("yaml.x", "sagemaker_training.params"), 1, {}, "there is sagemaker_training.environment;"),
-        (RELATIVE, 1, {}, "Fix: name it as a module, such as -m package.module"),
+        (
+            MODULE.replace("yaml.x", "sagemaker_training.params"),
+            1,
+            {},
+            "This image only has sagemaker_training.environment;",
+        ),
+        (RELATIVE, 1, {}, "Fix: name the module, such as -m package.module"),
         (
             f"{BEGIN}  File\nRuntimeError: operator torchvision::nms does not exist",
             *(1, {}, "torchvision was built for another torch than this image's"),
         ),
         (f"{FLAG}True", 2, {}, "list its name in the hyperparameter sagemaker_store_true"),
         (f"{FLAG}--lr 0.1 False", 2, {}, "sagemaker_store_true"),
-        ("go.sh: line 3: aws: command not found", 127, {}, "The image has no AWS CLI: name awscli in requirements.txt"),
-        (NO_CHANNEL, 1, {}, "The job has no channel training. Give it one: shoal run --channel training=DIR"),
+        (
+            "go.sh: line 3: aws: command not found",
+            127,
+            {},
+            "The image has no AWS CLI: add awscli to a requirements.txt",
+        ),
+        (NO_CHANNEL, 1, {}, "The job has no channel training. Fix: shoal run --channel training=DIR"),
         ("go.sh: line 3: SM_CHANNEL_VAL: unbound variable", 1, {}, "shoal run --channel val=DIR"),
         (NO_FILE, 1, {}, "shoal run --channel CHANNEL=DIR"),
         ("ls: cannot access '/opt/ml/input/data/x/y': No such file or directory", 2, {}, "shoal run --channel"),
         (NO_DEVICE, 1, {"gpus": 0}, "shoal run --env SHOAL_REHEARSE=1, or train --rehearse"),
-        (NO_DEVICES, 1, {"gpus": 0}, "This host has no GPU. Try the script without: shoal run --env SHOAL_REHEARSE=1"),
-        (NO_DEVICE, 1, {"gpus": 2}, "No GPU can be used here: docker run --gpus all"),
+        (NO_DEVICES, 1, {"gpus": 0}, "This host has no GPU. To run on CPU with emulated GPUs: shoal run --env"),
+        (NO_DEVICE, 1, {"gpus": 2}, "No GPU can be used. Fix: docker run --gpus all"),
         ("./go.sh: line 2: foo: command not found", 127, {}, "Exit code 127: a program"),
-        ("./go.sh: line 2: ./foo: Permission denied", 126, {}, "Exit code 126: a program was found"),
-        (FULL, 1, {}, "A file system was full, and has space again now"),
-        (FULL, 1, {"full_mounts": 0}, "A file system was full, and has space again now"),
+        ("./go.sh: line 2: ./foo: Permission denied", 126, {}, "Exit code 126: a program exists"),
+        (FULL, 1, {}, "A file system was full while the script ran"),
+        (FULL, 1, {"full_mounts": 0}, "A file system was full while the script ran"),
         (f"{FULL}: '/opt/ml/model/a.pt'", 1, {"full_mounts": 0}, "The file system of /opt/ml/model/a.pt was full."),
         (FULL, 1, {"full_mounts": 2, "full:/tmp": 1, "full:/data": 1}, "No space is left in /tmp, /data."),
     ],
@@ -278,9 +294,9 @@ def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int
 
 
 def test_every_text_of_the_table_can_be_said() -> None:
-    """With no fact known: a gap in the table must not cost the verdict."""
-    for entry in diagnosis.table()["advice"]:
-        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Named(what="x"))
+    """With no fact known: a gap in the table must not cost the result."""
+    for entry in diagnosis._read_failures()["advice"]:
+        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Placeholders(what="x"))
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "𝔵"])
@@ -288,7 +304,7 @@ def test_what_sagemaker_shows_holds_it_all(letter: str) -> None:
     """1,024 characters or bytes: nobody says which. The file has at most as many bytes."""
     exception = f"ImportError: libX.so: cannot open shared object file {letter * 5000}"
     long = f"Traceback (most recent call last):\n{'  File in f' * 500}\n{exception}"
-    shown = diagnosis.message(Failure(1, f"rank 1 on {letter * 200}", ["python", letter * 900], long, {}))
+    shown = diagnosis.explain_failure(Failure(1, f"rank 1 on {letter * 200}", ["python", letter * 900], long, {}))
     assert len(shown.encode()) <= 1024
     lines = shown.splitlines()
     assert lines[0].startswith("ImportError: libX.so: cannot open")
@@ -415,10 +431,10 @@ LIMITS = {
 def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
     counter, form = GROUP_FILES[kind]
     write(tmp_path, {"proc/self/cgroup": OWN[kind], counter: form.format(3), "proc/vmstat": "pgpgin 1\noom_kill 5\n"})
-    before = oom.kills(str(tmp_path))
+    before = memory.count_oom_kills(str(tmp_path))
     assert before == (3, 5)
     write(tmp_path, {counter: form.format(4), "proc/vmstat": "oom_kill 7\n", **dict([LIMITS[kind]])})
-    assert oom.facts(before, str(tmp_path)) == {
+    assert memory.collect_memory_facts(before, str(tmp_path)) == {
         "oom_kills": 1,
         "machine_oom_kills": 2,
         "memory_limit": 1 << 29,
@@ -429,7 +445,7 @@ def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
 def test_no_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text})
-    facts = oom.facts(oom.kills(str(tmp_path)), str(tmp_path))
+    facts = memory.collect_memory_facts(memory.count_oom_kills(str(tmp_path)), str(tmp_path))
     assert (facts["memory_limit"], facts["oom_kills"]) == (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""Each kind of entry point: its command, what the script is told of it, and that it runs."""
+"""Each kind of entry point: its command, its variables, and that it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import contract, entry
-from shoal_toolkit.plan.arguments import LONGEST, for_mpirun, script_arguments
+from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES, build_script_command, format_arguments, shorten_for_mpirun
 
 from .conftest import Run, Tree
 from .netns import UNAVAILABLE, running, two_hosts
@@ -65,7 +65,7 @@ def test_python_is_run_by_python(tree: Tree, name: str, text: str, words: list[s
         tree.script(text, name)
     job = read(tree, SAGEMAKER_PROGRAM=name)
     front = [PYTHON, "-m", "mpi4py"] if mpi4py else [PYTHON]
-    assert entry.command(job, MACHINE, ["--x"], mpi4py) == [*front, *words, "--x"]
+    assert build_script_command(job.script, PYTHON, ["--x"], mpi4py) == [*front, *words, "--x"]
     assert (job.script.name, job.script.module_name) == (name, module)
 
 
@@ -82,13 +82,16 @@ def test_other_files_are_run_by_their_interpreter(tree: Tree, name: str, text: s
     (tree.code / "bin").mkdir()
     tree.script(text, name)
     for mpi4py in (False, True):
-        assert entry.command(read(tree, SAGEMAKER_PROGRAM=name), MACHINE, ["--x"], mpi4py) == [*expected, "--x"]
+        assert build_script_command(read(tree, SAGEMAKER_PROGRAM=name).script, PYTHON, ["--x"], mpi4py) == [
+            *expected,
+            "--x",
+        ]
 
 
 def test_a_program_is_run_as_it_is(tree: Tree) -> None:
     (tree.code / "tool").symlink_to("/bin/echo")
     for name, expected in (("tool", "./tool"), ("/bin/echo", "/bin/echo")):
-        assert entry.command(read(tree, SAGEMAKER_PROGRAM=name), MACHINE, [], False) == [expected]
+        assert build_script_command(read(tree, SAGEMAKER_PROGRAM=name).script, PYTHON, [], False) == [expected]
 
 
 @pytest.mark.parametrize("metadata", ["setup.py", "pyproject.toml"])
@@ -97,7 +100,7 @@ def test_a_name_that_is_no_file_is_a_module_of_the_package(tree: Tree, metadata:
     tree.script("[project]\nname = 'pkg'", metadata)
     job = read(tree, SAGEMAKER_PROGRAM=name)
     module = name.removesuffix(".py")
-    assert entry.command(job, MACHINE, [], True) == [PYTHON, "-m", "mpi4py", "-m", module]
+    assert build_script_command(job.script, PYTHON, [], True) == [PYTHON, "-m", "mpi4py", "-m", module]
     assert (job.script.name, job.script.module_name) == (name, module)
 
 
@@ -105,7 +108,7 @@ def test_a_name_that_is_no_file_is_a_module_of_the_package(tree: Tree, metadata:
 def test_a_function_is_called(tree: Tree, mpi4py: bool) -> None:
     job = read(tree, SAGEMAKER_TRAINING_MODULE="pkg.jobs:main")
     front = [PYTHON, "-m", "mpi4py"] if mpi4py else [PYTHON]
-    assert entry.command(job, MACHINE, ["--x", "1"], mpi4py) == [*front, "-c", FUNCTION, "--x", "1"]
+    assert build_script_command(job.script, PYTHON, ["--x", "1"], mpi4py) == [*front, "-c", FUNCTION, "--x", "1"]
     assert (job.script.name, job.script.module_name) == ("", "")
 
 
@@ -114,7 +117,7 @@ def test_the_stock_toolkits_own_function_is_passed_over(tree: Tree, name: str) -
     """A Dockerfile that was made for the stock toolkit sets it."""
     made = planned(tree, SAGEMAKER_TRAINING_MODULE=name)
     assert made.script == (PYTHON, "train.py")
-    assert any("in whose place this one runs the script" in note for note in made.notes)
+    assert any("this toolkit runs the script instead" in note for note in made.notes)
     assert made.env["SM_FRAMEWORK_MODULE"] == name
 
 
@@ -127,7 +130,7 @@ def test_a_function_that_is_not_named_properly(tree: Tree, run: Run, value: str)
 @pytest.mark.parametrize("name", ["-m", "-c print(1)", "-m pkg --flag", "--help", "-m pkg/jobs.py", "-mpkg"])
 def test_a_name_that_reads_as_an_option(tree: Tree, run: Run, name: str) -> None:
     assert run(SAGEMAKER_PROGRAM=name).code == 2
-    assert f"The script's name {name!r} reads as an option" in tree.failure
+    assert f"The script's name {name!r} looks like an option" in tree.failure
     assert '"-m package.module"' in tree.failure
 
 
@@ -231,21 +234,21 @@ VALUES = {"fp16": True, "debug": False, "x": True, "lr": 0.1, "name": "true"}
 )
 def test_a_script_with_flags_gets_flags(store_true: object, words: str) -> None:
     """Defect 21: the stock toolkit gives every flag a value, which argparse's store_true refuses."""
-    assert script_arguments(VALUES, store_true) == words.split()
+    assert format_arguments(VALUES, store_true) == words.split()
 
 
 @pytest.mark.parametrize(
     ("store_true", "reason"),
     [
         ("all", "sagemaker_store_true is 'all'; allowed are true, and a list of names"),
-        (["fp61"], "names 'fp61', which is no hyperparameter. Did you mean 'fp16'?"),
+        (["fp61"], "names 'fp61', which is not a hyperparameter. Did you mean 'fp16'?"),
         (["lr"], "names 'lr', which is 0.1; a flag is true or false"),
-        ([3], "names 3, which is no hyperparameter"),
+        ([3], "names 3, which is not a hyperparameter"),
     ],
 )
 def test_what_is_no_flag_is_refused(store_true: object, reason: str) -> None:
     with pytest.raises(ContractError) as refused:
-        script_arguments(VALUES, store_true)
+        format_arguments(VALUES, store_true)
     assert reason in str(refused.value)
 
 
@@ -323,7 +326,7 @@ def test_an_argument_that_linux_would_not_pass_is_named(tree: Tree, run: Run) ->
     assert run(SAGEMAKER_PROGRAM="train.py").code == 2
     assert tree.failure == (
         "hyperparameters.json: text is 131,072 bytes as an argument of the script, and Linux passes at most 131,071 in "
-        "one. Put the value into a file of a channel, and give the script its name."
+        "one. Fix: put the value into a file of a channel, and pass its name to the script."
     )
 
 
@@ -333,9 +336,9 @@ WORD = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.text(WORD, min_size=1, max_size=20), min_size=1, max_size=4))
 def test_a_command_too_long_for_mpirun_is_the_same_behind_the_shell(words: list[str]) -> None:
-    repeated = [word * (LONGEST // 16 // len(word)) for word in words] * (12 // len(words))
+    repeated = [word * (MAX_ARGUMENT_BYTES // 16 // len(word)) for word in words] * (12 // len(words))
     script = [sys.executable, "-c", "import json, os, sys; print(json.dumps([sys.argv[1:], sorted(os.environ)]))"]
-    command, variables = for_mpirun([*script, *repeated])
+    command, variables = shorten_for_mpirun([*script, *repeated])
     assert max(map(len, command)) < 5000
     done = subprocess.run(command, env={"PATH": os.defpath, **variables}, capture_output=True, check=True)
     argv, names = json.loads(done.stdout)
@@ -344,4 +347,4 @@ def test_a_command_too_long_for_mpirun_is_the_same_behind_the_shell(words: list[
 
 
 def test_a_short_command_is_given_to_mpirun_as_it_is() -> None:
-    assert for_mpirun(["a", "b c"]) == (["a", "b c"], {})
+    assert shorten_for_mpirun(["a", "b c"]) == (["a", "b c"], {})

@@ -1,4 +1,4 @@
-"""How the ranks reach each other: what the machine's network gives, and why."""
+"""How the ranks reach each other: the variables for the machine's network, and the reasons."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from shoal_toolkit.job import contract
-from shoal_toolkit.job.machine import Machine, Nic
+from shoal_toolkit.job.machine import Machine, Nic, read_instance
 from shoal_toolkit.plan import fabric
-from shoal_toolkit.plan.fabric import Fabric
+from shoal_toolkit.plan.fabric import NetworkChoice
 from shoal_toolkit.plan.launcher import DATAPARALLEL, MPI, PROCESS, TORCH_DISTRIBUTED
 from shoal_toolkit.tables import read_table
 
@@ -33,13 +33,13 @@ def chosen(
     instance_type: str = "local",
     hosts: int = 2,
     environ: Mapping[str, str] = NOTHING,
-) -> Fabric:
+) -> NetworkChoice:
     tree.script("")
     tree.hosts("algo-1", *(f"algo-{n + 1}" for n in range(hosts)), current_instance_type=instance_type)
     paths = contract.Paths(str(tree.base))
     cluster = contract.read_cluster(paths, "box")
     job = contract.read_job(paths, cluster, {"SAGEMAKER_PROGRAM": "train.py", **environ}, ())
-    return fabric.choose(job, machine, part)
+    return fabric.choose_network_variables(job, machine._replace(instance=read_instance(job.instance_type)), part)
 
 
 def efa(variables: dict[str, str]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def efa(variables: dict[str, str]) -> dict[str, str]:
             (EFA._replace(usable=False),),
             P4D,
             {},
-            "network: efa_0 (efa) is under /sys/class/infiniband, but this container was not given its node in "
+            "network: efa_0 (efa) is under /sys/class/infiniband, but this container does not have its node in "
             "/dev/infiniband (docker run --device): plain TCP",
         ),
         ((), P3, {}, "network: no device under /sys/class/infiniband: plain TCP"),
@@ -108,7 +108,7 @@ def test_what_the_user_set_stays_and_is_said(tree: Tree) -> None:
     own = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "ens", "NCCL_IB_DISABLE": "0", "FI_PROVIDER": "tcp"}
     found = chosen(tree, MACHINE._replace(nics=(EFA,)), environ=own)
     assert not set(own) & set(found.variables)
-    assert "NCCL_DEBUG stays 'TRACE', as it was set" in found.reasons
+    assert "NCCL_DEBUG stays 'TRACE', as you set it" in found.reasons
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_the_interface_is_named_where_hosts_must_meet(tree: Tree, hosts: int, re
 @pytest.mark.parametrize(
     ("instance_type", "gpus", "environ", "notes"),
     [
-        (P4D, 4, {}, [f"instance type {P4D} has 8 GPUs, and 4 are to be seen here"]),
+        (P4D, 4, {}, [f"instance type {P4D} has 8 GPUs, but 4 are visible"]),
         (P4D, 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
         (P4D, 8, {}, []),
-        (P5, 0, {}, [f"instance type {P5} has 8 GPUs, and 0 are to be seen here"]),
+        (P5, 0, {}, [f"instance type {P5} has 8 GPUs, but 0 are visible"]),
         ("local", 3, {}, []),
         ("ml.m5.large", 0, {}, []),
     ],
@@ -163,9 +163,9 @@ def test_explain_says_why(tree: Tree, run: Run) -> None:
     done = run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", NCCL_DEBUG="TRACE")
     explained = json.loads(done.out)
     notes = explained["notes"]
-    assert "interface lo: network_interface_name (default eth0) names it, and it is here" in notes
+    assert "interface lo: network_interface_name (default eth0) names it, and it exists" in notes
     assert any(note.startswith("network: ") for note in notes)
-    assert "NCCL_DEBUG stays 'TRACE', as it was set" in notes
+    assert "NCCL_DEBUG stays 'TRACE', as you set it" in notes
     assert explained["environment"]["NCCL_IB_DISABLE"] == "1"
     assert (
         "why          interface lo: network_interface_name (default eth0) names it"

@@ -1,4 +1,4 @@
-"""What pip installs before the launch: in a virtual environment of the test, without a network."""
+"""Packages that pip installs before the launch, in a virtual environment of the test, without a network."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import shoal_toolkit
-from shoal_toolkit.beside import install
 from shoal_toolkit.job import contract
-from shoal_toolkit.outcome import pip_failure
+from shoal_toolkit.plan import sidecars
+from shoal_toolkit.result import pip_failure
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
 from .test_s3 import CREDENTIALS
 
-OURS = (MACHINE.python, "-m", "shoal_toolkit.beside.install")
+OURS = (MACHINE.python, "-m", "shoal_toolkit.sidecars.install")
 REQUIREMENTS = ("-r", "requirements.txt")
 # A build backend in the tree needs none from an index.
 BACKEND = """
@@ -68,7 +68,7 @@ def wheel(directory: Path, name: str, version: str = "1.0", needs: str = "") -> 
 
 
 class Environment:
-    """A virtual environment that sees this one's pip and boto3, and installs into itself."""
+    """A virtual environment that sees pip and boto3 of the current one, and installs into itself."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -126,7 +126,7 @@ def test_what_is_installed(
     paths = contract.Paths(str(tree.base))
     environ = {"SAGEMAKER_PROGRAM": program, "CA_REPOSITORY_ARN": arn}
     job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
-    assert install.commands(job, MACHINE) == ((expected,) if expected else ())
+    assert sidecars.install_commands(job, MACHINE) == ([expected] if expected else [])
 
 
 # It is installed
@@ -235,7 +235,7 @@ def test_an_untrusted_certificate_is_the_cause(tree: Tree, environment: Environm
 
 @contextmanager
 def served_by_nobodys_authority(directory: Path) -> Iterator[str]:
-    """A server whose certificate it has signed itself."""
+    """A server with a self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(timezone.utc)
@@ -290,7 +290,7 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
         ("usage\nno such option: --x\nhint: read the manual\n", "no such option: --x"),
         (
             "The conflict is caused by:\n    The user requested a==2\n    b 1.0 depends on a<2\n\nTo fix this\n",
-            "requirements.txt: no versions fit together: requirements.txt asks for a==2 and b 1.0 depends on a<2.",
+            "requirements.txt: these requirements conflict: requirements.txt asks for a==2 and b 1.0 depends on a<2.",
         ),
         (
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
@@ -300,7 +300,7 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
     ],
 )
 def test_the_cause_is_read_from_what_pip_prints(printed: str, head: str) -> None:
-    found = pip_failure.describe(printed)
+    found = pip_failure.explain_pip_failure(printed)
     assert found.startswith(head)
     assert "secret" not in found
     assert bool(found) == bool(head)
@@ -401,11 +401,11 @@ def test_code_artifact_refuses(tree: Tree, environment: Environment, index: Inde
     tree.script("")
     variables = {**CREDENTIALS, "CA_REPOSITORY_ARN": ARN, "AWS_ENDPOINT_URL_CODEARTIFACT": index.url}
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", **variables).code == 1
-    assert tree.failure.startswith(f"ERROR: CodeArtifact gives no access to {ARN}: ")
+    assert tree.failure.startswith(f"ERROR: CodeArtifact refuses access to {ARN}: ")
 
 
 def test_an_arn_that_is_none(tree: Tree, environment: Environment) -> None:
     tree.script("private==1.0", "requirements.txt")
     tree.script("")
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", CA_REPOSITORY_ARN="arn:aws:s3:::b").code == 1
-    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must be of the form arn:aws:code")
+    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must have the form arn:aws:code")

@@ -1,4 +1,4 @@
-"""The toolkit's NamedTuple does what that of `typing` does."""
+"""The toolkit's NamedTuple behaves like the one of `typing`."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def test_a_record_of_a_record_there_is_not() -> None:
 
 
 def test_a_wrong_field_is_named() -> None:
-    with pytest.raises(TypeError, match="Light has the fields one, two; given are 1 values, three="):
+    with pytest.raises(TypeError, match="Light has the fields one, two, but was given 1 values, three="):
         Light(1, three=3)  # type: ignore[call-arg]

@@ -107,7 +107,7 @@ V1 = "9:name=systemd:/x\n4:memory:/x\n3:cpuset:/\n2:cpu,cpuacct:{}\n"
 def test_the_cgroups_quota(tmp_path: Path, text: str, quota: float | None) -> None:
     """Defect 22: the stock toolkit ignores it."""
     root = tree(tmp_path, {"proc/self/cgroup": V2.format("/"), "sys/fs/cgroup/cpu.max": text})
-    assert machine.cpu_quota(root) == quota
+    assert machine.read_cpu_quota(root) == quota
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_the_cgroups_quota(tmp_path: Path, text: str, quota: float | None) -> No
 )
 def test_the_quotas_of_nested_cgroups(tmp_path: Path, path: str, limits: dict[str, str], quota: float | None) -> None:
     files = {f"sys/fs/cgroup/{name}/cpu.max": f"{text}\n" for name, text in limits.items()}
-    assert machine.cpu_quota(tree(tmp_path, {"proc/self/cgroup": V2.format(path), **files})) == quota
+    assert machine.read_cpu_quota(tree(tmp_path, {"proc/self/cgroup": V2.format(path), **files})) == quota
 
 
 def test_the_quotas_of_cgroups_version_1(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": V1.format("/docker/ab"), "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}
     root = tree(tmp_path, {**files, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"})
-    assert machine.cpu_quota(root) is None
+    assert machine.read_cpu_quota(root) is None
     tree(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n"})
-    assert machine.cpu_quota(root) == 1
+    assert machine.read_cpu_quota(root) == 1
     inner = "sys/fs/cgroup/cpu/docker/ab"
     tree(tmp_path, {f"{inner}/cpu.cfs_quota_us": "50000\n", f"{inner}/cpu.cfs_period_us": "100000\n"})
-    assert machine.cpu_quota(root) == 0.5
+    assert machine.read_cpu_quota(root) == 0.5
 
 
 def test_part_of_a_cpu_is_one(tmp_path: Path) -> None:
@@ -168,11 +168,11 @@ def test_a_network_card_is_usable_with_its_device_node(tmp_path: Path) -> None:
     ("address", "interface"), [("10.99.7.2", "eth1"), ("172.17.3.4", "eth0"), ("8.8.8.8", "eth0"), ("0.0.0.0", "eth0")]
 )
 def test_the_interface_that_routes_to_a_peer(address: str, interface: str) -> None:
-    assert machine.route_interface(ROUTES, address) == interface
+    assert machine.find_route_interface(ROUTES, address) == interface
 
 
 def test_no_route_at_all() -> None:
-    assert machine.route_interface(ROUTES.splitlines()[0], "10.0.0.1") == ""
+    assert machine.find_route_interface(ROUTES.splitlines()[0], "10.0.0.1") == ""
 
 
 def interfaces(root: Path, routes: str, **states: str) -> str:
@@ -189,7 +189,7 @@ def test_an_interface_that_is_there_is_taken(tmp_path: Path) -> None:
     root = interfaces(tmp_path, ROUTES, lo="unknown", eth1="up")
     chosen, why, replaced = machine.choose_interface("eth1", [], root)
     assert (chosen, replaced) == ("eth1", False)
-    assert why == "interface eth1: network_interface_name (default eth0) names it, and it is here"
+    assert why == "interface eth1: network_interface_name (default eth0) names it, and it exists"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_one_peer_that_is_known_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_p
         asked.append(peer)
         return "" if peer == "algo-2" else "10.99.7.2"
 
-    monkeypatch.setattr(machine, "_resolve", resolve)
+    monkeypatch.setattr(machine, "_resolve_host", resolve)
     root = interfaces(tmp_path, ROUTES, eth0="up", eth1="up")
     assert machine.choose_interface("ethwe", ["algo-2", "algo-3", "algo-4"], root)[0] == "eth1"
     assert asked == ["algo-2", "algo-3"]
@@ -242,7 +242,7 @@ def test_the_series_of_open_mpi_is_told_from_what_lies_beside_mpirun(
     tmp_path: Path, beside: list[str], series: int
 ) -> None:
     mpirun = programs(tmp_path / "bin", "mpirun", *beside)
-    assert machine.open_mpi_series(mpirun, {"PATH": str(tmp_path / "nothing")}) == series
+    assert machine.find_open_mpi_series(mpirun, {"PATH": str(tmp_path / "nothing")}) == series
 
 
 def test_a_link_to_mpirun_is_followed(tmp_path: Path) -> None:
@@ -250,19 +250,19 @@ def test_a_link_to_mpirun_is_followed(tmp_path: Path) -> None:
     link = tmp_path / "bin" / "mpirun"
     link.parent.mkdir()
     link.symlink_to(mpirun)
-    assert machine.open_mpi_series(str(link), {"PATH": str(tmp_path / "nothing")}) == 5
+    assert machine.find_open_mpi_series(str(link), {"PATH": str(tmp_path / "nothing")}) == 5
 
 
 def test_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
     other = programs(tmp_path / "bin", "mpirun.mpich", "mpiexec.hydra", "orted")
     (tmp_path / "bin/mpirun").symlink_to(other)
-    assert machine.open_mpi_series(str(tmp_path / "bin/mpirun"), {"PATH": str(tmp_path / "bin")}) == 0
+    assert machine.find_open_mpi_series(str(tmp_path / "bin/mpirun"), {"PATH": str(tmp_path / "bin")}) == 0
 
 
 def test_a_wrapper_of_mpirun_is_that_of_the_daemon_on_path(tmp_path: Path) -> None:
     wrapper = programs(tmp_path / "own", "mpirun")
     programs(tmp_path / "bin", "orted")
-    assert machine.open_mpi_series(wrapper, {"PATH": f"{tmp_path}/own:{tmp_path}/bin"}) == 4
+    assert machine.find_open_mpi_series(wrapper, {"PATH": f"{tmp_path}/own:{tmp_path}/bin"}) == 4
 
 
 # All of it
@@ -273,7 +273,7 @@ def test_a_machine(tmp_path: Path) -> None:
     card(tmp_path, "efa_0", "efa", "0xefa2", "uverbs0")
     tree(tmp_path, {f"dev/{name}": "" for name in ("nvidia0", "neuron0", "neuron1", "neuron", "infiniband/uverbs0")})
     mpirun = programs(tmp_path / "bin", "mpirun", "prterun")
-    found = machine.read_machine({"PATH": str(tmp_path / "bin")}, "eth0", [], root)
+    found = machine.read_machine({"PATH": str(tmp_path / "bin")}, "eth0", [], root=root)
     assert (found.gpus, found.neuron_devices, found.interface, found.mpirun, found.open_mpi) == (
         *(1, 2, "eth0", mpirun, 5),
     )
@@ -283,5 +283,5 @@ def test_a_machine(tmp_path: Path) -> None:
 
 def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
-    found = machine.read_machine({"PATH": str(tmp_path)}, "eth0", [], str(tmp_path))
+    found = machine.read_machine({"PATH": str(tmp_path)}, "eth0", [], root=str(tmp_path))
     assert (found.gpus, found.mpirun, found.open_mpi, found.nics) == (0, "", 0, ())

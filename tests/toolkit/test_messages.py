@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.hosts import connect, messages
 from shoal_toolkit.hosts.agent import Agent
-from shoal_toolkit.hosts.connect import Search
+from shoal_toolkit.hosts.connect import WorkerSearch
 from shoal_toolkit.hosts.messages import ProtocolError
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 from ..repeats import SEED, times
 from .test_wire import HOSTS, free_port
@@ -29,15 +29,15 @@ VALID: list[Any] = [
     messages.Welcome(PROOF),
     messages.Refused("because"),
     messages.Start('orted -mca ess "env"'),
-    messages.Signal(15),
-    messages.Decided(1, "it failed", {"hosts": ["a", "b"], "ranks": 2, "launch_seconds": 0.5, "launcher": None}),
-    messages.Started(3),
+    messages.PassSignal(15),
+    messages.JobResult(1, "it failed", {"hosts": ["a", "b"], "ranks": 2, "launch_seconds": 0.5, "launcher": None}),
+    messages.RankStarted(3),
     messages.Output(1, 3, b"\0words\xff"),
     messages.RankEnded(3, 137, {"oom_kills": -1, "shm": (1 << 64) - 1}),
-    messages.Ended(1, "words", None, {}, ""),
-    messages.Ended(1, "words", 3, {}, "it cannot be recorded"),
-    messages.Failed(2, "no script"),
-    messages.Stopping(2),
+    messages.CommandEnded(1, "words", None, {}, ""),
+    messages.CommandEnded(1, "words", 3, {}, "it cannot be recorded"),
+    messages.HostFailed(2, "no script"),
+    messages.StopReceived(2),
     messages.GO,
     messages.READY,
     messages.PING,
@@ -47,16 +47,16 @@ HANDSHAKE = VALID[:4]
 
 @pytest.mark.parametrize("message", VALID)
 def test_every_message_arrives_as_it_was_sent(message: Any) -> None:
-    assert messages.parse(*messages.encode(message), proved=True) == message
+    assert messages.parse_message(*messages.encode_message(message), proved=True) == message
 
 
 @pytest.mark.parametrize("message", VALID)
 def test_before_the_proof_only_the_handshake_is_understood(message: Any) -> None:
     if message in HANDSHAKE:
-        assert messages.parse(*messages.encode(message), proved=False) == message
+        assert messages.parse_message(*messages.encode_message(message), proved=False) == message
     else:
-        with pytest.raises(ProtocolError, match="before the handshake is over"):
-            messages.parse(*messages.encode(message), proved=False)
+        with pytest.raises(ProtocolError, match="before the end of the handshake"):
+            messages.parse_message(*messages.encode_message(message), proved=False)
 
 
 HOSTILE = {
@@ -81,38 +81,40 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("kind", [messages.encode(message)[0] for message in VALID if message not in VALID[-3:]])
+@pytest.mark.parametrize(
+    "kind", [messages.encode_message(message)[0] for message in VALID if message not in VALID[-3:]]
+)
 def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
     if kind == messages.OUTPUT and len(payload) >= 5:  # bytes of any kind, after a stream and a rank
         payload = b"\0" + payload
     with pytest.raises(ProtocolError):
-        messages.parse(kind, payload, proved=True)
+        messages.parse_message(kind, payload, proved=True)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Signal(9),
-        messages.Signal(True),
-        messages.Stopping(10**6),
-        messages.Started(-1),
-        messages.Started(1 << 40),
+        messages.PassSignal(9),
+        messages.PassSignal(True),
+        messages.StopReceived(10**6),
+        messages.RankStarted(-1),
+        messages.RankStarted(1 << 40),
         messages.RankEnded(1, 1, {"facts": {"deep": 1}}),  # type: ignore[dict-item]
         messages.RankEnded(1, 1, {str(number): number for number in range(9999)}),
-        messages.Decided(1, "", {"deep": {"er": 1}}),
+        messages.JobResult(1, "", {"deep": {"er": 1}}),
         messages.Output(3, 1, b""),
         messages.Output(0, 1, b""),
     ],
 )
 def test_values_that_no_peer_sends_are_refused(message: Any) -> None:
     with pytest.raises(ProtocolError):
-        messages.parse(*messages.encode(message), proved=True)
+        messages.parse_message(*messages.encode_message(message), proved=True)
 
 
 @pytest.mark.parametrize("word", ["\x1b]0;title\x07", "\ntrain: a line of its own", "\r", "\u2028", "\u202e", "\ud800"])
 def test_who_has_proved_nothing_writes_only_words_into_a_log(word: str) -> None:
     with pytest.raises(ProtocolError, match="printable"):
-        messages.parse(*messages.encode(messages.Refused(f"because {word}")), proved=False)
+        messages.parse_message(*messages.encode_message(messages.Refused(f"because {word}")), proved=False)
 
 
 # Drawn at random
@@ -121,23 +123,23 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
-KINDS = st.sampled_from([messages.encode(message)[0] for message in VALID]) | st.binary(min_size=1, max_size=1)
+KINDS = st.sampled_from([messages.encode_message(message)[0] for message in VALID]) | st.binary(min_size=1, max_size=1)
 
 
 @st.composite
 def payloads(draw: st.DrawFn) -> bytes:
-    """Bytes, JSON, or what a peer of ours sends, with fields or bytes of it changed."""
+    """Bytes, JSON, or a valid message with changed fields or bytes."""
     how = draw(st.sampled_from(["bytes", "json", "fields", "damaged"]))
     if how == "bytes":
         return draw(st.binary(max_size=200))
     if how == "json":
         return json.dumps(draw(VALUES)).encode()
-    message = draw(st.sampled_from([each for each in VALID if not isinstance(each, messages.Word)]))
+    message = draw(st.sampled_from([each for each in VALID if not isinstance(each, messages.Bare)]))
     if how == "fields" and not isinstance(message, messages.Output):
         fields = dict(zip(message._fields, message))
         name = draw(st.sampled_from(sorted(fields)))
         return json.dumps({**fields, name: draw(VALUES)}).encode()
-    payload = bytearray(messages.encode(message)[1])
+    payload = bytearray(messages.encode_message(message)[1])
     payload[draw(st.integers(0, len(payload) - 1))] = draw(st.integers(0, 255))
     return bytes(payload)
 
@@ -155,14 +157,14 @@ def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
 @example(b"P", HOSTILE["deep"], False)
 def test_parsing_says_protocol_error_or_returns_what_was_sent(kind: bytes, payload: bytes, proved: bool) -> None:
     try:
-        message = messages.parse(kind, payload, proved)
+        message = messages.parse_message(kind, payload, proved)
     except ProtocolError:
         return
-    assert messages.parse(*messages.encode(message), proved) == message
+    assert messages.parse_message(*messages.encode_message(message), proved) == message
 
 
 class Doors:
-    """An agent and a first host that wait for each other, and what an outsider sends to both."""
+    """An agent and a first host that wait for each other, and an outsider that sends to both."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -173,8 +175,8 @@ class Doors:
         self.agent = Agent(loop, self.agents_port, "s3cret", HOSTS, HOSTS[1], self._came)
         self.search = self._search(self.worker.getsockname()[1])
 
-    def _search(self, port: int) -> Search:
-        return Search(self.loop, HOSTS, port, "s3cret", self._found, self.met.append, seconds=600)
+    def _search(self, port: int) -> WorkerSearch:
+        return WorkerSearch(self.loop, HOSTS, port, "s3cret", self._found, self.met.append, seconds=600)
 
     def _came(self, channel: Channel) -> None:
         self.channels.append(channel)
@@ -258,7 +260,9 @@ def test_whatever_an_outsider_sends_to_a_worker_it_goes_on(doors: Doors, stream:
 @given(FRAMES)
 @example(frame(b"H", HOSTILE["deep"]))
 @example(frame(b"R", b'{"reason": "go away"}'))
-@example(frame(*messages.encode(messages.Hello(messages.VERSION, HOSTS[1], NONCE))) + frame(b"R", b'{"reason": "!"}'))
+@example(
+    frame(*messages.encode_message(messages.Hello(messages.VERSION, HOSTS[1], NONCE))) + frame(b"R", b'{"reason": "!"}')
+)
 def test_whatever_an_outsider_sends_to_the_first_host_it_goes_on(doors: Doors, stream: bytes) -> None:
     doors.say_to_first_host(stream)
     assert doors.met == []
@@ -280,7 +284,7 @@ def test_a_mistake_of_ours_is_not_blamed_on_the_peer(doors: Doors) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         channel = Channel(doors.loop, server.accept()[0], mistake, doors.met.append)
-        peer.sendall(frame(*messages.encode(HANDSHAKE[0])))
+        peer.sendall(frame(*messages.encode_message(HANDSHAKE[0])))
         with pytest.raises(ValueError, match="ours"):
             doors.loop.run_until(lambda: bool(doors.met))
         channel.close()

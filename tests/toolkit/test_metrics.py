@@ -13,7 +13,8 @@ import pytest
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.logs.metrics import Meter, read_metrics
+from shoal_toolkit.job.metrics import read_metric_definitions
+from shoal_toolkit.output.metrics import MetricsFile
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 
@@ -104,7 +105,7 @@ def test_a_file_beside_the_code_may_be_something_else(tree: Tree, run: Run) -> N
 @pytest.mark.parametrize(
     ("definitions", "says"),
     [
-        ([{"Name": "loss", "Regex": "loss: ("}], "the Regex of the metric 'loss' is 'loss: (', which is no regular"),
+        ([{"Name": "loss", "Regex": "loss: ("}], "the Regex of the metric 'loss' is 'loss: (', which is not a regular"),
         ([{"Name": "loss", "Regex": "loss: 1"}], "the Regex of the metric 'loss' is 'loss: 1', which has no group"),
         ([LOSS, {"Name": "x"}], "definition 2 is {'Name': 'x'}; it must have a Name and a Regex"),
         (["loss"], "definition 1 is 'loss'; it must have a Name and a Regex"),
@@ -128,7 +129,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     Path(paths.config).mkdir(parents=True)
     (Path(paths.config) / "metrics.json").write_text("[")
     with pytest.raises(ContractError, match=r"input/config/metrics\.json cannot be read as JSON"):
-        read_metrics(paths, str(tmp_path))
+        read_metric_definitions(paths.config, str(tmp_path), None)
 
 
 def test_records_come_as_the_lines_do(tree: Tree) -> None:
@@ -159,10 +160,10 @@ def test_many_lines_are_read_in_linear_time(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     Path(paths.config).mkdir(parents=True)
     (Path(paths.config) / "metrics.json").write_text(json.dumps([LOSS]))
-    metrics = read_metrics(paths, str(tmp_path))
-    assert metrics
     (tmp_path / "output").mkdir()
-    meter = Meter(metrics, 0, "h")
+    definitions = read_metric_definitions(paths.config, str(tmp_path), None)
+    metrics = MetricsFile(str(tmp_path / "output" / "metrics.jsonl"), definitions)
+    meter = metrics.reader(0, "h")
     began = time.process_time()  # CPU time, to which a busy machine adds little: 0.3 s
     for n in range(0, 100_000, 1000):
         meter.feed(b"".join(b"step %d without a number\n" % (n + m) for m in range(999)) + b"loss: %d\n" % n)

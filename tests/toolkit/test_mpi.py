@@ -107,7 +107,7 @@ def test_one_rank_has_no_mark(tree: Tree, run: Run) -> None:
 
 
 def test_long_lines_and_odd_bytes_stay_whole(tree: Tree, run: Run) -> None:
-    """mpirun's own tags cut lines at 4 KB, and mix those of the ranks."""
+    """mpirun's own tags cut lines at 4 KB, and mix the lines of the ranks."""
     tree.script("import os\nfor n in range(20):\n    os.write(1, (os.environ['RANK'] * 20000 + '  é\\n').encode())")
     ranks(tree)
     done = run(SAGEMAKER_PROGRAM="train.py")
@@ -205,7 +205,7 @@ def test_an_mpirun_that_ends_without_training_is_a_failure(tree: Tree, run: Run)
     (tree.base / "mpirun").chmod(0o755)
     ranks(tree)
     assert run(SAGEMAKER_PROGRAM="train.py", PATH=f"{tree.base}:{os.environ['PATH']}").code == 1
-    assert "mpirun ended with exit code 0, and 0 of 2 ranks had started" in tree.failure
+    assert "mpirun ended with exit code 0, but only 0 of 2 ranks had started" in tree.failure
 
 
 def test_an_option_that_mpirun_does_not_know(tree: Tree, run: Run) -> None:
@@ -313,7 +313,7 @@ def test_nothing_is_left_in_the_temporary_directory(tree: Tree, run: Run) -> Non
 
 
 def test_a_script_may_clean_up_the_temporary_directory(tree: Tree, run: Run) -> None:
-    """The job's own files there go with it; what the script achieved stays."""
+    """The job's own files there are lost with it; the result of the script stays."""
     ranks(tree)
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as temporary:
         tree.script(

@@ -1,4 +1,4 @@
-"""Custom MPI options: what is read of them, what is refused, and what they make of the mpirun command."""
+"""Custom MPI options: parsing, refusals, and the mpirun command with them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError, LaunchError
-from shoal_toolkit.hosts.daemons import daemon_command
+from shoal_toolkit.hosts.daemons import build_daemon_command
 from shoal_toolkit.job.machine import Machine, choose_interface
 from shoal_toolkit.plan import mpi
-from shoal_toolkit.plan.mpi_options import RELEASE, parse, renamed
+from shoal_toolkit.plan.mpi_options import RELEASE, parse_mpi_options, translate_parameter
 from shoal_toolkit.tables import read_table
 
 from .openmpi import open_mpi_5
 
 KEY = "sagemaker_mpi_custom_mpi_options"
-MACHINE = Machine(
-    cpus=4, gpus=0, interface="eth0", interface_note="", python="/usr/bin/python3", mpirun="/usr/bin/mpirun"
-)
 TABLE = read_table("mpirun")
+MACHINE = Machine(
+    cpus=4,
+    gpus=0,
+    interface="eth0",
+    interface_note="",
+    python="/usr/bin/python3",
+    mpirun="/usr/bin/mpirun",
+    mpirun_options=TABLE,
+)
 NOTHING: Mapping[str, str] = {}
 ONE, TWO = {"algo-1": 2}, {"algo-1": 2, "algo-2": 2}
 BOTH = pytest.mark.parametrize("series", [4, 5])
@@ -36,8 +42,8 @@ BOTH = pytest.mark.parametrize("series", [4, 5])
 
 def made(
     options: str, series: int = 4, hosts: Mapping[str, int] = ONE, environ: Mapping[str, str] = NOTHING
-) -> mpi.Mpirun:
-    return mpi.mpirun(MACHINE._replace(open_mpi=series), hosts, options, KEY, environ, ["script"])
+) -> mpi.MpirunCommand:
+    return mpi.build_mpirun_command(MACHINE._replace(open_mpi=series), hosts, options, KEY, environ, ["script"])
 
 
 def command(
@@ -162,7 +168,7 @@ def test_what_awss_own_scripts_pass() -> None:
     assert words.count("--allow-run-as-root") == 1
     assert "--tag-output" not in words
     assert notes(options).splitlines() == [
-        f"{KEY}: --tag-output is left out: the ranks' output does not pass through mpirun; in this log each line "
+        f"{KEY}: --tag-output is left out: the output of ranks does not pass through mpirun; in this log each line "
         "begins with [rank,host]",
         f"{KEY}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing",
     ]
@@ -180,7 +186,7 @@ def test_what_every_host_sets_for_itself_is_not_carried_over(name: str) -> None:
 def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
     settings = {key: value for key, value in settings.items() if key not in ("plm", "btl")}
     text = shlex.join(word for key, value in settings.items() for word in ("--mca", key, f"v{value}"))
-    found = parse(text, KEY, 4, TABLE).mca
+    found = parse_mpi_options(text, KEY, 4, TABLE).mca
     assert {key: parameter.value for key, parameter in found.items()} == {key: f"v{v}" for key, v in settings.items()}
 
 
@@ -191,11 +197,11 @@ def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("-hostfile f", "the hosts are configured already"),
-        ("--hostfile=f", "the hosts are configured already"),
-        ("-machinefile f", "the hosts are configured already"),
-        ("-H a,b", "the hosts are configured already"),
-        ("--host a", "the hosts are configured already"),
+        ("-hostfile f", "the hosts are configured in resourceconfig.json"),
+        ("--hostfile=f", "the hosts are configured in resourceconfig.json"),
+        ("-machinefile f", "the hosts are configured in resourceconfig.json"),
+        ("-H a,b", "the hosts are configured in resourceconfig.json"),
+        ("--host a", "the hosts are configured in resourceconfig.json"),
         ("-np 3", "set sagemaker_mpi_num_of_processes_per_host"),
         ("-n 3", "set sagemaker_mpi_num_of_processes_per_host"),
         ("-c 3", "set sagemaker_mpi_num_of_processes_per_host"),
@@ -219,12 +225,12 @@ def test_parsing_keeps_every_setting(settings: dict[str, str]) -> None:
         ("-x", "it needs a value after it, and nothing follows"),
         ("-x --mca btl self", "it needs a value after it, and '--mca' is the next option"),
         ("-x =3", "its value is NAME or NAME=value"),
-        ("-x SHOAL_RUN_DIR=/", "SHOAL_ variables are this toolkit's own"),
+        ("-x SHOAL_RUN_DIR=/", "SHOAL_ variables are internal"),
         ("--report-bindings=yes", "it takes no value"),
-        ("--mca=btl self", "its values follow as words of their own"),
-        ("train.py", "mpirun would run it in the script's place"),
-        ("-x A=hello world", "mpirun would run it in the script's place"),
-        ("--", "mpirun would run it in the script's place"),
+        ("--mca=btl self", "its values are separate words"),
+        ("train.py", "mpirun would run it instead of the script"),
+        ("-x A=hello world", "mpirun would run it instead of the script"),
+        ("--", "mpirun would run it instead of the script"),
         ("--display-mapp", "mpirun does not know it. Did you mean '--display-map'?"),
         ("--no_such_thing", "mpirun does not know it."),
     ],
@@ -281,9 +287,9 @@ def test_every_host_is_started_at_once() -> None:
     ],
 )
 def test_parameters_that_open_mpi_5_has_renamed(given: tuple[str, str], there: tuple[str, str]) -> None:
-    assert renamed(TABLE, *given, 5) == there
-    assert renamed(TABLE, *there, 4) == given
-    assert renamed(TABLE, *given, 4) == given
+    assert translate_parameter(TABLE, *given, 5) == there
+    assert translate_parameter(TABLE, *there, 4) == given
+    assert translate_parameter(TABLE, *given, 4) == given
     options = f"--mca {given[0]} {given[1]}"
     if given != there:
         assert f"--mca {given[0]} {given[1]} is {there[0]} {there[1]} in Open MPI 5.0, installed here" in notes(
@@ -336,7 +342,7 @@ def test_our_defaults_in_each_series() -> None:
         "btl_tcp_if_include": "eth0",
         "oob_tcp_if_include": "eth0",
         "plm_rsh_num_concurrent": "2",
-        "plm_rsh_agent": mpi.launch_agent("/usr/bin/python3"),
+        "plm_rsh_agent": mpi.build_launch_agent("/usr/bin/python3"),
         "plm_rsh_no_tree_spawn": "1",
     }
     assert new == {
@@ -348,7 +354,7 @@ def test_our_defaults_in_each_series() -> None:
         "prte_if_include": "eth0",
         "plm_ssh_num_concurrent": "2",
         "prte_do_not_resolve": "0",
-        "plm_ssh_agent": mpi.launch_agent("/usr/bin/python3"),
+        "plm_ssh_agent": mpi.build_launch_agent("/usr/bin/python3"),
         "plm_ssh_no_tree_spawn": "1",
     }
 
@@ -407,7 +413,7 @@ def test_a_worker_runs_its_own_daemon_with_its_own_directory(
     daemon = tmp_path / "bin" / name
     daemon.parent.mkdir()
     daemon.touch(0o755)
-    argv, variables = daemon_command(asked, {}, {"PATH": str(daemon.parent)}, "/tmp/shoal-own")
+    argv, variables = build_daemon_command(asked, {}, {"PATH": str(daemon.parent)}, "/tmp/shoal-own")
     assert argv[0] == str(daemon)
     assert "env" in argv
     assert "/tmp/shoal-first" not in argv
@@ -440,7 +446,7 @@ def test_a_worker_runs_its_own_daemon_with_its_own_directory(
         "orted -mca impostor 1",
         "prted --prtemca mca_base_component_path /tmp/evil",
         "prted --pmixmca mca_base_component_path /tmp/evil",
-        # and values that those which are allowed never have
+        # and values that allowed parameters never have
         "orted -mca orte_hnp_uri file:/tmp/evil",
         "orted -mca orte_hnp_uri 'x;tcp://10.0.0.1:5 -mca a b'",
         "orted -mca pml /tmp/evil.so",
@@ -452,7 +458,7 @@ def test_a_worker_runs_nothing_but_a_daemon(tmp_path: Path, asked: str) -> None:
     for name in ("orted", "prted"):
         (tmp_path / name).touch(0o755)
     with pytest.raises(LaunchError, match="The first host asked for"):
-        daemon_command(asked, {}, {"PATH": str(tmp_path)}, "/tmp")
+        build_daemon_command(asked, {}, {"PATH": str(tmp_path)}, "/tmp")
 
 
 @pytest.mark.parametrize(
@@ -470,19 +476,19 @@ def test_a_worker_takes_what_its_own_plan_has_and_nothing_else(
 ) -> None:
     (tmp_path / "orted").touch(0o755)
     environ = {"PATH": str(tmp_path)}
-    argv, _ = daemon_command(asked, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
+    argv, _ = build_daemon_command(asked, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
     assert argv[1:] == asked.split()[1:]
     with pytest.raises(LaunchError, match=r"is not in this host's plan\. Fix: set it on every host"):
-        daemon_command(asked, made("", hosts=TWO).daemon, environ, "/tmp")
+        build_daemon_command(asked, made("", hosts=TWO).daemon, environ, "/tmp")
     other = re.sub(r"(?<=(verbose|nt_path) ).*", "6", asked)
     if other != asked:
         with pytest.raises(LaunchError, match="is not in this host's plan"):
-            daemon_command(other, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
+            build_daemon_command(other, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
 
 
 def test_a_worker_without_the_first_hosts_open_mpi_says_so(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"prted, for which the first host's mpirun asks, is neither on PATH"):
-        daemon_command(OF_5_0, {}, {"PATH": str(tmp_path)}, "/tmp")
+    with pytest.raises(LaunchError, match=r"prted, which the first host's mpirun needs here, is not on PATH"):
+        build_daemon_command(OF_5_0, {}, {"PATH": str(tmp_path)}, "/tmp")
 
 
 # The table against the real mpirun
@@ -505,7 +511,7 @@ def test_the_real_mpirun_knows_every_option_of_the_table(series: int, tmp_path: 
     assert re.match(rf"mpirun \(Open MPI\) {re.escape(RELEASE[series])}\.", done.stdout), done.stdout + done.stderr
 
 
-# What the values of the options are, in a command that asks for daemons. A file is made for those that name one.
+# Values of the options in a command that starts daemons. A file is made for options that name one.
 VALUES = {
     "bind-to": "core",
     "map-by": "node",
@@ -535,7 +541,7 @@ NO_DAEMON = ("ompi-server", "report-events", "display-topo", "forward-signals", 
 
 
 def asked_of_daemons(series: int, directory: Path, options: str) -> str:
-    """Return what the real mpirun asks a launch agent for, with the command of a plan for two hosts.
+    """Returns the requests of the real mpirun to a launch agent, with the command of a plan for two hosts.
 
     These addresses are documentation's: nobody has them, and nobody looks them up.
     """
@@ -545,7 +551,9 @@ def asked_of_daemons(series: int, directory: Path, options: str) -> str:
     agent.chmod(0o755)
     asked.unlink(missing_ok=True)
     machine = MACHINE._replace(open_mpi=series, mpirun=mpirun, interface=choose_interface("", ())[0])
-    words = list(mpi.mpirun(machine, {"198.51.100.1": 1, "198.51.100.2": 1}, options, KEY, {}, ["true"]).command)
+    words = list(
+        mpi.build_mpirun_command(machine, {"198.51.100.1": 1, "198.51.100.2": 1}, options, KEY, {}, ["true"]).command
+    )
     words[words.index(mpi.AGENT_PARAMETERS[series - 4]) + 1] = str(agent)
     done = subprocess.run(words, capture_output=True, text=True, cwd=directory, timeout=60)
     assert asked.exists(), f"{options}: {done.stdout}{done.stderr}"
@@ -557,7 +565,7 @@ def asked_of_daemons(series: int, directory: Path, options: str) -> str:
 def test_a_worker_takes_what_the_real_mpirun_asks_for(series: int, tmp_path: Path) -> None:
     """With each option of the table: the plan of a worker allows what the command of the first host's plan asks for.
 
-    Those that take the place of ours contradict each other: each has a command of its own.
+    Options that replace defaults contradict each other: each has a command of its own.
     """
     (tmp_path / "FILE").touch()
     (tmp_path / "RANKS").write_text("rank 0=198.51.100.1 slot=0\nrank 1=198.51.100.2 slot=0\n")
@@ -576,4 +584,4 @@ def test_a_worker_takes_what_the_real_mpirun_asks_for(series: int, tmp_path: Pat
             together += written
     for options in (*alone, together):
         asked = asked_of_daemons(series, tmp_path, options)
-        daemon_command(asked, made(options, series, TWO).daemon, {"PATH": str(tmp_path)}, "/tmp")
+        build_daemon_command(asked, made(options, series, TWO).daemon, {"PATH": str(tmp_path)}, "/tmp")

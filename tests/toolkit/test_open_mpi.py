@@ -1,4 +1,4 @@
-"""Jobs under Open MPI 5.0, and users' options on two hosts under both series. What 4.1 does besides is in test_mpi.py
+"""Jobs under Open MPI 5.0, and users' options on two hosts under both series. More tests of 4.1 are in test_mpi.py
 and test_two_hosts.py."""
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def test_hosts_with_different_series_are_told_so(hosts: list[Host]) -> None:
     with running(*processes):
         done = [host.finished(process) for host, process in zip(hosts, processes)]
     assert done[0].code == done[1].code != 0
-    assert (
-        "prted, for which the first host's mpirun asks, is neither on PATH nor beside Python" in hosts[0].tree.failure
-    )
+    assert "prted, which the first host's mpirun needs here, is not on PATH or next to Python" in hosts[0].tree.failure
 
 
 def run_5(hosts: list[Host]) -> list[Finished]:

@@ -1,4 +1,4 @@
-"""What becomes of the output of ranks on its way through `train`."""
+"""The output of ranks on its way through `train`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from shoal_toolkit.logs import log
-from shoal_toolkit.logs.output import Output
-from shoal_toolkit.logs.streams import Flow
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit import log
+from shoal_toolkit.output.output import Output
+from shoal_toolkit.output.pipes import FlowControl
+from shoal_toolkit.system.loop import Loop
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import NAMES, started, two_trees
 from .netns import UNAVAILABLE, running, two_hosts
 
-# Indentation, UTF-8, a progress bar, colours, what is no UTF-8, and no newline at the end.
+# Indentation, UTF-8, a progress bar, colours, bytes that are not UTF-8, and no newline at the end.
 ODD = "  two\n\ttab\né\n 10%|█ |\r 20%|██|\r\n\x1b[1;31mred\x1b[0m\n".encode() + b"\xff\x00\n\nlast"
 LAUNCHERS = ["process", pytest.param("mpi", marks=pytest.mark.mpi)]
 JSON = {"SHOAL_LOG_FORMAT": "json", "SAGEMAKER_PROGRAM": "train.py"}
@@ -108,11 +108,11 @@ def test_a_plain_job_that_succeeds_loads_nothing_for_those_that_do_not(tree: Tre
     code = "import sys; from shoal_toolkit.cli import main; assert main([]) == 0; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     loaded = {name.partition(".")[2] for name in done.stdout.split() if name.startswith("shoal_toolkit.")}
-    assert "logs.output" in loaded
-    assert not loaded & {"outcome.diagnosis", "logs.jsonlines", "logs.metrics"}
+    assert "output.output" in loaded
+    assert not loaded & {"result.diagnosis", "output.metrics"}
 
 
-# Who speaks when
+# Several writers
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def speak(capfdbinary: pytest.CaptureFixture[bytes]) -> Iterator[Callable[..., t
     loop = Loop()
 
     def together(*words: tuple[int, int, bytes] | str, marked: bool) -> tuple[bytes, bytes]:
-        out = Output(loop, Flow(), marked, as_json=False, metrics=None)
+        out = Output(loop, FlowControl(), marked, as_json=False, metrics=None)
         for word in words:
             if isinstance(word, str):
-                log.say(word)
+                log.write_log(word)
             else:
                 stream, rank, data = word
-                out.rank(stream, rank, "h", data)
+                out.write_rank(stream, rank, "h", data)
         out.flush()
         out.close()
         captured = capfdbinary.readouterr()
@@ -162,7 +162,7 @@ def test_a_last_line_without_an_end_is_kept(speak: Speak) -> None:
 
 def test_after_the_end_train_still_speaks(speak: Speak, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     speak(marked=False)
-    log.say("over")
+    log.write_log("over")
     assert capfdbinary.readouterr().err == b"train: over\n"
 
 

@@ -12,15 +12,22 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.job import contract
-from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.machine import Machine, read_instance
 from shoal_toolkit.plan import environment, plan
-from shoal_toolkit.plan.arguments import script_arguments
+from shoal_toolkit.plan.arguments import format_arguments
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.tables import read_table
 
 from .conftest import Run, Tree
 
 MACHINE = Machine(
-    cpus=4, gpus=0, interface="eth0", interface_note="", python="/usr/bin/python3", mpirun="/usr/bin/mpirun"
+    cpus=4,
+    gpus=0,
+    interface="eth0",
+    interface_note="",
+    python="/usr/bin/python3",
+    mpirun="/usr/bin/mpirun",
+    mpirun_options=read_table("mpirun"),
 )
 
 
@@ -28,9 +35,8 @@ def planned(tree: Tree, machine: Machine = MACHINE, args: Sequence[str] = (), **
     tree.script("")
     paths = contract.Paths(str(tree.base))
     cluster = contract.read_cluster(paths, "box")
-    return plan.make_plan(
-        contract.read_job(paths, cluster, {"SAGEMAKER_PROGRAM": "train.py", **environ}, tuple(args)), machine
-    )
+    job = contract.read_job(paths, cluster, {"SAGEMAKER_PROGRAM": "train.py", **environ}, tuple(args))
+    return plan.make_plan(job, machine._replace(instance=read_instance(job.instance_type)))
 
 
 def mca(command: Sequence[str]) -> dict[str, str]:
@@ -53,14 +59,14 @@ def test_arguments_in_the_contracts_form() -> None:
         "name": "a b",
         "l": [1, "x"],
     }
-    assert script_arguments(values) == [
+    assert format_arguments(values) == [
         *("-b", "True", "-l", '[1, "x"]', "--lr", "0.1", "--map", "a=1,b=2", "--name", "a b", "--none", "", "-x", "5")
     ]
 
 
 @given(st.dictionaries(st.text(min_size=1), st.integers() | st.text()))
 def test_each_hyperparameter_gives_two_words_in_order(values: dict[str, Any]) -> None:
-    words = script_arguments(values)
+    words = format_arguments(values)
     assert [word.lstrip("-") for word in words[::2]] == [name.lstrip("-") for name in sorted(values)]
     assert words[1::2] == [str(values[name]) for name in sorted(values)]
 
@@ -188,11 +194,11 @@ def test_a_scripts_own_mpirun_has_a_place_for_each_emulated_gpu(
     assert expected[0] not in planned(tree, machine, **{**rehearsed, expected[0]: "mine"}).env
     assert expected[0] not in planned(tree, machine).env
     tree.hyperparameters(sagemaker_mpi_enabled=True)
-    assert expected[0] not in planned(tree, machine, **rehearsed).env, "train's own mpirun is told its hosts"
+    assert expected[0] not in planned(tree, machine, **rehearsed).env, "train's own mpirun gets its hosts"
 
 
 def test_the_launchers_own_python_path_stays_out(tree: Tree) -> None:
-    """Defect 15: a script that calls another Python must not get this one's standard library."""
+    """Defect 15: a script that calls another Python must not get the standard library of `train`."""
     assert planned(tree, PYTHONPATH="/mine").env["PYTHONPATH"] == f"{tree.code}:/mine"
 
 
@@ -205,7 +211,7 @@ def test_the_users_rendezvous_stays(tree: Tree) -> None:
 
 @given(st.dictionaries(st.text(st.characters(codec="ascii", exclude_characters="=\0"), min_size=1), st.text()))
 def test_every_variable_has_a_name_that_a_shell_holds(variables: dict[str, str]) -> None:
-    aliased = environment.with_aliases(variables)
+    aliased = environment.add_shell_names(variables)
     assert variables.items() <= aliased.items()
     for name in variables:
         safe = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
@@ -397,7 +403,7 @@ def test_a_rehearsal_has_the_ranks_of_the_instance(
     assert made.ranks == {"algo-1": gpus, "algo-2": gpus}
     assert (made.env["SHOAL_REHEARSE"], made.env["SHOAL_REHEARSE_GPUS"]) == ("1", str(gpus))
     assert made.env["SM_NUM_GPUS"] == str(gpus)
-    assert any(note.startswith("REHEARSAL, because SHOAL_REHEARSE=true: GPUs are pretended") for note in made.notes)
+    assert any(note.startswith("REHEARSAL, because SHOAL_REHEARSE=true: GPUs are emulated") for note in made.notes)
 
 
 def test_no_rehearsal_is_planned_unless_it_is_asked_for(tree: Tree) -> None:
@@ -413,7 +419,7 @@ def test_no_rehearsal_is_planned_unless_it_is_asked_for(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"SHOAL_REHEARSE": "maybe"}, "SHOAL_REHEARSE is 'maybe'; allowed are 1, true, yes, on to rehearse"),
+        ({"SHOAL_REHEARSE": "maybe"}, "SHOAL_REHEARSE is 'maybe'; allowed are 1, true, yes, on for a rehearsal"),
         (
             {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "200"},
             "SHOAL_REHEARSE_GPUS is '200'; it must be a whole number",

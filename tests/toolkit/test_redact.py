@@ -1,4 +1,4 @@
-"""What is taken for a secret, and where it is masked."""
+"""Values that are secrets, and the places in which they are masked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal_toolkit.logs import redact
+from shoal_toolkit import redact
 
 from .conftest import Run, Tree
 
@@ -32,12 +32,12 @@ TOKENS = {
 
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
-    """What one job's secrets are is nothing to the next test."""
+    """Forget the secrets before the next test."""
     yield
     redact._known.clear()
 
 
-# What must be hidden where its name stands, and whether it is hidden everywhere else too.
+# Values that must be masked next to their names, and whether they are masked everywhere else too.
 SECRETS = [
     ("AWS_ACCESS_KEY_ID", "abc123", True),
     ("AWS_SECRET_ACCESS_KEY", "/bPx/K7MDENG", True),
@@ -70,7 +70,7 @@ SECRETS = [
     ("encryption_key", "hunter2hunter2", True),
     ("ssh_key", "hunter2hunter2", True),
 ]
-# What must stay readable, where its name stands and everywhere else.
+# Values that must stay readable, next to their names and everywhere else.
 FACTS = [
     ("MAX_TOKEN", "12345"),
     ("max-token", "12345"),
@@ -113,42 +113,44 @@ def shown(name: str, value: str) -> list[str]:
     """How a value is shown in each place where its name stands."""
     option = name if name.startswith("--") else f"--{name}"
     listed = [
-        redact.environment({name: value})[name],
-        redact.anything({name: value})[name],
-        redact.arguments([f"{name}={value}"])[0].partition("=")[2],
+        redact.mask_environment({name: value})[name],
+        redact.mask_json({name: value})[name],
+        redact.mask_arguments([f"{name}={value}"])[0].partition("=")[2],
     ]
-    return listed + redact.arguments([option, value])[1:]
+    return listed + redact.mask_arguments([option, value])[1:]
 
 
 @pytest.mark.parametrize(("name", "value", "everywhere"), SECRETS)
 def test_what_must_be_hidden(name: str, value: str, everywhere: bool) -> None:
     assert set(shown(name, value)) == {redact.MASK}
     redact._known.clear()
-    redact.learn({name: value})
-    assert redact.text(f"at {value} block") == f"at {redact.MASK if everywhere else value} block"
+    redact.learn_secrets({name: value})
+    assert redact.mask_text(f"at {value} block") == f"at {redact.MASK if everywhere else value} block"
 
 
 @pytest.mark.parametrize(("name", "value"), FACTS)
 def test_what_must_stay_readable(name: str, value: str) -> None:
     assert set(shown(name, value)) == {value}
-    assert redact.text(f"env {name}={value} x") == f"env {name}={value} x"
-    redact.learn({name: value})
-    assert redact.text(f"at step {value} block") == f"at step {value} block"
+    assert redact.mask_text(f"env {name}={value} x") == f"env {name}={value} x"
+    redact.learn_secrets({name: value})
+    assert redact.mask_text(f"at step {value} block") == f"at step {value} block"
 
 
 def test_the_working_directory_is_no_password() -> None:
-    assert redact.environment({"PWD": "/opt/ml/code1"}) == {"PWD": "/opt/ml/code1"}
+    assert redact.mask_environment({"PWD": "/opt/ml/code1"}) == {"PWD": "/opt/ml/code1"}
 
 
 def test_a_secret_of_letters_is_hidden_as_a_whole_word() -> None:
-    redact.learn({"HF_TOKEN": "sword", "DB_PASSWORD": "hunter2"})
-    assert redact.text("swords, sword/x, my_sword and xhunter2x") == "swords, ******/x, my_sword and x******x"
+    redact.learn_secrets({"HF_TOKEN": "sword", "DB_PASSWORD": "hunter2"})
+    assert redact.mask_text("swords, sword/x, my_sword and xhunter2x") == "swords, ******/x, my_sword and x******x"
 
 
 @pytest.mark.parametrize("kind", TOKENS)
 def test_a_token_is_known_by_its_form(kind: str) -> None:
     token = TOKENS[kind]
-    said = redact.text(f"cannot reach https://{token}@example.com/x: 403" if "address" in kind else f"got '{token}'.")
+    said = redact.mask_text(
+        f"cannot reach https://{token}@example.com/x: 403" if "address" in kind else f"got '{token}'."
+    )
     assert token not in said
     assert redact.MASK in said
     assert said.endswith("@example.com/x: 403" if "address" in kind else "'.")
@@ -156,8 +158,8 @@ def test_a_token_is_known_by_its_form(kind: str) -> None:
 
 def test_a_private_key_is_masked_whole() -> None:
     begin, end = (f"-----{word} RSA PRIVATE KEY-----" for word in ("BEGIN", "END"))
-    assert redact.text(f"a\n{begin}\nMIIE\nabc\n{end}\nb") == f"a\n{redact.MASK}\nb"
-    assert redact.text(f"a\n{begin}\nMIIE") == f"a\n{redact.MASK}"
+    assert redact.mask_text(f"a\n{begin}\nMIIE\nabc\n{end}\nb") == f"a\n{redact.MASK}\nb"
+    assert redact.mask_text(f"a\n{begin}\nMIIE") == f"a\n{redact.MASK}"
 
 
 @pytest.mark.parametrize(
@@ -175,13 +177,13 @@ def test_a_private_key_is_masked_whole() -> None:
     ],
 )
 def test_what_a_text_names_itself(said: str, shown: str) -> None:
-    assert redact.text(said) == shown
+    assert redact.mask_text(said) == shown
 
 
 def test_a_known_secret_is_masked_wherever_it_turns_up() -> None:
-    redact.learn({"SM_HP_PASSWORD": 'a"b c', "TOKEN": "swordfish", "SM_HPS": '{"api_key":"hunter2","n":1}'})
-    assert redact.text('ValueError: a"b c, swordfish/x and hunter2') == "ValueError: ******, ******/x and ******"
-    assert redact.text(json.dumps(['a"b c'])) == '["******"]'
+    redact.learn_secrets({"SM_HP_PASSWORD": 'a"b c', "TOKEN": "swordfish", "SM_HPS": '{"api_key":"hunter2","n":1}'})
+    assert redact.mask_text('ValueError: a"b c, swordfish/x and hunter2') == "ValueError: ******, ******/x and ******"
+    assert redact.mask_text(json.dumps(['a"b c'])) == '["******"]'
 
 
 @pytest.mark.parametrize(
@@ -189,14 +191,14 @@ def test_a_known_secret_is_masked_wherever_it_turns_up() -> None:
 )
 def test_a_long_value_costs_linear_time(long: str) -> None:
     began = time.process_time()  # CPU time, to which a busy machine adds little: at most 0.2 s. Quadratic: minutes
-    redact.learn({"SM_HPS": f'{{"token":"abcdef","x":"{long}"}}'})
-    redact.text(f"token {long}")
+    redact.learn_secrets({"SM_HPS": f'{{"token":"abcdef","x":"{long}"}}'})
+    redact.mask_text(f"token {long}")
     assert time.process_time() - began < 5
 
 
 def test_a_key_that_looks_random_is_masked_wherever_it_turns_up() -> None:
-    redact.learn({"ENCRYPTION_KEY": "3f9a77c1", "signing-key": "b2c4d6"})
-    assert redact.text("ValueError: 3f9a77c1 and b2c4d6") == "ValueError: ****** and ******"
+    redact.learn_secrets({"ENCRYPTION_KEY": "3f9a77c1", "signing-key": "b2c4d6"})
+    assert redact.mask_text("ValueError: 3f9a77c1 and b2c4d6") == "ValueError: ****** and ******"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_a_key_that_looks_random_is_masked_wherever_it_turns_up() -> None:
     ],
 )
 def test_arguments(argv: list[str], shown: list[str]) -> None:
-    assert redact.arguments(argv) == shown
+    assert redact.mask_arguments(argv) == shown
 
 
 def test_secrets_inside_the_variables_that_repeat_all_hyperparameters() -> None:
@@ -224,7 +226,7 @@ def test_secrets_inside_the_variables_that_repeat_all_hyperparameters() -> None:
         "SM_CHANNELS": '["train"]',
         "EMPTY_TOKEN": "",
     }
-    shown = redact.environment(variables)
+    shown = redact.mask_environment(variables)
     assert json.loads(shown["SM_HPS"]) == {"api_key": "******", "n": 1, "nested": {"password": "******"}}
     assert json.loads(shown["SM_USER_ARGS"]) == ["--api_key", "******", "--n", "1"]
     assert json.loads(shown["SM_FRAMEWORK_PARAMS"]) == {"sagemaker_mpi_custom_mpi_options": "-x HF_TOKEN=****** -x N=1"}

@@ -9,7 +9,7 @@ import pytest
 
 from shoal_toolkit.hosts import resolve
 from shoal_toolkit.hosts.resolve import Address, Resolver
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.system.loop import Loop
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_many_names_are_looked_up(loop: Loop) -> None:
     found: list[list[Address] | OSError] = []
     resolver = Resolver(loop)
     for _ in range(600):
-        resolver.ask("localhost", 7411, found.append)
+        resolver.look_up("localhost", 7411, found.append)
     loop.run_until(lambda: len(found) == 600)
     assert all(isinstance(addresses, list) and addresses[0][1][1] == 7411 for addresses in found)
     resolver.close()
@@ -31,7 +31,7 @@ def test_many_names_are_looked_up(loop: Loop) -> None:
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, "a..b"])
 def test_a_name_that_is_none_is_an_answer(loop: Loop, name: str) -> None:
     found: list[list[Address] | OSError] = []
-    Resolver(loop).ask(name, 1, found.append)
+    Resolver(loop).look_up(name, 1, found.append)
     loop.run_until(lambda: bool(found))
     assert isinstance(found[0], OSError)
     loop.close()
@@ -44,10 +44,10 @@ def test_a_slow_name_server_holds_nothing_up(loop: Loop, monkeypatch: pytest.Mon
         release.wait(30)
         return []
 
-    monkeypatch.setattr(resolve, "addresses", slow)
+    monkeypatch.setattr(resolve, "look_up_host", slow)
     found: list[list[Address] | OSError] = []
     ticks: list[float] = []
-    Resolver(loop).ask("slow", 1, found.append)
+    Resolver(loop).look_up("slow", 1, found.append)
     loop.call_later(0.05, lambda: ticks.append(time.monotonic()))
     loop.run_until(lambda: bool(ticks))
     assert not found

@@ -21,9 +21,10 @@ import pytest
 import requests
 from moto.server import ThreadedMotoServer
 
-from shoal_toolkit.beside import sync
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import contract
+from shoal_toolkit.plan import sidecars
+from shoal_toolkit.sidecars import sync
 
 from .conftest import Run, Tree, clean_environment
 from .test_plan import MACHINE, planned
@@ -37,7 +38,7 @@ CREDENTIALS = {
 }
 DEAD = "http://127.0.0.1:1"
 BUCKET = "bucket-of-tests"
-SYNC = [sys.executable, "-m", "shoal_toolkit.beside.sync"]
+SYNC = [sys.executable, "-m", "shoal_toolkit.sidecars.sync"]
 
 
 class Bucket:
@@ -259,7 +260,7 @@ def test_the_launcher_stays_small(tree: Tree, run: Run, bucket: Bucket) -> None:
 
 
 class Upload:
-    """`python -m shoal_toolkit.beside.sync` on a directory."""
+    """`python -m shoal_toolkit.sidecars.sync` on a directory."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
@@ -268,7 +269,7 @@ class Upload:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def end(self) -> str:
-        """Tell it to end; returns what it said."""
+        """Sends SIGTERM; returns its output."""
         until(lambda: self.directory.is_dir())  # it is past the start of Python, which a signal ends
         self.process.send_signal(signal.SIGTERM)
         _, err = self.process.communicate(timeout=60)
@@ -369,11 +370,11 @@ def test_an_upload_is_given_up_when_its_file_changes(tmp_path: Path) -> None:
             received += file.read()
             self.received = received
 
-    upload = sync.Sync(str(tmp_path), f"s3://{BUCKET}", {})
+    upload = sync.Uploader(str(tmp_path), f"s3://{BUCKET}", {})
     upload._client = client = Client()
-    assert upload.look(settled=False)
+    assert upload.upload_changes(settled=False)
     assert client.received == b"tried"
-    assert upload.look(settled=False)
+    assert upload.upload_changes(settled=False)
     assert client.received == b"new" * 1000
 
 
@@ -385,7 +386,7 @@ def settings(tree: Tree, output: object, **environ: str) -> tuple[tuple[str, ...
     tree.hyperparameters(sagemaker_s3_output=output, sagemaker_program="train.py")
     paths = contract.Paths(str(tree.base))
     job = contract.read_job(paths, contract.read_cluster(paths, "box"), environ, ())
-    return sync.command(job, MACHINE), sync.preparation(job)
+    return sidecars.upload_command(job, MACHINE), tuple(sidecars.prepare_upload(job))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def settings(tree: Tree, output: object, **environ: str) -> tuple[tuple[str, ...
 def test_the_keys_are_those_of_the_stock_toolkit(tree: Tree, output: str, job: str, place: str) -> None:
     directory = f"{tree.output}/intermediate"
     command, before = settings(tree, output, TRAINING_JOB_NAME=job)
-    assert command == ("/usr/bin/python3", "-m", "shoal_toolkit.beside.sync", directory, place)
+    assert command == ("/usr/bin/python3", "-m", "shoal_toolkit.sidecars.sync", directory, place)
     assert before == (("mkdir", "-p", directory),)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import Run, Tree, clean_environment
 
-# What published scripts read: pytorch_mnist, the smdataparallel MNIST, the examples of heterogeneous clusters.
+# Attributes in published scripts: pytorch_mnist, the smdataparallel MNIST, the examples of heterogeneous clusters.
 READ = """
 import json
 import sagemaker_training.environment

@@ -1,4 +1,4 @@
-"""The secret of a job of several hosts: where it comes from, and what is said of a job without one."""
+"""The secret of a job of several hosts: its source, and the warning without one."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.job.settings import take, without_secret
+from shoal_toolkit.job.settings import take_settings, warn_without_secret
 
 from . import loopback
 from .conftest import Run, Tree
 from .loopback import two_trees
 
-NOTE = "this job has no secret: whoever can send from the address of "
+NOTE = "this job has no secret. Anybody who can send from the address of "
 
 
 def test_the_variable_is_taken_out_of_the_environment() -> None:
     environ = {"SHOAL_JOB_SECRET": "s3cret"}
-    settings, problem = take(environ)
+    settings, problem = take_settings(environ)
     assert (settings.secret, problem, environ) == ("s3cret", None, {})
 
 
 def test_a_file_may_hold_it(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret\n")
     environ = {"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret")}
-    settings, problem = take(environ)
+    settings, problem = take_settings(environ)
     assert (settings.secret, problem, environ) == ("s3cret", None, {})
 
 
@@ -43,17 +43,17 @@ def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
 ) -> None:
     if text is not None:
         (tmp_path / "secret").write_text(text)
-    settings, problem = take({"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret"), **more})
+    settings, problem = take_settings({"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret"), **more})
     assert problem is not None
     assert says in str(problem)
     assert len(settings.secret) == 32, "an empty one would let everybody in"
 
 
 def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:
-    without, _ = take({})
-    having, _ = take({"SHOAL_JOB_SECRET": "s3cret"})
-    assert without_secret(having, ["a", "b"]) == without_secret(without, ["a"]) == ()
-    (note,) = without_secret(without, ["a", "b"])
+    without, _ = take_settings({})
+    having, _ = take_settings({"SHOAL_JOB_SECRET": "s3cret"})
+    assert warn_without_secret(having, ["a", "b"]) == warn_without_secret(without, ["a"]) == ()
+    (note,) = warn_without_secret(without, ["a", "b"])
     assert note.startswith(f"{NOTE}a, or run a process there, can run programs on the other hosts.")
     assert "Fix: set SHOAL_JOB_SECRET to the same random text on every host" in note
     assert "SHOAL_JOB_SECRET_FILE" in note

@@ -38,8 +38,7 @@ def test_an_install_that_fails_ends_the_job_with_pips_reason(tree: Tree, run: Ru
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-@pytest.mark.parametrize("broken", [0, 1])
-@pytest.mark.parametrize("mpi", [False, True])
+@pytest.mark.parametrize(("broken", "mpi"), [(0, False), (1, True)])
 def test_an_install_that_fails_on_one_host_starts_nothing_on_any(hosts: list[Host], broken: int, mpi: bool) -> None:
     for host in hosts:
         host.tree.script(TOUCH)
@@ -84,7 +83,7 @@ def test_a_setup_that_does_not_end_is_killed_and_named_on_every_host(tmp_path: P
             assert [train.wait(60) for train in trains] == [1, 1]
     for tree in trees:
         assert (
-            "The set-up before the launch has not ended within 2 s, and is killed. SHOAL_SETUP_TIMEOUT" in tree.failure
+            "The set-up before the launch did not end within 2 s, and was killed. SHOAL_SETUP_TIMEOUT" in tree.failure
         )
         assert "install -r requirements.txt" in tree.failure
         assert not (tree.base / "model" / "ran").exists()

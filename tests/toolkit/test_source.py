@@ -1,4 +1,4 @@
-"""The user's code: from a directory, an archive, one file; what of an archive is refused; what is left of a failure."""
+"""The user's code: from a directory, an archive or one file. Refused archives, and failures that leave nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal_toolkit.beside import unpack
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job import source
+from shoal_toolkit.sidecars import unpack
 
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
 
@@ -87,7 +87,7 @@ def test_the_code_directory_may_be_missing(tree: Tree, run: Run, tmp_path: Path)
 
 
 def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
-    """The SDK's local mode does, also where nothing is there."""
+    """The SDK's local mode does, also if nothing is there."""
     tree.hyperparameters(sagemaker_submit_directory=f"{tree.code}/", sagemaker_program="train.py")
     assert run().code == 2
     assert f"{tree.code} is empty: mount or copy the code there" in tree.failure
@@ -98,7 +98,7 @@ def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
 def test_the_variable_beats_the_hyperparameter_and_both_the_code_directory(tree: Tree, tmp_path: Path) -> None:
     def found(variable: str = "", hyperparameter: object = None) -> str:
         toolkit = {"sagemaker_submit_directory": hyperparameter}
-        return source.locate({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
+        return source.locate_code({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
 
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -112,7 +112,7 @@ def test_the_variable_beats_the_hyperparameter_and_both_the_code_directory(tree:
     ("address", "reason"),
     [
         ("/no/such/place", "does not exist in this container"),
-        ("https://example.com/code.tar.gz", "no place that code is fetched from"),
+        ("https://example.com/code.tar.gz", "not a supported code location"),
         ("s3://bucket", "does not name an object"),
         ("s3://bucket/", "does not name an object"),
         ("s3://bucket/prefix/", "does not name an object"),
@@ -171,7 +171,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
     assert "cannot be made (Read-only file system)" in done.stderr
 
 
-# What an archive may hold
+# Allowed archives
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
         (entry("x", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "a link to '/etc/passwd', outside"),
         (entry("x", type=tarfile.LNKTYPE, linkname="../x"), "a link to '../x', outside"),
         (entry("x", type=tarfile.LNKTYPE, linkname="link/words"), "a link to 'link/words', outside"),
-        (entry("x", type=tarfile.LNKTYPE, linkname="later"), "which is no file of the archive before it"),
+        (entry("x", type=tarfile.LNKTYPE, linkname="later"), "which is not an earlier file of the archive"),
         (entry("link/x", b"x"), "its path goes through something that is not a directory"),
         (entry("train.py/x", b"x"), "its path goes through something that is not a directory"),
         (entry("data", b"x"), "it has the name of a directory"),
@@ -198,7 +198,7 @@ def test_a_base_directory_that_is_read_only_but_for_the_output(tree: Tree, tmp_p
         (entry("x", type=tarfile.FIFOTYPE), "a FIFO"),
         (entry("x", type=b"Z"), "unknown kind"),
         (entry(".", b"x"), "it has no name"),
-        (entry("x", b"0" * (MiB + 1)), "at most 500,000 members and 1,048,576 bytes"),
+        (entry("x", b"0" * (MiB + 1)), "Allowed are 500,000 members of 1,048,576 bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[0].name,
 )
@@ -218,7 +218,7 @@ def test_a_member_that_reaches_outside_is_refused_by_name(
 
 def test_too_many_members_are_refused(tmp_path: Path) -> None:
     path = archive(tmp_path / "code.tar.gz", *(entry(str(number)) for number in range(5)))
-    with pytest.raises(ContractError, match="the member '3' is refused: with it the archive holds 4 members"):
+    with pytest.raises(ContractError, match="the member '3' is refused: up to it the archive has 4 members"):
         unpack.extract(str(path), str(tmp_path), unpack.Limits(MiB, 3))
 
 
@@ -306,7 +306,7 @@ def test_a_broken_header_is_not_the_end(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with tarfile.open(path) as tar:
         assert tar.getnames() == ["train.py"]
-    with pytest.raises(ContractError, match="there is no end mark behind the last member"):
+    with pytest.raises(ContractError, match="there is no end mark after the last member"):
         unpacked(path, tmp_path / "stage")
 
 
@@ -361,7 +361,7 @@ def test_explain_fetches_nothing(tree: Tree, run: Run, tmp_path: Path, address: 
     assert explained["script"] == ["/bin/sh", "./go.sh", "--lr", "0.1"]
     assert explained["cwd"] == str(tree.code)
     assert (
-        f"the code will be fetched from {address} (sagemaker_submit_directory); here it has not been looked at"
+        f"the code will be fetched from {address} (sagemaker_submit_directory); --explain does not fetch it"
         in (explained["notes"])
     )
     assert list(tree.code.iterdir()) == []

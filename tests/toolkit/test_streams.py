@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_toolkit.logs.streams import Flow, Lines, Sink, Source, Tail, TextLines
-from shoal_toolkit.run.loop import Loop, Timer
+from shoal_toolkit.output.lines import Lines, Tail, TextLines
+from shoal_toolkit.output.pipes import FlowControl, Sink, Source
+from shoal_toolkit.system.loop import Loop, Timer
 
 PIECES = st.lists(st.text("ab \né\t").map(str.encode))
 PIECES_WITH_RETURNS = st.lists(st.text("ab\r\n").map(str.encode))
@@ -92,7 +93,7 @@ def a_pipe() -> tuple[int, int]:
 
 
 def a_socket() -> tuple[int, int]:
-    """It cannot be opened anew: the sink has to ask before each piece."""
+    """It cannot be opened again: the sink has to poll before each piece."""
     left, right = socket.socketpair()
     return left.detach(), right.detach()
 
@@ -102,7 +103,7 @@ def test_a_full_sink_stops_its_sources_and_an_empty_one_lets_them_go_on(
     loop: Loop, connected: Callable[[], tuple[int, int]]
 ) -> None:
     """More than fits into memory passes, in order, and no writer waits for ever."""
-    flow = Flow()
+    flow = FlowControl()
     in_read, in_write = os.pipe()
     out_read, out_write = connected()
     flags = fcntl.fcntl(out_write, fcntl.F_GETFL)
@@ -144,7 +145,7 @@ def test_a_sink_that_nobody_reads_does_not_stop_the_job(
 ) -> None:
     out_read, out_write = connected()
     os.close(out_read)
-    sink = Sink(loop, out_write, Flow())
+    sink = Sink(loop, out_write, FlowControl())
     sink.write(b"lost")
     while not sink.empty:
         loop.step()
@@ -158,7 +159,7 @@ def test_a_sink_that_nobody_reads_does_not_stop_the_job(
 def test_a_file_is_appended_to_where_another_process_has_got_to(loop: Loop, tmp_path: Path) -> None:
     """A shell's `>file` is one place for all who write there: a description of its own would overwrite it."""
     with (tmp_path / "log").open("wb") as file:
-        sink = Sink(loop, file.fileno(), Flow())
+        sink = Sink(loop, file.fileno(), FlowControl())
         sink.write(b"ours\n")
         os.write(file.fileno(), b"theirs\n")
         sink.write(b"ours again\n")
@@ -169,7 +170,7 @@ def test_a_file_is_appended_to_where_another_process_has_got_to(loop: Loop, tmp_
 
 def test_what_waits_in_a_sink_is_written_when_it_closes(loop: Loop) -> None:
     out_read, out_write = a_socket()
-    sink = Sink(loop, out_write, Flow())
+    sink = Sink(loop, out_write, FlowControl())
     sink.write(b"last words")
     sink.close()
     assert os.read(out_read, 99) == b"last words"
@@ -180,7 +181,7 @@ def test_what_waits_in_a_sink_is_written_when_it_closes(loop: Loop) -> None:
 def test_a_writer_of_single_lines_does_not_keep_a_core_busy_here(loop: Loop) -> None:
     read, write = os.pipe()
     pieces: list[int] = []
-    source = Source(loop, Flow(), read, lambda data: pieces.append(len(data)))
+    source = Source(loop, FlowControl(), read, lambda data: pieces.append(len(data)))
     pid = os.fork()
     if pid == 0:
         for number in range(20_000):
@@ -206,7 +207,7 @@ def test_a_line_is_read_at_once(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "call_later", rest)
     read, write = os.pipe()
     seen: list[float] = []
-    source = Source(loop, Flow(), read, lambda _: seen.append(time.monotonic()))
+    source = Source(loop, FlowControl(), read, lambda _: seen.append(time.monotonic()))
     delays = []
     for count in range(1, 41):
         began = time.monotonic()
@@ -222,7 +223,7 @@ def test_a_line_is_read_at_once(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_left_of_a_pipe_is_read_even_if_somebody_writes_for_ever(loop: Loop) -> None:
-    """What a script leaves behind in a session of its own must not hold the job."""
+    """Processes that a script left in a session of their own must not hold the job."""
     in_read, in_write = os.pipe()
     os.write(in_write, b"x" * 1000)
     received = 0
@@ -233,6 +234,6 @@ def test_what_is_left_of_a_pipe_is_read_even_if_somebody_writes_for_ever(loop: L
         assert received < 8 << 20, "does not end"
         os.write(in_write, data)
 
-    Source(loop, Flow(), in_read, passed).finish()
+    Source(loop, FlowControl(), in_read, passed).finish()
     assert received >= 65536, "not even what a pipe holds"
     os.close(in_write)

@@ -14,7 +14,7 @@ import pytest
 
 from shoal_toolkit import __version__
 from shoal_toolkit.job.settings import VARIABLES
-from shoal_toolkit.run import process
+from shoal_toolkit.system import process
 
 from . import loopback
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
@@ -57,7 +57,7 @@ def test_a_success(tree: Tree, run: Run) -> None:
     assert report["training_seconds"] > 0
 
 
-def test_a_stale_verdict_does_not_survive(tree: Tree, run: Run) -> None:
+def test_a_stale_result_does_not_survive(tree: Tree, run: Run) -> None:
     tree.output.mkdir()
     (tree.output / "failure").write_text("yesterday's")
     tree.script("import os; print(os.path.exists('../output/failure'))")
@@ -112,7 +112,7 @@ def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> No
     environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
     done = subprocess.run([sys.executable, "-c", broken], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert tree.failure.startswith("OSError: no errno\nThis is a fault in shoal-toolkit")
+    assert tree.failure.startswith("OSError: no errno\nThis is a bug in shoal-toolkit")
     assert "Traceback" in tree.failure
     assert tree.outcome() == {"failure"}
 
@@ -132,7 +132,7 @@ def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", loopback.NAMES)
 def test_a_script_that_removes_the_output_directory(tmp_path: Path, host: str) -> None:
-    """It is made anew for the verdict, on a worker too."""
+    """It is made again for the result, on a worker too."""
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script(f"import os, shutil\nif os.environ['SM_CURRENT_HOST'] == {host!r}: shutil.rmtree('../output')")
@@ -204,7 +204,7 @@ def test_sigterm_reaches_the_script_which_may_save_its_work(tree: Tree) -> None:
 
 @pytest.mark.parametrize("way", ["setsid", "timeout 60"])
 def test_sigterm_reaches_what_is_in_a_group_of_its_own(tree: Tree, way: str) -> None:
-    """The shell dies of the signal at once, and is waited for no longer than what it has started."""
+    """The signal ends the shell at once, but `train` waits until its child has ended."""
     saves = "def stop(*_):\n    time.sleep(1); open('saved', 'w').close(); sys.exit(0)\n"
     tree.script(f"import signal, sys, time\n{saves}signal.signal(15, stop); print('up', flush=True); time.sleep(60)")
     tree.script(f"{way} {sys.executable} train.py & wait", "go.sh")
@@ -218,7 +218,7 @@ IGNORES = "import signal, time\nsignal.signal(15, lambda *_: print('no'))\nprint
 
 
 def test_a_stop_is_on_record_before_the_script_has_ended(tree: Tree) -> None:
-    """`docker stop` kills after 10 s, unless it is told otherwise."""
+    """`docker stop` kills after 10 s by default."""
     tree.script(
         "import os, signal, time\nsignal.signal(15, lambda *_: print('no', os.getpid()))\nprint('up')\n"
         "while True: time.sleep(60)"
@@ -255,24 +255,24 @@ def test_a_failure_that_a_shell_hides_is_not_silent(tree: Tree, run: Run, script
     (tree.code / tree.script(f"#!{sys.executable}\nraise ValueError('boom')\n", "raise.sh")).chmod(0o755)
     done = run(SAGEMAKER_PROGRAM=tree.script(script, "go.sh"))
     assert done.code == 0, done.err
-    assert ("a command in it with an exception: ValueError: boom" in done.err) == said
+    assert ("a command in it raised an exception: ValueError: boom" in done.err) == said
 
 
 def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: Run) -> None:
     tree.script("import subprocess; subprocess.Popen(['sleep', '60'])")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
-    assert "the script has ended, and what it left running is ended with it: sleep 60" in done.err
+    assert "the script has ended; processes that it left running are killed: sleep 60" in done.err
 
 
 @pytest.mark.parametrize("shown", [("D", None), ("S", "0")], ids=["waits for its disk", "has no environment yet"])
 def test_a_daemon_that_has_just_been_started_is_found(
     monkeypatch: pytest.MonkeyPatch, shown: tuple[str, str | None]
 ) -> None:
-    """As the kernel may show it just after whoever has started it goes on."""
+    """As the kernel may show it just after its parent goes on."""
     state, end = shown
     daemon = subprocess.Popen(["sleep", "60"], env={process.MARK: "daemon"}, start_new_session=True)
-    left, stat, carries = [6], process._stat, process._carries
+    left, stat, carries = [6], process._read_stat, process._has_mark
 
     def stat_at_first(pid: int) -> list[str]:
         fields = stat(pid)
@@ -281,12 +281,12 @@ def test_a_daemon_that_has_just_been_started_is_found(
             fields[0], fields[48] = state, end or fields[48]
         return fields
 
-    monkeypatch.setattr(process, "_stat", stat_at_first)
+    monkeypatch.setattr(process, "_read_stat", stat_at_first)
     monkeypatch.setattr(
-        process, "_carries", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
+        process, "_has_mark", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
     )
     try:
-        assert process.kill_left_behind(-1, "daemon", int(process.start_time(daemon.pid))) == ["sleep 60"]
+        assert process.kill_left_behind(-1, "daemon", int(process.read_start_time(daemon.pid))) == ["sleep 60"]
         assert daemon.wait(timeout=30) == -signal.SIGKILL
     finally:
         daemon.kill()
@@ -318,7 +318,7 @@ def test_a_group_in_which_only_another_users_process_is_left() -> None:
     """The kernel refuses to signal it: a script may have left a program with the setuid bit."""
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         signalled = (
-            "import os, signal\nfrom shoal_toolkit.run.process import signal_group\nos.setuid(65534)\n"
+            "import os, signal\nfrom shoal_toolkit.system.process import signal_group\nos.setuid(65534)\n"
             f"print(signal_group({other.pid}, signal.SIGKILL))"
         )
         done = subprocess.run([sys.executable, "-c", signalled], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Jobs over two hosts, each a network namespace with `train` as its PID 1; without a container engine."""
+"""Jobs over two hosts, each a network namespace with `train` as its PID 1, without Docker."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
 def test_the_launch_is_quick(hosts: list[Host]) -> None:
     """From the worker's start it takes at most three times as long as on one host, and a second in which it waits.
 
-    The stock toolkit sleeps for half a minute. What a busy machine adds, it adds to both; the best of three tries
+    The stock toolkit sleeps for half a minute. A busy machine slows down both; the best of three tries
     counts. The first host is there before, and has found nobody: its next try must come soon.
     """
     script(hosts, "")
@@ -155,7 +155,7 @@ def test_much_output_of_a_remote_rank_arrives_whole(hosts: list[Host]) -> None:
         assert mine == [f"[{rank},algo-{rank + 1}] {rank} {n} {'x' * 200}" for n in range(20000)]
 
 
-def test_output_that_is_read_late_changes_no_verdict(hosts: list[Host]) -> None:
+def test_output_that_is_read_late_changes_no_result(hosts: list[Host]) -> None:
     """The first host has output to write when the job is over: the worker must not take it for lost meanwhile."""
     script(hosts, "print('x' * 99999)")
     worker = hosts[1].start()
@@ -201,7 +201,7 @@ def test_a_worker_that_never_starts_is_named(hosts: list[Host]) -> None:
     with running(first):
         done = hosts[0].finished(first)
     assert done.code == 1
-    refused = r"After 1 s these hosts are missing: algo-2 \((Connection refused|its name is being looked up)\)"
+    refused = r"After 1 s these hosts are missing: algo-2 \((Connection refused|looking up its name)\)"
     assert re.search(refused, hosts[0].tree.failure)  # between two tries its name is looked up
 
 
@@ -240,7 +240,7 @@ def test_a_secret_that_differs_starts_nothing(hosts: list[Host]) -> None:
 
 @pytest.fixture
 def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
-    """The worker of a job with a secret, whose orted notes that it was started."""
+    """The worker of a job with a secret, with an orted that notes its start."""
     script(hosts, "")
     orted = hosts[1].tree.base / "bin" / "orted"
     orted.parent.mkdir()
@@ -281,7 +281,7 @@ def test_the_right_secret_from_another_address_starts_nothing(
     assert started(hosts[1]) == []
     assert said["heard"] == []
     assert_only_the_first_host_starts(hosts, guarded)
-    assert f"turned away a connection from {address}" in hosts[1].file("err").read_text()
+    assert f"rejected a connection from {address}" in hosts[1].file("err").read_text()
 
 
 def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(
@@ -303,8 +303,10 @@ def test_a_worker_starts_once_and_what_is_in_its_plan(
     assert hosts[1].finished(guarded).code == 1
     assert said["lost"]
     assert len(started(hosts[1])) <= starts
-    why = {"twice": "a start for the second time", "script": "a start of what is not in this host's plan"}[when]
-    assert f"it sent what is no frame of this protocol ({why}" in hosts[1].tree.failure
+    why = {"twice": "a start for the second time", "script": "a start of something that is not in this host's plan"}[
+        when
+    ]
+    assert f"it sent a wrong frame ({why}" in hosts[1].tree.failure
 
 
 def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> None:
@@ -320,14 +322,14 @@ def test_a_stranger_starts_nothing_and_disturbs_nobody(hosts: list[Host]) -> Non
             greeting = knock(hosts, source=hosts[0].address, words=words)
             assert greeting[4:5] == b"H"
             assert b"right" not in greeting
-        # Those who say nothing hold no place that the first host needs.
+        # Silent connections take no place that the first host needs.
         idle = subprocess.Popen(hosts[0].command(sys.executable, "-c", IDLE, hosts[0].address, hosts[1].address))
         first = hosts[0].start(SHOAL_JOB_SECRET="right")
         with running(idle, first):
             done = hosts[0].finished(first)
             assert done.code == 0, done.err
             assert hosts[1].finished(worker).code == 0
-    assert "turned away a connection from" in hosts[1].file("err").read_text()
+    assert "rejected a connection from" in hosts[1].file("err").read_text()
     assert hosts[0].file("out").read_text().count("trained") == 2
 
 
@@ -383,7 +385,7 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
         other = 1 - killed
         assert hosts[other].finished(processes[other]).code == 1
     assert hosts[other].tree.outcome() == {"failure"}
-    # At once: silence, which it would notice after LOST_SECONDS, is told by other words.
+    # At once: silence, which it would notice after LOST_SECONDS, has another message.
     assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
 
 
@@ -396,10 +398,10 @@ def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
         cut(hosts[0])
         assert [host.finished(process).code for host, process in zip(hosts, processes)] == [1, 1]
         assert time.monotonic() - began < LOST_SECONDS + 30
-    assert all("was lost: nothing was heard from it for" in host.tree.failure for host in hosts)
+    assert all("was lost: it was silent for" in host.tree.failure for host in hosts)
 
 
-def test_plain_processes_have_one_verdict(hosts: list[Host]) -> None:
+def test_plain_processes_have_one_result(hosts: list[Host]) -> None:
     text = "import os, sys, time\nprint(os.environ['RANK'], os.environ['SM_CURRENT_HOST'])\n"
     script(hosts, text, sagemaker_mpi_enabled=False)
     first, worker = run(hosts)
@@ -441,7 +443,7 @@ def test_pid_1_reaps_orphans(hosts: list[Host]) -> None:
         assert hosts[0].finished(process).code == 143
 
 
-# What the tests above are made with
+# Helpers
 
 IDLE = """
 import socket, sys, time
@@ -471,14 +473,14 @@ def knock(hosts: list[Host], source: str, words: bytes) -> bytes:
 
 
 def claim_to_be_first(hosts: list[Host], source: str, secret: str, when: str) -> dict[str, Any]:
-    """Speak to the worker as its first host does, from an address of that host's; returns what the impostor prints."""
+    """Speak to the worker as its first host does, from an address of that host; returns the output of the impostor."""
     command = hosts[0].command(sys.executable, impostor.__file__, hosts[1].address, source, secret, when)
     said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     return said
 
 
 def started(host: Host) -> list[str]:
-    """What the noting orted was started for on a host."""
+    """The arguments with which orted was started on a host."""
     notes = host.tree.base / "model" / impostor.STARTED
     return notes.read_text().splitlines() if notes.exists() else []
 

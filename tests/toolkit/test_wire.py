@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.hosts import agent, messages, resolve, wire
 from shoal_toolkit.hosts.agent import Agent
-from shoal_toolkit.hosts.connect import Search
-from shoal_toolkit.hosts.wire import Channel, addresses
-from shoal_toolkit.run.loop import Loop
+from shoal_toolkit.hosts.connect import WorkerSearch
+from shoal_toolkit.hosts.wire import Channel, look_up_host
+from shoal_toolkit.system.loop import Loop
 
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
 HELLO, WELCOME, REFUSED, START = b"H", b"W", b"R", b"S"
@@ -50,7 +50,7 @@ def meet(loop: Loop, ours: str, theirs: str, agents_hosts: list[str] = HOSTS) ->
         happened.append(f"found {host}")
 
     agent = Agent(loop, port, theirs, agents_hosts, HOSTS[1], welcomed)
-    search = Search(loop, HOSTS, port, ours, found, happened.append, seconds=20)
+    search = WorkerSearch(loop, HOSTS, port, ours, found, happened.append, seconds=20)
 
     def refusals() -> list[str]:
         return [attempt.refusal for attempt in search.missing.values() if attempt.refusal]
@@ -76,7 +76,7 @@ def test_hosts_with_other_secrets_do_not(loop: Loop, ours: str, theirs: str) -> 
 
 def test_hosts_of_another_job_do_not(loop: Loop) -> None:
     (happened,) = meet(loop, "", "", ["localhost", "127.0.0.1", "algo-3"])
-    assert "names other hosts" in happened
+    assert "lists other hosts" in happened
 
 
 class Visitor:
@@ -91,13 +91,13 @@ class Visitor:
         self.channel = Channel(loop, sock, self._message, self.lost.append)
 
     def _message(self, said: Any) -> None:
-        self.heard.append(messages.encode(said)[0])
+        self.heard.append(messages.encode_message(said)[0])
         if isinstance(said, messages.Welcome):
-            self.channel.start(wire.seals(self._secret, "first", self._transcript))
+            self.channel.start(wire.make_seals(self._secret, "first", self._transcript))
             self.channel.send(messages.Start("orted"))
         if not isinstance(said, messages.Hello):
             return
-        nonce, hosts = wire.nonce(), wire.fingerprint(HOSTS)
+        nonce, hosts = wire.make_nonce(), wire.hash_hosts(HOSTS)
         self._transcript = {
             "first": HOSTS[0],
             "worker": HOSTS[1],
@@ -106,18 +106,18 @@ class Visitor:
             "worker_nonce": said.nonce,
             **self._forged,
         }
-        self.channel.send(messages.Prove(nonce, hosts, wire.proof(self._secret, self._role, self._transcript)))
+        self.channel.send(messages.Prove(nonce, hosts, wire.make_proof(self._secret, self._role, self._transcript)))
 
 
 def visit(
     loop: Loop, secret: str = "s3cret", source: str = "127.0.0.1", role: str = "first", **forged: str
 ) -> tuple[list[bytes], list[bytes]]:
-    """Visit an agent whose secret is s3cret; returns what it answered, and the frames that it handed on."""
+    """Visits an agent with the secret s3cret; returns its answers, and the frames that it passed on."""
     channels: list[Channel] = []
     passed_on: list[bytes] = []
 
     def welcomed(channel: Channel) -> None:
-        channel.on_message = lambda said: passed_on.append(messages.encode(said)[0])
+        channel.on_message = lambda said: passed_on.append(messages.encode_message(said)[0])
         channels.append(channel)
 
     port = free_port()
@@ -131,7 +131,7 @@ def visit(
 
 
 def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop) -> None:
-    """Shows that the visits below are valid but for what they forge."""
+    """Shows that the visits below are valid apart from the forged part."""
     assert visit(loop) == ([HELLO, WELCOME], [START])
 
 
@@ -139,8 +139,8 @@ def test_who_cannot_prove_the_secret_is_refused_and_not_served(loop: Loop) -> No
     refused: tuple[list[bytes], list[bytes]] = ([HELLO, REFUSED], [])
     assert visit(loop, secret="other") == refused
     assert visit(loop, role="worker") == refused
-    assert visit(loop, first_nonce=wire.nonce()) == refused
-    assert visit(loop, worker_nonce=wire.nonce()) == refused
+    assert visit(loop, first_nonce=wire.make_nonce()) == refused
+    assert visit(loop, worker_nonce=wire.make_nonce()) == refused
     assert visit(loop, worker="algo-3") == refused
 
 
@@ -150,11 +150,11 @@ def test_who_comes_from_another_address_is_not_even_greeted(loop: Loop) -> None:
 
 def test_a_proof_holds_for_one_role_and_one_handshake_only() -> None:
     transcript = {"first_nonce": "1", "worker_nonce": "2"}
-    proof = wire.proof("s", "first", transcript)
-    assert wire.same(proof, wire.proof("s", "first", dict(reversed(transcript.items()))))
-    assert not wire.same(proof, wire.proof("s", "worker", transcript))
-    assert not wire.same(proof, wire.proof("s", "first", {**transcript, "worker_nonce": "3"}))
-    assert not wire.same(proof, None)
+    proof = wire.make_proof("s", "first", transcript)
+    assert wire.equal_proofs(proof, wire.make_proof("s", "first", dict(reversed(transcript.items()))))
+    assert not wire.equal_proofs(proof, wire.make_proof("s", "worker", transcript))
+    assert not wire.equal_proofs(proof, wire.make_proof("s", "first", {**transcript, "worker_nonce": "3"}))
+    assert not wire.equal_proofs(proof, None)
 
 
 class Pair:
@@ -182,14 +182,14 @@ TRANSCRIPT = {"first_nonce": "1", "worker_nonce": "2"}
 
 
 def seals(role: str) -> tuple[wire.Seal, wire.Seal]:
-    return wire.seals("s3cret", role, TRANSCRIPT)
+    return wire.make_seals("s3cret", role, TRANSCRIPT)
 
 
 def sealed(*sent: Any, role: str = "first") -> list[bytes]:
     """The frames of these messages, with tags."""
     seal = seals(role)[0]
-    encoded = map(messages.encode, sent)
-    return [framed(kind, payload + seal.tag(kind, payload)) for kind, payload in encoded]
+    encoded = map(messages.encode_message, sent)
+    return [framed(kind, payload + seal.make_tag(kind, payload)) for kind, payload in encoded]
 
 
 @given(
@@ -215,12 +215,12 @@ def test_garbage_ends_the_connection(loop: Loop, garbage: bytes) -> None:
     pair = Pair(loop)
     pair.raw.sendall(garbage)
     loop.run_until(lambda: bool(pair.lost))
-    assert "no frame of this protocol" in pair.lost[0]
+    assert "it sent a wrong frame" in pair.lost[0]
     assert not pair.channel.open
     pair.close()
 
 
-GO, STOP = messages.GO, messages.Signal(15)
+GO, STOP = messages.GO, messages.PassSignal(15)
 CHANGES: dict[str, list[bytes]] = {
     "added": [framed(b"G", b"")],
     "with another tag": [framed(b"G", bytes(16))],
@@ -235,12 +235,12 @@ CHANGES: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) -> None:
-    """Such as who answers for both hosts' addresses, and passes on what they say."""
+    """Such as a host that answers for both addresses, and passes on the frames."""
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
     pair.raw.sendall(b"".join(CHANGES[how]))
     loop.run_until(lambda: bool(pair.lost))
-    assert "changed on its way, or is not the next one" in pair.lost[0]
+    assert "was changed, or is out of order" in pair.lost[0]
     assert pair.heard == ([GO] if how == "repeated" else [])
     pair.close()
 
@@ -260,15 +260,15 @@ def test_a_peer_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.Mon
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
     loop.run_until(lambda: bool(pair.lost))
-    assert "nothing was heard from it" in pair.lost[0]
+    assert "it was silent" in pair.lost[0]
     pair.close()
 
 
-# Those who hold places
+# Connections that take places
 
 
 class Meeting:
-    """A worker and its first host, which comes when it is told to."""
+    """A worker and its first host, which connects on request."""
 
     def __init__(self, loop: Loop, secret: str = "s3cret", port: int = 0) -> None:
         self.port = port or free_port()
@@ -285,8 +285,8 @@ class Meeting:
         self._opened.append(channel)
         self.met.append(host)
 
-    def first_host(self, seconds: float = 5) -> Search:
-        search = Search(self._loop, HOSTS, self.port, "s3cret", self._found, self.met.append, seconds)
+    def first_host(self, seconds: float = 5) -> WorkerSearch:
+        search = WorkerSearch(self._loop, HOSTS, self.port, "s3cret", self._found, self.met.append, seconds)
         self._opened.append(search)
         return search
 
@@ -321,7 +321,9 @@ def test_strangers_take_no_place_while_the_name_is_looked_up(loop: Loop, monkeyp
     meeting, never = Meeting(loop), threading.Event()
     meeting.crowd("127.0.0.2")
     loop.run_until(lambda: bool(meeting.agent._allowed))
-    monkeypatch.setattr(resolve, "addresses", lambda host, port: never.wait(20) if port == 0 else addresses(host, port))
+    monkeypatch.setattr(
+        resolve, "look_up_host", lambda host, port: never.wait(20) if port == 0 else look_up_host(host, port)
+    )
     meeting.crowd("127.0.0.2")
     meeting.first_host()
     assert meeting.ended() == ["127.0.0.1", "agent"]

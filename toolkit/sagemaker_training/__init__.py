@@ -1,5 +1,4 @@
-"""What published scripts import of AWS's toolkit, whose place `train` takes: `sagemaker_training.environment` alone.
+"""Replaces the one module of AWS's toolkit that published scripts import: `sagemaker_training.environment`.
 
-Nothing else of that package is here, and importing it does nothing. Installing AWS's own replaces
-this package and the command `train`.
+Importing this package does nothing. Installing AWS's toolkit replaces it and the command `train`.
 """

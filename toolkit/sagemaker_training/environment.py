@@ -1,4 +1,4 @@
-"""The job in which a script runs, as an object: `Environment()`, as published scripts use it.
+"""Describes the job in which a script runs: `Environment()`, as published scripts use it.
 
 from sagemaker_training import environment
 
@@ -16,11 +16,11 @@ from shoal_toolkit.light_typing import Any
 
 
 class Environment:
-    """What SM_TRAINING_ENV says of the job on this host, by attributes.
+    """The job on this host. Its attributes are the keys of SM_TRAINING_ENV.
 
     - the script: hyperparameters (decoded), user_entry_point, module_name, module_dir, framework_module,
       additional_framework_parameters (the hyperparameters of launchers), job_name, log_level
-    - places: model_dir, input_dir, input_config_dir, output_dir, output_data_dir, output_intermediate_dir,
+    - directories: model_dir, input_dir, input_config_dir, output_dir, output_data_dir, output_intermediate_dir,
       channel_input_dirs (channel → directory)
     - the host: current_host, num_cpus, num_gpus, num_neurons, network_interface_name, current_instance_type,
       current_instance_group, current_instance_group_hosts, is_master
@@ -28,14 +28,14 @@ class Environment:
       distribution_instance_groups, resource_config, input_data_config, topology, is_modelparallel_enabled
     - commands on PATH: is_smddprun_installed, is_smddpmprun_installed
 
-    Where the variable is not set (too long for Linux, or not started by `train`), the files below /opt/ml are read.
+    If the variable is not set (too long for Linux, or not started by `train`), the files under /opt/ml are read.
 
     Raises:
-        shoal_toolkit.errors.ContractError: If these files describe no job.
+        shoal_toolkit.errors.ContractError: If these files are wrong or incomplete.
     """
 
     def __init__(self) -> None:
-        self._values = _described()
+        self._values = _read_values()
 
     def __getattr__(self, name: str) -> Any:
         values: dict[str, Any] = {} if name.startswith("__") else self.__dict__["_values"]
@@ -48,32 +48,32 @@ class Environment:
         return sorted([*super().__dir__(), *self._values])
 
     def to_cmd_args(self) -> list[str]:
-        """Return the arguments that the script was given, from SM_USER_ARGS."""
+        """Returns the arguments of the script, from SM_USER_ARGS."""
         arguments: list[str] = json.loads(os.environ.get("SM_USER_ARGS", "[]"))
         return arguments
 
     def to_env_vars(self) -> dict[str, str]:
-        """Return the SM_* variables of this process."""
+        """Returns the SM_* variables of this process."""
         return {name: value for name, value in os.environ.items() if name.startswith("SM_")}
 
 
-def _described() -> dict[str, Any]:
+def _read_values() -> dict[str, Any]:
     text = os.environ.get("SM_TRAINING_ENV")
-    values: dict[str, Any] = json.loads(text) if text else _read()
+    values: dict[str, Any] = json.loads(text) if text else _read_contract()
     return values
 
 
-def _read() -> dict[str, Any]:
-    """Read the contract as `train` does, without fetching code."""
+def _read_contract() -> dict[str, Any]:
+    """Reads the contract as `train` does, without fetching code."""
     from shoal_toolkit.job import contract
     from shoal_toolkit.job.machine import read_machine
-    from shoal_toolkit.plan.environment import training_environment
+    from shoal_toolkit.plan.environment import build_training_environment
 
     environ = dict(os.environ)
     paths = contract.read_paths(environ)
     cluster = contract.read_cluster(paths, os.uname().nodename)
     job = contract.read_job(paths, cluster, environ, (), fetch=False)
-    machine = read_machine(environ, cluster.interface_name, [])
-    if gpus := environ.get("SM_NUM_GPUS"):  # emulated ones, in a rehearsal
+    machine = read_machine(environ, cluster.interface_name, [], job.instance_type)
+    if gpus := environ.get("SM_NUM_GPUS"):  # also emulated ones, in a rehearsal
         machine = machine._replace(gpus=int(gpus))
-    return training_environment(job, machine)
+    return build_training_environment(job, machine)

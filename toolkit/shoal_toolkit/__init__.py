@@ -1,3 +1,3 @@
-"""Runs in the training container: reads the SageMaker contract and launches the script (command `train`)."""
+"""Reads the SageMaker contract in the training container and launches the script (command `train`)."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m shoal_toolkit` is `train`."""
+"""Runs the command `train`: `python -m shoal_toolkit`."""
 
 from shoal_toolkit.cli import command
 

@@ -1,4 +1,4 @@
-"""What can go wrong before or around the script. Each error owns the exit code of `train`, and says what to do."""
+"""Errors before or around the script. Each class has the exit code with which `train` ends, each message a fix."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable
 
 
 class TrainError(Exception):
-    """An error that `train` explains instead of showing its own traceback."""
+    """An error that `train` reports by its message alone, without a traceback."""
 
     exit_code = 1
 
 
 class ContractError(TrainError):
-    """The job as configured cannot be launched: nothing has been started."""
+    """The configuration of the job is wrong. Nothing has been started."""
 
     exit_code = 2
 
 
 class LaunchError(TrainError):
-    """The job is well described, and the machines cannot do it: a host is missing or lost, mpirun does not start."""
+    """The configuration is right, but the hosts cannot run the job: a host is lost, or mpirun does not start."""
 
 
 class StoppedError(Exception):
-    """A signal asked for the job's end before anything was started."""
+    """A signal stopped the job before anything was started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,8 +30,17 @@ class StoppedError(Exception):
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ' Did you mean X?' for the closest choice, or nothing. cutoff: how alike, from 0 to 1, it must be."""
-    import difflib  # only on the way to an error: it would cost every start
+    """Returns ' Did you mean X?' for the choice that is closest to a misspelt name.
+
+    Args:
+        name: The name that the user wrote.
+        choices: The allowed names.
+        cutoff: The least similarity, from 0 to 1.
+
+    Returns:
+        The question with a leading space; empty if no choice is similar enough.
+    """
+    import difflib  # imported only for errors: it would slow down every start
 
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,8 @@
-"""What the toolkit needs of `typing`, without importing it: a good part of the time of a job that does nothing.
+"""Replaces the parts of `typing` that the toolkit uses: importing `typing` takes much of the time of a no-op job.
 
-A type checker sees the names of `typing` themselves. What runs is a NamedTuple that makes its classes without
-compiling code for each (the one of `typing` takes longer for a class than Python for a module of ours), and names that
-stand in annotations only, which nobody evaluates.
+Type checkers see the names of `typing`. At run time, the NamedTuple here compiles no code. A class made by
+typing.NamedTuple takes longer than importing a whole module. The other names appear only in
+annotations, which are never evaluated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ else:
     Any = NoReturn = Protocol = object
 
     class _Fields(type):
-        """Makes properties of the annotations in the body of a class."""
+        """Turns the annotations of a class body into properties."""
 
         def __new__(mcs, name, bases, body):
             if bases == (tuple,):  # NamedTuple itself
                 return super().__new__(mcs, name, bases, body)
             if bases != (NamedTuple,) or "__annotations__" not in body:
-                raise TypeError(f"{name} must derive from NamedTuple alone, and have fields (Python 3.14: as strings)")
+                raise TypeError(
+                    f"{name} must derive from NamedTuple alone and have fields (in Python 3.14: annotations as strings)"
+                )
             fields = tuple(body["__annotations__"])
             body.update(_fields=fields, __slots__=())
             body["_field_defaults"] = {field: body.pop(field) for field in fields if field in body}
@@ -34,7 +36,7 @@ else:
             return super().__new__(mcs, name, bases, body)
 
     class NamedTuple(tuple, metaclass=_Fields):
-        """A tuple whose items have names: immutable, compared by value."""
+        """An immutable tuple with named items, compared by value."""
 
         __slots__ = ()
 
@@ -43,15 +45,15 @@ else:
             items = {**cls._field_defaults, **named}
             if len(values) > len(cls._fields) or named.keys() - rest or set(rest) - items.keys():
                 given = f"{len(values)} values{''.join(f', {name}=' for name in named)}"
-                raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}; given are {given}")
+                raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}, but was given {given}")
             return tuple.__new__(cls, (*values, *(items[field] for field in rest)))
 
-        def __getnewargs__(self):  # of a copy
+        def __getnewargs__(self):  # for copies
             return tuple(self)
 
         def __repr__(self):
             return f"{type(self).__name__}({', '.join(map('{}={!r}'.format, self._fields, self))})"
 
         def _replace(self, **named):
-            """Return a copy in which these fields have other values."""
+            """Returns a copy with other values for these fields."""
             return type(self)(**{**dict(zip(self._fields, self)), **named})

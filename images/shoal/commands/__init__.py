@@ -1,1 +1,1 @@
-"""The commands of `shoal`, by what they are about."""
+"""The commands of `shoal`, one module per subject."""

@@ -1,4 +1,4 @@
-"""Runs a command of `shoal.commands`, and gives each kind of failure its words and exit code."""
+"""Runs a command of `shoal.commands`, and prints each expected failure with its exit code."""
 
 from __future__ import annotations
 
@@ -12,58 +12,61 @@ import docker.errors
 import requests
 import urllib3.exceptions
 
-from shoal.build.unchanged import Question
+from shoal.builds.noop_cache import BuildCommand
 from shoal.commands import completion
 from shoal.commands.common import app
-from shoal.errors import EngineError, ShoalError, of_system
+from shoal.errors import DockerError, ShoalError, convert_os_error
 
-_ROOMS = ("beginning", "building", "exchanging", "looking", "running")
-"""The modules with commands; importing one adds its own to `app`."""
-_BUILDING = frozenset({"build", "list", "plan", "render"})
-"""The commands of that module. What the others import takes longer than these commands themselves."""
+_MODULES = ("dependencies", "images", "inspection", "jobs", "setup")
+"""The modules that define commands; importing one adds its commands to `app`."""
+_IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
+"""The commands in the module `images`. Importing the other modules takes longer than running these commands."""
 
 
-def main(asked: Question | None) -> None:
-    """Run the command line; every expected failure prints its text and exits with its own code.
+def main(command: BuildCommand | None) -> None:
+    """Run the command line. Print expected failures, and exit with their codes.
 
-    `asked` is what `build` may remember the answer to. SIGTERM and SIGHUP end a command as an interrupt does: what runs
-    is stopped and removed on the way out.
+    SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
+
+    Args:
+        command: The `build` command to cache the answer for, if all images are up to date; None for other commands.
     """
     completion.join_words(os.environ)
-    for room in ("building",) if _BUILDING & {*sys.argv[1:2]} else _ROOMS:
-        importlib.import_module(f"shoal.commands.{room}")
-    _hear()
+    for module in ("images",) if _IMAGE_COMMANDS & {*sys.argv[1:2]} else _MODULES:
+        importlib.import_module(f"shoal.commands.{module}")
+    _install_signal_handlers()
     gc.freeze()
     gc.enable()
     try:
-        app(standalone_mode=True, obj=asked)
+        app(standalone_mode=True, obj=command)
     except Exception as error:
-        told = _told(error)
-        if told is None:  # a defect of ours, which its traceback tells best
+        failure = _convert_error(error)
+        if failure is None:  # a defect: the traceback is most helpful
             raise
-        print(f"shoal: {told}", file=sys.stderr)
-        sys.exit(told.exit_code)
+        print(f"shoal: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)
 
 
-def _told(error: Exception) -> ShoalError | None:
-    """Return the words and the exit code of a failure that a user can act on; None for any other."""
+def _convert_error(error: Exception) -> ShoalError | None:
+    """Return the failure that a user can act on; None if `error` is a defect."""
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, docker.errors.APIError):
-        return EngineError(f"the engine refused: {error.explanation or error}")
-    # Before the system's: what requests raises is of that kind too.
+        return DockerError(f"Docker refused a request: {error.explanation or error}")
+    # Before OSError, of which the errors of requests are subclasses.
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
-        return EngineError(f"the engine could not be asked: {error}")
-    return of_system(error) if isinstance(error, OSError) else None
+        return DockerError(f"a request to Docker failed: {error}")
+    return convert_os_error(error) if isinstance(error, OSError) else None
 
 
-def _hear() -> None:
-    """Have the signals that end a process end a command, which stops and removes what runs."""
+def _install_signal_handlers() -> None:
+    """Make the signals that end a process raise an exception, so that a command cleans up."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        signal.signal(number, _exit_on_signal)
 
 
-def _end(number: int, _frame: object) -> None:
+def _exit_on_signal(number: int, _frame: object) -> None:
+    """Exit with 128 + the signal's number, as a shell does. A signal handler."""
     sys.exit(128 + number)

@@ -1,90 +1,160 @@
-"""What the commands share: the application, arguments that several take, where they print, the project they are in."""
+"""Shared by all commands: the application, arguments, output for people and programs, and access to the project."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import docker.errors
+import pydantic
 import requests
 import typer
 import urllib3.exceptions
 from rich.console import Console
 
 from shoal import __version__
+from shoal.builds import builder
 from shoal.commands import completion
 from shoal.errors import ShoalError, UsageError
 from shoal.matrix import project, spec
 
 app = typer.Typer(
-    help="Builds training images, runs jobs in them, and shows what is inside and what happened.",
+    help="Build training images, run jobs, inspect results.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-reports = typer.Typer(help="Pictures and tables of images, and of what a job did.", no_args_is_help=True)
+reports = typer.Typer(help="Report on image sizes, image differences and job timelines.", no_args_is_help=True)
 app.add_typer(reports, name="report")
 console = Console(highlight=False)
 
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
-"""The failures of builds and pushes that have words and an exit code, and do not keep the next from being tried."""
+"""Errors that a user can act on. After one, `build` and `push` continue with the next image."""
 
-_IMAGES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'; none: all images."
+_IMAGES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'. Default: all images."
 Images = Annotated[
-    list[str] | None, typer.Argument(metavar="[IMAGE]...", help=_IMAGES_HELP, autocompletion=completion.images)
+    list[str] | None, typer.Argument(metavar="[IMAGE]...", help=_IMAGES_HELP, autocompletion=completion.complete_images)
 ]
-Image = Annotated[str, typer.Argument(help="A tag, or a framework of buildspec.yml.", autocompletion=completion.images)]
+Image = Annotated[
+    str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images)
+]
 Skip = Annotated[
     list[str] | None,
-    typer.Option("--skip", metavar="IMAGE", help="Leave these out; repeatable.", autocompletion=completion.images),
+    typer.Option(
+        "--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=completion.complete_images
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON on standard output; all else goes to standard error.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on standard output, and everything else on standard error.")
+]
+
+Options = TypeVar("Options")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"shoal {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def every_command(
+def accept_global_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Take the options that come before a command."""
+    """Define the options that come before a command."""
 
 
-def screen(as_json: bool) -> Console:
-    """Return where progress goes: standard output belongs to the document, where one is asked for."""
+def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Return a decorator for a command that takes a dataclass: typer then sees the dataclass's fields as parameters."""
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            command(options(**values))
+
+        call.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        call.__annotations__ = get_type_hints(options)
+        return call
+
+    return decorate
+
+
+def progress_console(as_json: bool) -> Console:
+    """Return the console for progress: standard error with `--json`, otherwise standard output."""
     return Console(stderr=True, highlight=False) if as_json else console
 
 
-def say(text: str, on: Console = console) -> None:
-    """Print a line as it is."""
+def print_line(text: str, on: Console = console) -> None:
+    """Print text without markup and without wrapping it."""
     on.print(text, markup=False, soft_wrap=True)
 
 
-def tell_written(paths: Iterable[Path], on: Console = console) -> None:
+def print_written(paths: Iterable[Path], on: Console = console) -> None:
+    """Print a line for each file that was written."""
     for path in paths:
-        say(f"written {path}", on)
+        print_line(f"wrote {path}", on)
+
+
+def print_json(document: object) -> None:
+    """Print a JSON document; dataclasses, pydantic models, paths and exceptions may be parts of it."""
+    print(format_json(document))
+
+
+def format_json(document: object) -> str:
+    """Return the text that `print_json` prints."""
+    return json.dumps(document, indent=2, default=_convert_to_json)
+
+
+def _convert_to_json(value: object) -> Any:
+    """Return the parts of an object that JSON does not know; `json.dumps` calls this."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Exception):
+        return str(value) or type(value).__name__
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
 def open_project() -> tuple[project.Project, spec.BuildSpec]:
-    """Return the checkout that this is in, and its matrix. Raises UsageError, SpecError."""
+    """Return the checkout around the current directory, and its matrix. Raises `UsageError` or `SpecError`."""
     here = project.find(Path.cwd())
     return here, spec.load(here.buildspec)
 
 
-def matrix_here() -> spec.BuildSpec | None:
-    """Return the matrix; None outside a checkout, where images of the engine can still be looked at."""
+def load_matrix() -> spec.BuildSpec | None:
+    """Return the matrix of the checkout around the current directory; None outside a checkout."""
     try:
         return open_project()[1]
     except UsageError:
         return None
 
 
-def tag_of(name: str) -> str:
-    """Return the tag that `name` means; a foreign tag is taken as it is."""
+def resolve_tag(name: str) -> str:
+    """Return the tag of an image of the matrix; a name with a colon is a tag already."""
     return name if ":" in name else open_project()[1].select(name).tag
+
+
+def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:
+    """Print how each build ended, print all failures but the first, and raise the first."""
+    for result in results:
+        print_line(str(result), progress)
+    raise_first(result.error for result in results if result.state == "failed")
+
+
+def raise_first(errors: Iterable[Exception | None]) -> None:
+    """Raise the first of the errors, after printing the others. None stands for success."""
+    failures = [error for error in errors if error]
+    for error in failures[1:]:
+        print(f"shoal: {error}", file=sys.stderr)
+    if failures:
+        raise failures[0]

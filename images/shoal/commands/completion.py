@@ -1,4 +1,4 @@
-"""What the shell offers for an IMAGE: the frameworks and tags of buildspec.yml, and nothing where there is none."""
+"""Shell completion of image names: the frameworks and tags of buildspec.yml."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SPLIT = "\x1f"
 
 
 def join_words(environment: MutableMapping[str, str]) -> None:
-    """Undo that bash ends words at colons: else the parts of a tag would be taken for several arguments.
+    """Join the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
 
-    The last word keeps only the part that bash replaces; what stands before that is put beside, for `images`.
+    The last word keeps only the part that bash will replace. The part before it is stored for `complete_images`.
     """
     if environment.get("_SHOAL_COMPLETE") != "complete_bash":
         return
     words = environment["COMP_WORDS"].split("\n")[: int(environment["COMP_CWORD"]) + 1]
-    # An empty word after a colon is one that a space has begun.
+    # An empty word after a colon was begun by a space.
     joined = re.sub(r"\n:(\n(?=.)|\Z)", f":{_SPLIT}", "\n".join(words))
     *before, last = joined.split("\n")
     head, _, part = last.rpartition(_SPLIT)
@@ -30,8 +30,8 @@ def join_words(environment: MutableMapping[str, str]) -> None:
     environment.update({"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(before)), _HEAD: head})
 
 
-def images(incomplete: str) -> list[str]:
-    """Return the frameworks and tags that begin with the word under the cursor; to bash, only the part it replaces."""
+def complete_images(incomplete: str) -> list[str]:
+    """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon."""
     try:
         matrix = spec.load(project.find(Path.cwd()).buildspec)
     except (ShoalError, OSError):

@@ -1,1 +1,1 @@
-"""Runs an image as a training job, in containers or on this machine."""
+"""Runs training jobs, in containers or on this machine."""

@@ -1,4 +1,4 @@
-"""The estimator's `distribution` dictionary → hyperparameters, as the SageMaker Python SDK 2.257 writes them."""
+"""Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does."""
 
 from __future__ import annotations
 
@@ -17,91 +17,98 @@ _SWITCHES = {
 _KEYS = ("mpi", "smdistributed", "pytorchddp", "instance_groups", *_SWITCHES)
 
 
-def hyperparameters(distribution: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reserved hyperparameters of a distribution, values not yet JSON-encoded.
+def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reserved hyperparameters for a `distribution`; values are not yet encoded as JSON.
 
-    Raises `UsageError` for keys that the SDK does not know and for model and data parallelism in one job.
+    Raises:
+        UsageError: If the SDK does not know a key, or model and data parallelism are both enabled.
     """
-    _check(distribution, _KEYS, "distribution")
+    _check_options(distribution, _KEYS, "distribution")
     values: dict[str, Any] = {}
     if "instance_groups" in distribution:
         values["sagemaker_distribution_instance_groups"] = distribution["instance_groups"]
     if "mpi" in distribution:
-        values |= _mpi(distribution["mpi"])
-    if "pytorchddp" in distribution:  # the PyTorch estimator's other name for the data-parallel library, since 2.221
-        values |= _smdistributed({"dataparallel": distribution["pytorchddp"]})
+        values |= _convert_mpi(distribution["mpi"])
+    if "pytorchddp" in distribution:  # since SDK 2.221, another name of the data-parallel library
+        values |= _convert_smdistributed({"dataparallel": distribution["pytorchddp"]})
     if "smdistributed" in distribution:
-        values |= _smdistributed(distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False))
+        values |= _convert_smdistributed(
+            distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False)
+        )
     for key, name in _SWITCHES.items():
         if key in distribution:
-            _check(distribution[key], ("enabled", "processes_per_host"), f"distribution.{key}")
+            _check_options(distribution[key], ("enabled", "processes_per_host"), f"distribution.{key}")
             values[name] = bool(distribution[key].get("enabled", False))
             if key == "torch_distributed":
                 values["sagemaker_instance_type"] = _INSTANCE_TYPE
     return values
 
 
-def encode(values: Mapping[str, Any]) -> dict[str, str]:
-    """JSON-encode every value once, as the SDK does before it sends hyperparameters."""
+def encode_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Encode each value as JSON, as the SDK does before it sends hyperparameters."""
     return {key: json.dumps(value) for key, value in values.items()}
 
 
-def with_processes_per_host(distribution: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """Return `distribution` with MPI started `count` times a host; None leaves it as it is.
+def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -> dict[str, Any]:
+    """Return `distribution` with MPI enabled and `count` ranks per host; None changes nothing.
 
-    Raises `UsageError` when the dictionary itself says another number.
+    Raises:
+        UsageError: If the dictionary has another number, or enables another launcher.
     """
     if count is None:
         return dict(distribution)
     others = {key for key in ("smdistributed", *_SWITCHES) if _is_enabled(distribution.get(key, {}))}
     mpi = distribution.get("mpi", {"enabled": not others})
-    _check(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
+    _check_options(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
     if not mpi.get("enabled"):
         raise UsageError(
-            f"--procs-per-host {count} starts MPI, but distribution asks for another launcher or none. A launcher for "
-            "data parallelism has a rank for each GPU. Fix: leave --procs-per-host out; on a machine without GPUs, "
+            f"--procs-per-host {count} starts MPI, but distribution selects another launcher or none. A launcher for "
+            "data parallelism starts one rank per GPU. Fix: leave out --procs-per-host; on a machine without GPUs, "
             f"emulate them: --env SHOAL_REHEARSE=1 --env SHOAL_REHEARSE_GPUS={count}."
         )
     mpi = dict(mpi)
-    said = mpi.setdefault("processes_per_host", count)
-    if said != count:
+    own = mpi.setdefault("processes_per_host", count)
+    if own != count:
         raise UsageError(
-            f"--procs-per-host {count}, but distribution.mpi.processes_per_host is {said}. Give one of them."
+            f"--procs-per-host is {count}, but distribution.mpi.processes_per_host is {own}. Fix: remove one"
         )
     return {**distribution, "mpi": mpi}
 
 
 def _is_enabled(options: Mapping[str, Any]) -> bool:
-    """Whether a launcher is asked for; model parallelism is not one: it runs under MPI."""
+    """Return whether these options select a launcher. Model parallelism is none: it runs under MPI."""
     return bool(options.get("enabled") or options.get("dataparallel", {}).get("enabled"))
 
 
-def _mpi(options: Mapping[str, Any]) -> dict[str, Any]:
-    _check(options, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
+def _convert_mpi(options: Mapping[str, Any]) -> dict[str, Any]:
+    _check_options(options, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
     values: dict[str, Any] = {"sagemaker_mpi_enabled": options.get("enabled", False)}
     if options.get("processes_per_host"):
         values["sagemaker_mpi_num_of_processes_per_host"] = options["processes_per_host"]
     return values | {"sagemaker_mpi_custom_mpi_options": options.get("custom_mpi_options", "")}
 
 
-def _smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
-    if isinstance(options, Mapping) and {"enabled", "parameters"} & set(options):  # as AWS's guide has it once
+def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
+    """Return the hyperparameters for the key `smdistributed`; `mpi`: whether MPI is enabled. Raises `UsageError`."""
+    if isinstance(options, Mapping) and {"enabled", "parameters"} & set(options):  # a mistake in AWS's guide
         library = "modelparallel" if "parameters" in options else "dataparallel"
-        given = ", ".join(f'"{key}": ...' for key in options)
+        options_json = ", ".join(f'"{key}": ...' for key in options)
         raise UsageError(
-            f"distribution.smdistributed: {', '.join(map(repr, options))} must be inside the key of a library. "
-            f'Fix: "smdistributed": {{"{library}": {{{given}}}}}'
+            f"distribution.smdistributed: {', '.join(map(repr, options))} must be nested under the name of a library. "
+            f'Fix: "smdistributed": {{"{library}": {{{options_json}}}}}'
         )
-    _check(options, ("dataparallel", "modelparallel"), "distribution.smdistributed")
+    _check_options(options, ("dataparallel", "modelparallel"), "distribution.smdistributed")
     data, model = options.get("dataparallel", {}), options.get("modelparallel", {})
-    _check(data, ("enabled", "custom_mpi_options"), "distribution.smdistributed.dataparallel")
-    _check(model, ("enabled", "parameters"), "distribution.smdistributed.modelparallel")
+    _check_options(data, ("enabled", "custom_mpi_options"), "distribution.smdistributed.dataparallel")
+    _check_options(model, ("enabled", "parameters"), "distribution.smdistributed.modelparallel")
     enabled = data.get("enabled", False)
     if enabled and model.get("enabled"):
-        raise UsageError('Using "modelparallel" and "dataparallel" in one job is not supported: enable one of them.')
+        raise UsageError(
+            'Using "modelparallel" and "dataparallel" in one job is not supported. Fix: disable one of them.'
+        )
     if model.get("enabled") and not mpi:
         raise UsageError(
-            'smdistributed.modelparallel needs MPI: add "mpi": {"enabled": true, "processes_per_host": N}.'
+            'smdistributed.modelparallel needs MPI. Fix: add "mpi": {"enabled": true, "processes_per_host": N}.'
         )
     values: dict[str, Any] = {}
     if model.get("enabled") and model.get("parameters"):
@@ -112,7 +119,8 @@ def _smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, A
     return values
 
 
-def _check(options: object, allowed: tuple[str, ...], where: str) -> None:
+def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:
+    """Raise `UsageError` unless `options` is a dictionary with these keys, and its `enabled` a boolean."""
     if not isinstance(options, Mapping):
         raise UsageError(f"{where}: expected a dictionary, found {options!r}")
     for key in options:

@@ -1,4 +1,4 @@
-"""A training job as the host sees it: what is asked for, the /opt/ml tree of each host, and what comes back."""
+"""A training job as `shoal run` sees it: the request, the /opt/ml tree of each host, and the result."""
 
 from __future__ import annotations
 
@@ -15,51 +15,58 @@ from typing import Any
 import docker.errors
 import docker.utils
 
-from shoal.engine import containers
+from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus
 
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
-"""The variables of which `train` takes one: what hosts of a job prove to each other, or a file with it."""
-RESOURCES = "input/config/resourceconfig.json"
-"""The one file of the tree that differs between hosts."""
+"""The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
+
+`train` accepts only one of the two."""
+RESOURCE_CONFIG = "input/config/resourceconfig.json"
+"""The only file of the tree that differs between hosts."""
 SHM_SIZE = "1g"
-"""/dev/shm of a host, unless the user asks for another size."""
+"""The default size of a host's /dev/shm."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What the user asks for.
-
-    `channels` maps channel names to directories of this machine; `hyperparameters` are the script's own, as they were
-    given; `environment` goes into every host; `shm_size` and `memory` (None: no limit) are sizes in Docker's notation;
-    `gpus` is `all`, `none` or names separated by commas, None where it is not given.
-    """
+    """A job to run, as the user describes it."""
 
     source: Path
+    """The directory with the script."""
     entry_point: str
+    """The script, relative to `source`."""
     hosts: int = 1
     procs_per_host: int | None = None
     channels: Mapping[str, Path] = field(default_factory=dict)
+    """Local directories with input data, by channel."""
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
+    """The script's own hyperparameters; values that are valid JSON are passed on as JSON."""
     distribution: Mapping[str, Any] = field(default_factory=dict)
+    """The `distribution` argument of a SageMaker estimator."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every host."""
     output: Path = Path("jobs")
+    """The directory in which the job's own directory is made."""
     shm_size: str = SHM_SIZE
+    """Such as 512m or 2g, per host."""
     memory: str | None = None
+    """Such as 512m or 2g, per host; None: no limit."""
     gpus: str | None = None
+    """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
 
     def check(self) -> None:
-        """Raise `UsageError` for a source, entry point, channel or distribution that cannot run."""
+        """Raise `UsageError` if the job cannot run as requested."""
         if not self.source.is_dir():
             problem = "not a directory" if self.source.exists() else "no such directory"
             raise UsageError(f"--source {self.source}: {problem}")
-        # `-m module` and files that requirements install are the container's to judge.
+        # `-m module`, and scripts that requirements install, can only be checked in the container.
         if not self.entry_point.startswith("-m ") and not (self.source / self.entry_point).exists():
             names = sorted(path.name for path in self.source.iterdir())
             hint = did_you_mean(self.entry_point, names)
             raise UsageError(
-                f"--entry-point {self.entry_point}: not in {self.source}.{hint} It holds: {', '.join(names)}"
+                f"--entry-point {self.entry_point}: not in {self.source}.{hint} It contains: {', '.join(names)}"
             )
         for option, size in (("--shm-size", self.shm_size), ("--memory", self.memory)):
             try:
@@ -68,11 +75,11 @@ class JobRequest:
                 raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
         for name, directory in self.channels.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                raise UsageError(f"--channel {name!r}: a name has letters, digits, '_', '.' and '-' only")
+                raise UsageError(f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-'")
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
-        gpus.check(self.gpus, self.hosts)
-        self.encoded_hyperparameters("")
+        gpus.check_gpus_option(self.gpus, self.hosts)
+        self.encode_hyperparameters("")
 
     @property
     def host_names(self) -> list[str]:
@@ -80,19 +87,23 @@ class JobRequest:
 
     @property
     def script_variables(self) -> dict[str, str]:
-        """What names the script in every host; an image that extends ours may name another (ENV SAGEMAKER_PROGRAM)."""
+        """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
 
-    def secret(self) -> str | None:
-        """Return the job's secret: the one that `--env` gives, else a new one of 256 random bits.
+    def make_secret(self) -> str | None:
+        """Return the job's secret: the one in `environment`, otherwise 256 new random bits in hexadecimal.
 
-        None if `--env` names a file with it, which is then there already.
+        None if `environment` names a file with the secret, which the hosts already have.
         """
         return None if SECRET_FILE in self.environment else self.environment.get(SECRET) or secrets.token_hex(32)
 
-    def encoded_hyperparameters(self, job_name: str) -> dict[str, str]:
-        """Return hyperparameters.json's content: every value JSON-encoded once more, as the SDK sends it."""
-        launch = distribution.with_processes_per_host(self.distribution, self.procs_per_host)
+    def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
+        """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
+
+        Raises:
+            UsageError: If `distribution` is wrong, or contradicts `procs_per_host`.
+        """
+        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
         own = {key: _encode_value(value) for key, value in self.hyperparameters.items()}
         reserved = {
             "sagemaker_submit_directory": "/opt/ml/code",
@@ -101,11 +112,30 @@ class JobRequest:
             "sagemaker_job_name": job_name,
             "sagemaker_region": "us-west-2",
         }
-        return own | distribution.encode(reserved | distribution.hyperparameters(launch))
+        return own | distribution.encode_values(reserved | distribution.convert_distribution(launch))
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended."""
+
+    name: str
+    exit_code: int
+    """The exit code of the first host that failed, or 0."""
+    directory: Path
+    """The directory with the job's files."""
+    archives: Mapping[str, Path]
+    """model.tar.gz and output.tar.gz, if the job wrote files for them."""
+    launch: Mapping[str, Any]
+    """The report of `train` about the launch (output/job.json of the first host); empty if there is none."""
+    metrics: Mapping[str, Any]
+    """The content of output/data/metrics.json; empty if the script did not write it."""
+    messages: Mapping[str, str]
+    """By host, its failure file and other problems."""
 
 
 def _encode_value(text: str) -> str:
-    """Return `text` as JSON: as it is where it is JSON already (0.1, true, {"a": 1}), else as a JSON string."""
+    """Return `text` unchanged if it is valid JSON (0.1, true, {"a": 1}), otherwise as a JSON string."""
     try:
         json.loads(text)
     except ValueError:
@@ -113,31 +143,39 @@ def _encode_value(text: str) -> str:
     return text
 
 
-def new_name(request: JobRequest) -> str:
-    """Return a name no other job has: the source directory's name, the time, a few random characters."""
-    # Docker's names and SageMaker's: letters, digits and hyphens.
+def make_job_name(request: JobRequest) -> str:
+    """Return a unique name: the name of the source directory, the time and a few random characters."""
+    # Both Docker and SageMaker accept letters, digits and hyphens.
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
-    return containers.unique(stem)
+    return containers.unique_name(stem)
 
 
-def make_directory(request: JobRequest, name: str) -> Path:
-    """Make the directory of the job's results, before anything is started that has some. Raises `UsageError`."""
+def make_job_directory(request: JobRequest, name: str) -> Path:
+    """Create the directory for the job's files under `request.output`, and return it. Raises `UsageError`."""
     directory = (request.output / name).resolve()
     try:
         directory.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"--output {request.output}: {directory} cannot be made: {error.strerror}") from error
+        raise UsageError(f"--output {request.output}: {directory} cannot be created: {error.strerror}") from error
     return directory
 
 
 def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
-    """Lay out the tree that SageMaker mounts at /opt/ml, without `RESOURCES`: code, configuration, output directories.
+    """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
-    Channels are not copied; whoever starts the host makes `input/data/<channel>` appear. Raises `UsageError` when the
-    source cannot be copied.
+    `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
+    at input/data/<channel>.
+
+    Args:
+        root: The directory that becomes /opt/ml.
+        request: The job.
+        job_name: The name of `make_job_name`.
+
+    Raises:
+        UsageError: If the source directory cannot be copied.
     """
     try:
-        shutil.copytree(request.source, root / "code", ignore=_not_code(request.output.resolve()))
+        shutil.copytree(request.source, root / "code", ignore=_ignore_results(request.output.resolve()))
     except (OSError, shutil.Error) as error:
         raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
@@ -146,15 +184,13 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
         name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
         for name in request.channels
     }
-    for name, document in (
-        ("hyperparameters", request.encoded_hyperparameters(job_name)),
-        ("inputdataconfig", inputs),
-    ):
-        (root / "input" / "config" / f"{name}.json").write_text(json.dumps(document))
+    config = root / "input" / "config"
+    (config / "hyperparameters.json").write_text(json.dumps(request.encode_hyperparameters(job_name)))
+    (config / "inputdataconfig.json").write_text(json.dumps(inputs))
 
 
-def resources(request: JobRequest, current_host: str) -> bytes:
-    """Return resourceconfig.json as `current_host` sees it."""
+def encode_resource_config(request: JobRequest, current_host: str) -> bytes:
+    """Return the content of resourceconfig.json for the host `current_host`."""
     document = {
         "current_host": current_host,
         "hosts": request.host_names,
@@ -164,20 +200,28 @@ def resources(request: JobRequest, current_host: str) -> bytes:
     return json.dumps(document).encode()
 
 
-def _not_code(output: Path) -> Callable[[str, list[str]], set[str]]:
-    """Leave out caches, and the results of earlier jobs where they lie inside the source."""
-    caches = shutil.ignore_patterns("__pycache__", ".git")
+def _ignore_results(output: Path) -> Callable[[str, list[str]], set[str]]:
+    """Return a filter for `copytree` that leaves out caches, and results of earlier jobs inside the source."""
+    ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        return caches(directory, names) | {name for name in names if (Path(directory) / name).resolve() == output}
+        results = {name for name in names if (Path(directory) / name).resolve() == output}
+        return ignore_caches(directory, names) | results
 
     return ignore
 
 
-def collect(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:
-    """Pack model/ and output/data/ of all hosts' trees into model.tar.gz and output.tar.gz; return those made.
+def pack_results(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:
+    """Pack model/ and output/data/ of all hosts into model.tar.gz and output.tar.gz.
 
-    The same path on several hosts is taken from the first of them. A part without files makes no archive.
+    If several hosts wrote the same path, the first host's file is packed.
+
+    Args:
+        directory: Where to write the archives.
+        trees: The /opt/ml tree of each host, in the hosts' order.
+
+    Returns:
+        The archives, by name. There is none for a directory without files.
     """
     archives = {}
     for name, part in (("model.tar.gz", "model"), ("output.tar.gz", "output/data")):
@@ -194,75 +238,69 @@ def collect(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:
     return archives
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended: the exit code that every host gave (or the first failing one), where its files lie, and facts.
-
-    `launch` is what `train` wrote of itself (output/job.json of the first host), `metrics` is output/data/metrics.json
-    where the script wrote one; both are empty where there is none. `messages` are, by host, the failure files and what
-    else went wrong.
-    """
-
-    name: str
-    exit_code: int
-    directory: Path
-    archives: Mapping[str, Path]
-    launch: Mapping[str, Any]
-    metrics: Mapping[str, Any]
-    messages: Mapping[str, str]
-
-
-def outcome(
+def read_result(
     name: str,
     exit_codes: Mapping[str, int],
     directory: Path,
     trees: Mapping[str, Path],
     notes: Mapping[str, str] | None = None,
-) -> Outcome:
-    """Read what the hosts left behind. `notes` are words on hosts that ended badly."""
-    first_host, first = next(iter(trees.items()))
-    messages = dict(notes or {})
+) -> JobResult:
+    """Pack the files of a job that has ended, and read its reports.
+
+    Args:
+        name: The job's name.
+        exit_codes: The exit code of each host.
+        directory: The job's directory.
+        trees: The /opt/ml tree of each host, in the hosts' order.
+        notes: Problems of hosts that their files do not show, by host.
+
+    Returns:
+        The result. Reports that cannot be read become messages.
+    """
+    messages = {host: [note] for host, note in (notes or {}).items()}
     for host, tree in trees.items():
         if (failure := tree / "output" / "failure").is_file():
-            messages[host] = "\n".join([*filter(None, [messages.get(host)]), failure.read_text(errors="replace")])
-    facts = {}
-    for part, read in (("job.json", _read_launch), ("data/metrics.json", _read_object)):
+            messages.setdefault(host, []).append(failure.read_text(errors="replace"))
+    first_host, first_tree = next(iter(trees.items()))
+    reports: dict[str, dict[str, Any]] = {}
+    for part, read in (("job.json", _read_launch_report), ("data/metrics.json", _read_json_object)):
         try:
-            facts[part] = read(first / "output" / part)
+            reports[part] = read(first_tree / "output" / part)
         except ValueError as error:
-            facts[part] = {}
-            messages[first_host] = "\n".join([*filter(None, [messages.get(first_host)]), f"output/{part}: {error}"])
-    return Outcome(
+            reports[part] = {}
+            messages.setdefault(first_host, []).append(f"output/{part}: {error}")
+    return JobResult(
         name=name,
         exit_code=next((code for code in exit_codes.values() if code), 0),
         directory=directory,
-        archives=collect(directory, trees),
-        launch=facts["job.json"],
-        metrics=facts["data/metrics.json"],
-        messages=messages,
+        archives=pack_results(directory, trees),
+        launch=reports["job.json"],
+        metrics=reports["data/metrics.json"],
+        messages={host: "\n".join(lines) for host, lines in messages.items()},
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no file. Raises ValueError if it is not an object."""
     try:
-        # Python writes NaN and Infinity, which no other reader of `--json` takes for JSON: they become texts.
+        # Python writes NaN and Infinity, which are not valid JSON for readers of our `--json`: they become strings.
         document = json.loads(path.read_text(), parse_constant=str)
     except FileNotFoundError:
         return {}
     except RecursionError:
-        raise ValueError("too deep") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
 
 
-def _read_launch(path: Path) -> dict[str, Any]:
-    """Read what `train` writes of itself; any program of the image may have written it since."""
-    found = _read_object(path)
-    hosts, ranks = found.get("hosts", [path]), found.get("ranks")
-    seconds = (found.get("launch_seconds"), found.get("training_seconds"))
+def _read_launch_report(path: Path) -> dict[str, Any]:
+    """Return the report of `train`, checked: any program in the container may have changed it."""
+    report = _read_json_object(path)
+    hosts, ranks = report.get("hosts", [path]), report.get("ranks")
+    seconds = (report.get("launch_seconds"), report.get("training_seconds"))
     if not (isinstance(hosts, list) and hosts and (ranks is None or type(ranks) is int)):
-        raise ValueError("not what `train` writes: hosts, ranks")
+        raise ValueError("not written by `train`: wrong hosts or ranks")
     if not all(value is None or isinstance(value, (int, float)) for value in seconds):
-        raise ValueError("not what `train` writes: seconds")
-    return found
+        raise ValueError("not written by `train`: wrong seconds")
+    return report

@@ -1,1 +1,1 @@
-"""What the layers of a saved image hold, and to whom each file belongs."""
+"""The content of a saved image's layers, and the package that owns each file."""

@@ -1,7 +1,8 @@
-"""What gzip would make of a stream: measured in blocks on all cores, and kept nowhere.
+"""Measures the gzip size of a stream, in blocks on all cores. The compressed bytes are not kept.
 
-The blocks are those of pigz: each is compressed by itself, with the end of the one before as its dictionary. The sum is
-that of `gzip -6` to well within a percent, and the same on every machine.
+The blocks are as in pigz: each is compressed by itself, with the end of the previous one as its dictionary. The sum
+differs from the size of `gzip -6` by well under a percent, and is the same on every machine.
+Why not a library: docs/decisions/written-by-hand.md.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ LEVEL = 6
 BLOCK = 128 * 1024  # bytes
 _WINDOW = 32 * 1024  # bytes: how far back deflate looks
 _FRAME = 18  # bytes: gzip's header and trailer
-_MOST_PENDING = 64  # blocks that wait to be compressed: the bound of the memory
+_MOST_PENDING = 64  # blocks; limits the memory
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A stream that was measured: its `bytes`, and `ends`: the compressed bytes up to the end of each block."""
+class StreamSizes:
+    """The sizes of a stream: its `bytes`, and in `ends` the compressed bytes up to the end of each block."""
 
     bytes: int
     ends: tuple[int, ...]
 
     @property
     def compressed(self) -> int:
-        """The compressed bytes of all of it."""
-        return self.before(self.bytes)
+        """The compressed bytes of the whole stream."""
+        return self.compressed_before(self.bytes)
 
-    def before(self, offset: int) -> int:
-        """Return the compressed bytes before an offset; inside a block they are taken to be spread evenly."""
+    def compressed_before(self, offset: int) -> int:
+        """Return the compressed bytes before an offset. Inside a block they count as evenly spread."""
         index, rest = divmod(min(offset, self.bytes), BLOCK)
         begin = self.ends[index - 1] if index else 0
         if not rest:
@@ -43,7 +44,7 @@ class Measured:
 
 
 class Meter:
-    """Takes a stream in pieces; `finish` returns what it has measured. The pool may be shared with other meters."""
+    """Measures a stream that is written in pieces. Meters may share a pool."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -54,21 +55,21 @@ class Meter:
         self._pending: deque[Future[int]] = deque()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Take the next piece; waits while too much is under way."""
+        """Measure the next piece. Waits while too many blocks are pending."""
         self._bytes += len(data)
         self._buffer += data
-        while len(self._buffer) > BLOCK:  # not >=: the last block is to be known as the last
+        while len(self._buffer) > BLOCK:  # not >=: the last block must be known as the last
             self._submit(bytes(self._buffer[:BLOCK]), is_last=False)
             del self._buffer[:BLOCK]
 
-    def finish(self) -> Measured:
-        """Return the measure of all that was written."""
+    def finish(self) -> StreamSizes:
+        """Return the sizes of all that was written."""
         if self._buffer:
             self._submit(bytes(self._buffer), is_last=True)
         self._sizes += [pending.result() for pending in self._pending]
         if self._sizes:
             self._sizes[-1] += _FRAME
-        return Measured(self._bytes, tuple(accumulate(self._sizes)))
+        return StreamSizes(self._bytes, tuple(accumulate(self._sizes)))
 
     def _submit(self, block: bytes, *, is_last: bool) -> None:
         self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))
@@ -77,7 +78,7 @@ class Meter:
             self._sizes.append(self._pending.popleft().result())
 
 
-def pool() -> ThreadPoolExecutor:
+def make_pool() -> ThreadPoolExecutor:
     """Return a pool with a thread for each core: zlib computes outside the interpreter's lock."""
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "deflate")
 

@@ -1,17 +1,18 @@
-"""What is in an image: its layers, the packages in them, and whose how many bytes are. Plain data, for any report.
+"""The inventory of an image: its layers, its packages, and the bytes of each owner. Plain data, for any report.
 
-A byte is a byte of a layer's tar, and all of them are somebody's: the owners' sums add up to the layers' sizes, and
-these to the image's, uncompressed and compressed.
+Sizes are bytes of the layers' tar archives. Every byte has an owner. So the owners' sums add up to the sizes of
+the layers, and these add up to the size of the image, uncompressed and compressed.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 
-from shoal.layers import savedimage
+from shoal.layers import saved_image
 from shoal.layers.owners import (
     STATUS,
     TAR,
@@ -22,18 +23,18 @@ from shoal.layers.owners import (
     debian_packages,
     python_distributions,
 )
-from shoal.layers.savedimage import OPAQUE, WHITEOUT, Entry, LayerTar
+from shoal.layers.saved_image import OPAQUE, WHITEOUT, Entry, LayerTar
 
 _Key = tuple[int, int]
-"""An entry: its layer, and its place in it."""
+"""An entry: the number of its layer, and its place in it."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Bytes of layers' tars, and of what gzip makes of them; `hidden` is the part that no container sees.
+    """Bytes of layers' tar archives, uncompressed and compressed by gzip.
 
-    A file is hidden when a later layer deletes or overwrites it: it is shipped all the same. `files` are all that is no
-    directory.
+    `hidden` are the bytes of files that a later layer deletes or overwrites: they are shipped, but no container sees
+    them. `files` counts all entries except directories.
     """
 
     bytes: int = 0
@@ -43,18 +44,12 @@ class Sum:
     files: int = 0
 
     def __add__(self, other: Sum) -> Sum:
-        return Sum(
-            self.bytes + other.bytes,
-            self.compressed + other.compressed,
-            self.hidden + other.hidden,
-            self.hidden_compressed + other.hidden_compressed,
-            self.files + other.files,
-        )
+        return Sum(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: the digest of its tar and the command that made it (empty: the image does not say), and whose it is."""
+    """A layer: the digest of its tar, the command that made it (both empty if unknown), and the sum of each owner."""
 
     digest: str
     command: str
@@ -67,7 +62,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inventory:
-    """An image: its layers, lowest first, and the packages that a container of it has, sorted."""
+    """An image: its layers, lowest first, and the packages that its containers have, sorted."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -80,7 +75,7 @@ class Inventory:
 
     @property
     def owners(self) -> dict[Owner, Sum]:
-        """Whose the image is, over all layers, the largest first."""
+        """The sum of each owner over all layers, the largest first."""
         sums: dict[Owner, Sum] = {}
         for owner, of in chain.from_iterable(layer.owners.items() for layer in self.layers):
             sums[owner] = sums.get(owner, Sum()) + of
@@ -88,7 +83,7 @@ class Inventory:
 
     @property
     def versions(self) -> dict[Owner, str]:
-        """The versions of the packages; several of one name are joined by commas."""
+        """The versions of the packages. Several versions of one package are joined by commas."""
         found: dict[Owner, str] = {}
         pairs = chain(
             ((Owner("debian", package.name), package.version) for package in self.debian),
@@ -100,15 +95,15 @@ class Inventory:
         return found
 
 
-def read(name: str, chunks: Iterable[bytes]) -> Inventory:
-    """Return the inventory of the image whose archive, as `docker save` writes it, comes in `chunks`.
+def read_inventory(name: str, chunks: Iterable[bytes]) -> Inventory:
+    """Return the inventory of an image, from the archive that `docker save` writes.
 
-    Raises `ImageError`, naming `name`, for what is no archive of one image.
+    Raises `ImageError`, with `name`, if it is not an archive of one image.
     """
-    return take(name, savedimage.read(name, chunks))
+    return make_inventory(name, saved_image.read_layers(name, chunks))
 
 
-def take(name: str, layers: Sequence[LayerTar]) -> Inventory:
+def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:
     """Return the inventory of an image from its layers, lowest first."""
     owners = Owners(layer.entries for layer in layers)
     visible = _visible(layers)
@@ -130,7 +125,7 @@ def total(sums: Iterable[Sum]) -> Sum:
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
     sums: dict[Owner, Sum] = {}
     for place, entry in enumerate(layer.entries):
-        owner = owners.of(entry)
+        owner = owners.find_owner(entry)
         is_hidden = owner != TAR and not seen[number, place]
         sums[owner] = sums.get(owner, Sum()) + _sum(layer, entry.begin, entry.end, owner, is_hidden)
     end = layer.entries[-1].end if layer.entries else 0
@@ -139,16 +134,16 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
 
 
 def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
-    size, compressed = end - begin, layer.measured.before(end) - layer.measured.before(begin)
+    size, compressed = end - begin, layer.measured.compressed_before(end) - layer.measured.compressed_before(begin)
     return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
 
 
 def _visible(layers: Sequence[LayerTar]) -> dict[str, tuple[_Key, ...]]:
-    """Return what a container sees: for each path but directories the entry and, of a hard link, what it shares."""
+    """Return the entries that a container sees, by path, without directories; for a hard link with those it shares."""
     visible: dict[str, tuple[_Key, ...]] = {}
     for number, layer in enumerate(layers):
-        gone = _Gone(layer.entries)
-        visible = {path: keys for path, keys in visible.items() if not gone.hides(path)}
+        hidden = _HiddenPaths(layer.entries)
+        visible = {path: keys for path, keys in visible.items() if not hidden.hides(path)}
         for place, entry in enumerate(layer.entries):
             if entry.kind != "directory" and not entry.is_whiteout:
                 shared = visible.get(entry.target, ()) if entry.kind == "hardlink" else ()
@@ -156,8 +151,8 @@ def _visible(layers: Sequence[LayerTar]) -> dict[str, tuple[_Key, ...]]:
     return visible
 
 
-class _Gone:
-    """What a layer hides of those below: what it deletes, and what it puts something else in place of."""
+class _HiddenPaths:
+    """The paths of lower layers that a layer hides, because it deletes or replaces them."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._trees: set[str] = set()
@@ -182,7 +177,7 @@ class _Gone:
 
 
 def _directories(path: str) -> Iterator[str]:
-    """Yield the directories above a path, each with its slash; the root's is the slash alone."""
+    """Yield the directories above a path, each with its slash. The root is the slash alone."""
     yield "/"
     end = path.find("/")
     while end >= 0:
@@ -191,7 +186,7 @@ def _directories(path: str) -> Iterator[str]:
 
 
 def _texts(layers: Sequence[LayerTar], visible: Mapping[str, tuple[_Key, ...]]) -> Iterator[tuple[str, bytes]]:
-    """Yield the files that describe packages and can be seen, with their paths."""
+    """Yield the visible files that describe packages, with their paths."""
     for path, keys in visible.items():
         number, place = keys[0]
         text = layers[number].entries[place].text

@@ -1,4 +1,4 @@
-"""Who owns the files of an image: Debian packages by dpkg's lists, Python distributions by their RECORD. Pure."""
+"""Finds the owners of an image's files: Debian packages by dpkg's lists, Python distributions by their RECORD."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from shoal.layers.savedimage import Entry, readable
+from shoal.layers.saved_image import Entry, replace_surrogates
 
 STATUS = "var/lib/dpkg/status"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/]+)?\.list")
 _DIST_INFO = re.compile(r"((?:.*/)?)([^/]+)\.dist-info/(METADATA|RECORD)")
 _BYTECODE = re.compile(r"(.*/)?__pycache__/([^/]+?)\.[^/.]+(\.opt-[12])?\.pyc")
-_OTHER_DEPTH = 4  # directories of a path that name what nobody owns
-_MOST_LINKS = 40  # on a way, as the kernel has it
+_OTHER_DEPTH = 4  # directories of a path that name a file without an owner
+_MOST_LINKS = 40  # on one path, as in the kernel
 
 
 @dataclass(frozen=True, order=True)
 class Owner:
-    """Whose a file is: a Python distribution, a Debian package, or (other) the directory where it lies.
+    """The owner of a file: a Python distribution, a Debian package, or (other) its directory.
 
-    The kind "tar" is what belongs to no file: headers of directories, whiteouts, ends of archives.
+    The kind "tar" is for bytes that belong to no file: headers of directories, whiteouts, ends of archives.
     """
 
     kind: Literal["python", "debian", "other", "tar"]
@@ -38,18 +38,18 @@ TAR = Owner("tar", "directories, whiteouts and ends of the layers' archives")
 
 @dataclass(frozen=True, order=True)
 class DebianPackage:
-    """A package that dpkg's status says is installed."""
+    """An installed package, by dpkg's status."""
 
     name: str
     version: str
     architecture: str
     source: str
-    """The source package; the name where it is the same."""
+    """The source package; often the same name."""
 
 
 @dataclass(frozen=True, order=True)
 class PythonDistribution:
-    """A distribution that is installed; the name is normalised, the path that of its *.dist-info."""
+    """An installed distribution: its normalised name, its version, and the path of its *.dist-info."""
 
     name: str
     version: str
@@ -57,10 +57,9 @@ class PythonDistribution:
 
 
 class Owners:
-    """Answers whose a file is, from the lists in the layers' entries, lowest layer first.
+    """Finds the owner of an entry, by the lists in the layers' entries, lowest layer first.
 
-    Lists of lower layers count as well: what they name may be hidden, and is then still somebody's. Debian's own Python
-    distributions are Debian's.
+    Lists of lower layers count too: hidden files have owners. Debian's own Python distributions belong to Debian.
     """
 
     def __init__(self, layers: Iterable[Iterable[Entry]]) -> None:
@@ -68,23 +67,23 @@ class Owners:
         self._tree = _Tree(entries)
         described = [(entry.path, entry.text) for entry in entries if entry.text is not None]
         self._claims: dict[str, Owner] = {}
-        # What a distribution carries in itself (setuptools' _vendor) is deeper, and the outer one's.
+        # A distribution inside another (setuptools' _vendor) belongs to the outer one: deeper paths come first.
         for path, text in sorted(described, key=lambda item: -item[0].count("/")):
             self._claim_record(path, text)
         for path, text in described:
             self._claim_list(path, text)
 
-    def of(self, entry: Entry) -> Owner:
-        """Return whose an entry is. Bytecode is its source's."""
+    def find_owner(self, entry: Entry) -> Owner:
+        """Return the owner of an entry. Bytecode has the owner of its source."""
         if entry.kind == "directory" or entry.is_whiteout:
             return TAR
         found = self._claims.get(entry.path)
         if found is None and (bytecode := _BYTECODE.fullmatch(entry.path)):
             found = self._claims.get(f"{bytecode[1] or ''}{bytecode[2]}.py")
-        return found or Owner("other", _place(entry.path))
+        return found or Owner("other", _directory_of(entry.path))
 
-    def carried(self, path: str, name: str) -> bool:
-        """Return whether the metadata at `path` belongs to somebody else than the distribution `name`."""
+    def is_vendored(self, path: str, name: str) -> bool:
+        """Return whether the metadata at `path` belongs to an owner other than the distribution `name`."""
         return self._claims.get(path, Owner("python", name)) != Owner("python", name)
 
     def _claim_record(self, path: str, text: bytes) -> None:
@@ -106,7 +105,7 @@ class Owners:
 
 
 class _Tree:
-    """Follows the symlinks on the way to a file: dpkg's lists say bin/ls where bin leads to usr/bin."""
+    """Follows symlinked directories: dpkg's lists have bin/ls, where bin is a link to usr/bin."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._links: dict[str, str] = {}
@@ -118,7 +117,7 @@ class _Tree:
         self._known: dict[str, str] = {}
 
     def real(self, path: str) -> str:
-        """Return the path without symlinks among its directories."""
+        """Return the path without symlinked directories."""
         directory, _, name = path.rpartition("/")
         return posixpath.join(self._directory(directory, 0), name)
 
@@ -137,8 +136,8 @@ class _Tree:
 
 
 def debian_packages(status: bytes) -> Iterator[DebianPackage]:
-    """Yield the packages that dpkg's status says are installed."""
-    for stanza in re.split(r"\n\s*\n", _shown(status)):
+    """Yield the packages that are installed by dpkg's status."""
+    for stanza in re.split(r"\n\s*\n", _replace_errors(status)):
         fields = dict(line.split(": ", 1) for line in stanza.splitlines() if ": " in line and not line[0].isspace())
         if "Package" in fields and fields.get("Status", "").endswith(" installed"):
             name = fields["Package"]
@@ -147,30 +146,30 @@ def debian_packages(status: bytes) -> Iterator[DebianPackage]:
 
 
 def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator[PythonDistribution]:
-    """Yield the distributions whose METADATA is among the texts, which are by path; not what others carry inside."""
+    """Yield the distributions that have a METADATA among the texts, which are by path. Vendored ones are left out."""
     for path, text in texts.items():
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "METADATA":
             name, version = _name_and_version(found[2])
-            if not owners.carried(path, name):
-                said = HeaderParser().parsestr(_shown(text)).get("Version", version)
-                yield PythonDistribution(name, said.strip(), readable(posixpath.dirname(path)))
+            if not owners.is_vendored(path, name):
+                said = HeaderParser().parsestr(_replace_errors(text)).get("Version", version)
+                yield PythonDistribution(name, said.strip(), replace_surrogates(posixpath.dirname(path)))
 
 
 def _name_and_version(directory: str) -> tuple[str, str]:
-    """Return what the name of a *.dist-info directory says; it is written so that the first dash parts them."""
+    """Return the normalised name and the version from the name of a *.dist-info directory."""
     name, _, version = directory.partition("-")
-    return canonicalize_name(readable(name)), version
+    return canonicalize_name(replace_surrogates(name)), version
 
 
-def _place(path: str) -> str:
+def _directory_of(path: str) -> str:
     directories = path.split("/")[:-1]
-    return readable("/".join(directories[:_OTHER_DEPTH]) or "/")
+    return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 
 
 def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")  # as tarfile decodes paths
 
 
-def _shown(text: bytes) -> str:
+def _replace_errors(text: bytes) -> str:
     return text.decode("utf-8", "replace")

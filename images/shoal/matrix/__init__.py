@@ -1,1 +1,1 @@
-"""What is built: buildspec.yml and the data files under dockerfiles/, read and checked."""
+"""The matrix of images: reads and checks buildspec.yml and the data files under dockerfiles/."""

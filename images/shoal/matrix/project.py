@@ -1,4 +1,4 @@
-"""Where things lie in a checkout."""
+"""The paths in a checkout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shoal.errors import UsageError
 from shoal.matrix.spec import ImageSpec
 
 LAYERS = ("cuda", "framework", "mpi", "aws")
-"""The pip layers of an image, from the one that changes least; each has a lock file."""
+"""The pip layers of an image, the one that changes least first. Each has a lock file."""
 CHILD_LAYERS = ("framework",)
-"""Those of an image that extends another of the matrix: what the other has is not installed again."""
+"""The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Project:
         return self.templates / "schema" / f"{name}.json"
 
     def lock_directory(self, spec: ImageSpec) -> Path:
-        """Return where an image's locks are; its variants share them."""
+        """Return the directory of an image's locks. Its variants share them."""
         return self.templates / "requirements" / f"{spec.repository}-{spec.runtime_version_tag}"
 
     def rendered(self, spec: ImageSpec) -> Path:
@@ -44,7 +44,7 @@ class Project:
 
 
 def find(start: Path) -> Project:
-    """Return the project that `start` lies in. Raises `UsageError` when no parent holds a buildspec.yml."""
+    """Return the project that contains `start`. Raises `UsageError` if no parent directory has a buildspec.yml."""
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
             return Project(directory)

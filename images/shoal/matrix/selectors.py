@@ -1,7 +1,7 @@
-"""Which images the words of a command mean: tags, frameworks and globs.
+"""Finds the images that the arguments of a command name: tags, frameworks and globs.
 
-A glob is matched against an image's whole tag, such as `pytorch-training:2.0.1-gpu-py311-cu117-debian12`; `-` may stand
-in the place of its `:`. A framework alone means its default image.
+A glob matches an image's whole tag, such as `pytorch-training:2.0.1-gpu-py311-cu117-debian12`. It may have `-` in place
+of `:`. The name of a framework means its default image.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from fnmatch import fnmatchcase
 from shoal.errors import UsageError, did_you_mean
 
 
-def choose(
+def choose_tags(
     tags: Iterable[str], defaults: Mapping[str, str], wanted: Iterable[str] = (), skip: Iterable[str] = ()
 ) -> list[str]:
-    """Return the tags that `wanted` means (none: all of them), each once and in its order, less what `skip` means.
+    """Return the tags that match `wanted` (if empty: all tags) and not `skip`, each once, in the order of `wanted`.
 
-    Raises `UsageError` for a word that means no tag, and where nothing is left.
+    Raises `UsageError` if a word matches no tag, or no tag is left.
     """
     known = list(tags)
-    chosen = [tag for word in wanted for tag in meant(word, known, defaults)] or known
-    left_out = {tag for word in skip for tag in meant(word, known, defaults)}
+    chosen = [tag for word in wanted for tag in match_word(word, known, defaults)] or known
+    left_out = {tag for word in skip for tag in match_word(word, known, defaults)}
     kept = [tag for tag in dict.fromkeys(chosen) if tag not in left_out]
     if not kept:
         raise UsageError("--skip leaves no image. Leave it out, or name fewer images in it")
     return kept
 
 
-def meant(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[str]:
-    """Return the tags that one word means. Raises `UsageError` with the nearest names when there is none."""
+def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[str]:
+    """Return the tags that one word matches. Raises `UsageError` with the nearest names if there is none."""
     known = list(tags)
     if found := [tag for tag in known if matches(defaults.get(word, word), tag)]:
         return found
@@ -38,11 +38,11 @@ def meant(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[s
     raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} Choices:", *choices]))
 
 
-def only(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> str:
-    """Return the one tag that `word` means. Raises `UsageError` when that is none or several."""
-    found = meant(word, tags, defaults)
+def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> str:
+    """Return the tag that `word` matches. Raises `UsageError` if it matches none or several."""
+    found = match_word(word, tags, defaults)
     if len(found) > 1:
-        raise UsageError("\n  ".join([f"{word!r} means several images, and one is wanted. Choices:", *found]))
+        raise UsageError("\n  ".join([f"{word!r} matches {len(found)} images. Fix: use one of these tags:", *found]))
     return found[0]
 
 

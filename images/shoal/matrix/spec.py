@@ -1,4 +1,4 @@
-"""buildspec.yml and dockerfiles/versions.yml → frozen `ImageSpec`s, the matrix of what is built."""
+"""Reads buildspec.yml and dockerfiles/versions.yml into the matrix: frozen `ImageSpec`s, one for each image."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import pydantic
 
 from shoal.errors import SpecError, did_you_mean
-from shoal.matrix import selectors, yamlfile
-from shoal.matrix.yamlfile import Location, Model
+from shoal.matrix import selectors, yaml_file
+from shoal.matrix.yaml_file import Location, Model
 
 VERSIONS = Path("dockerfiles", "versions.yml")
 
@@ -27,7 +27,7 @@ Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
 
 class _Needs(Model):
-    """What a version of something needs, whatever it stands on."""
+    """The needs of a version of a framework, or of something that extends its images."""
 
     framework: Word
     version: Version
@@ -40,11 +40,11 @@ class _Needs(Model):
 
 
 class Release(_Needs):
-    """A version of a framework for one device: what it needs."""
+    """A version of a framework for one device."""
 
     device: Device
     cuda: Cuda | None = None
-    """The CUDA that a gpu release was built for."""
+    """The CUDA version of a gpu release."""
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
@@ -54,28 +54,28 @@ class Release(_Needs):
 
 
 class Child(_Needs):
-    """A version of something on top of images: what it needs besides what they have."""
+    """A version of something that extends images, and its needs beyond those."""
 
     extends: str
-    """A glob on the tags of the images before it that it is built on, each for itself; devel variants are none."""
+    """A glob on tags of earlier images. One child is built on each match. Devel variants do not match."""
 
 
 class System(Model):
-    """A release of Debian that images stand on."""
+    """A release of Debian that images are based on."""
 
     suite: Word
-    """Its name in a mirror, such as bookworm; of its updates, `<suite>-updates` and `<suite>-security`."""
+    """Its name in a mirror, such as bookworm. Its updates are in `<suite>-updates` and `<suite>-security`."""
     upstream: Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9._/:-]*$")]
-    """The base image that is pulled, where a registry answers."""
+    """The base image to pull, if a registry answers."""
     sources: Literal["sources.list", "debian.sources"]
-    """What its apt gives as an example of its sources: those of a base image that is made here."""
+    """The format of the sources in apt's examples. A base image that is made here gets these sources."""
     python: Python
-    """The Python that its package python3 is: it has no other."""
+    """The version of its package python3. It has no other Python."""
     devel: tuple[Package, ...] = ()
-    """Its packages that a devel variant has besides: what compiles. Without any, there is none."""
+    """The compiler packages of devel variants. If there are none, there is no devel variant."""
 
     def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
-        """Yield the variants of images, and what they take from the system besides."""
+        """Yield the variants of images, and the packages that each adds."""
         yield "runtime", ()
         if self.devel:
             yield "devel", self.devel
@@ -87,13 +87,13 @@ class ImageSpec(Release):
     python: Python
     os: Word
     system: System
-    """What `os` names."""
+    """The system that `os` names."""
     variant: Variant = "runtime"
-    """`devel` has compilers too; its tag ends with that word."""
+    """`devel` also has compilers; its tag ends with that word."""
     packages: tuple[Package, ...] = ()
-    """What it takes from its system besides what every image does."""
+    """Debian packages in addition to the ones of every image."""
     extends: str | None = None
-    """The tag of the image that it stands on, where that is one of the matrix."""
+    """The tag of the image of the matrix that it extends."""
 
     @property
     def repository(self) -> str:
@@ -105,7 +105,7 @@ class ImageSpec(Release):
 
     @property
     def runtime_version_tag(self) -> str:
-        """The same for all variants, as their locks are."""
+        """The version tag without the variant. Variants share their locks, which are named by it."""
         parts = (self.version, self.device, self.python, self.cuda, self.os)
         return "-".join(part for part in parts if part)
 
@@ -125,14 +125,14 @@ class ImageSpec(Release):
 
 
 class VersionsFile(Model):
-    """dockerfiles/versions.yml: what there is to choose from."""
+    """dockerfiles/versions.yml: the releases and systems to choose from."""
 
     systems: dict[Word, System]
     releases: tuple[Release, ...]
     children: tuple[Child, ...] = ()
 
     def combinations(self) -> list[tuple[Location, ImageSpec]]:
-        """Return every image that could be built, parents first, after the entry that it comes from."""
+        """Return every possible image, parents first, each with the place of its entry."""
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
             for name, system in self.systems.items():
@@ -143,51 +143,51 @@ class VersionsFile(Model):
         for number, child in enumerate(self.children):
             for tag, parent in _parents(image for _, image in found).items():
                 if selectors.matches(child.extends, tag):
-                    found.append((("children", number), _on(parent, child)))
+                    found.append((("children", number), _extend(parent, child)))
         return found
 
 
 def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
-    """Return the images that a child can stand on, by tag."""
+    """Return the images that a child can extend, by tag."""
     return {image.tag: image for image in images if image.variant == "runtime"}
 
 
-def _on(parent: ImageSpec, child: Child) -> ImageSpec:
+def _extend(parent: ImageSpec, child: Child) -> ImageSpec:
     place = parent.model_dump(include={"device", "cuda", "python", "os", "system"})
     return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
 
 
 class Axes(Model):
-    """The values of each axis that images are built for; an axis that is left out takes all of versions.yml."""
+    """The values of each axis that images are built for. A missing axis has all values of versions.yml."""
 
     framework: tuple[Word, ...] | None = None
     version: tuple[Version, ...] | None = None
     device: tuple[Device, ...] | None = None
     python: tuple[Python, ...] | None = None
     cuda: tuple[Cuda, ...] | None = None
-    """For gpu images; a cpu image has none."""
+    """For gpu images."""
     os: tuple[Word, ...] | None = None
     variant: tuple[Variant, ...] | None = None
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the axes that are given."""
+        """Yield the axes that are set, with their values."""
         for axis in type(self).model_fields:
             if (values := getattr(self, axis)) is not None:
                 yield axis, values
 
-    def hold(self, image: ImageSpec) -> bool:
+    def allow(self, image: ImageSpec) -> bool:
         return all(getattr(image, axis) in (None, *values) for axis, values in self.values())
 
 
 class Exclusion(Model):
-    """Images that are not built: those that match the glob of each axis that is given."""
+    """Images that are not built: those that match all globs of the entry."""
 
     framework: str = "*"
     version: str = "*"
     device: str = "*"
     python: str = "*"
     cuda: str = "*"
-    """The glob of a cpu image's is ''."""
+    """A cpu image matches ''."""
     os: str = "*"
     variant: str = "*"
 
@@ -196,39 +196,39 @@ class Exclusion(Model):
 
 
 class BuildFile(Model):
-    """buildspec.yml: what of it is built, and what is the same in every image."""
+    """buildspec.yml: the images to build, and their common settings."""
 
     indexes: Mapping[str, str] = pydantic.Field(default_factory=dict)
     """Package indexes by name."""
     mpi: tuple[str, ...]
     """pip requirements of the MPI in every image."""
     aws: tuple[str, ...] = ()
-    """pip requirements in every image that leave its other packages as they are."""
+    """pip requirements of every image that must not change its other packages."""
     defaults: Mapping[str, str]
-    """The image that a framework's name means, by its tag."""
+    """The tag of the image that a framework's name means."""
     axes: Axes = Axes()
     exclude: tuple[Exclusion, ...] = ()
 
 
 class Dropped(Model):
-    """Files of wheels that no image has."""
+    """Files of wheels that images leave out."""
 
     what: str
     reason: str
-    """Why nothing misses them."""
+    """Why nothing needs them."""
     files: Annotated[tuple[Glob, ...], pydantic.Field(min_length=1)]
-    """Globs of `find` on paths in site-packages; `*` also stands for `/`. What lies below a directory goes with it."""
+    """Globs of `find` on paths in site-packages; `*` also matches `/`. A directory is removed with its content."""
 
 
 class DroppedFile(Model):
-    """dockerfiles/dropped.yml: what images leave out of the wheels that they install."""
+    """dockerfiles/dropped.yml: the files of wheels that images leave out."""
 
     dropped: tuple[Dropped, ...]
 
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """The images, and what is the same in all of them; the names are those of `BuildFile`."""
+    """The images and their common settings, named as in `BuildFile`."""
 
     indexes: Mapping[str, str]
     mpi: tuple[str, ...]
@@ -237,12 +237,12 @@ class BuildSpec:
     images: tuple[ImageSpec, ...]
 
     def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
-        """Return the images that the words mean, as `selectors.choose` does."""
+        """Return the images that match `wanted` and not `skip`. Raises `UsageError` as `selectors.choose_tags` does."""
         by_tag = {image.tag: image for image in self.images}
-        return [by_tag[tag] for tag in selectors.choose(by_tag, self.defaults, wanted, skip)]
+        return [by_tag[tag] for tag in selectors.choose_tags(by_tag, self.defaults, wanted, skip)]
 
     def systems(self) -> list[System]:
-        """Return what the images stand on, each once."""
+        """Return the systems of the images, each once."""
         return list(dict.fromkeys(image.system for image in self.images))
 
     def parent(self, image: ImageSpec) -> ImageSpec | None:
@@ -250,7 +250,7 @@ class BuildSpec:
         return next((parent for parent in self.images if parent.tag == image.extends), None)
 
     def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
-        """Return the images and all that they extend, in the matrix's order, which has parents first."""
+        """Return the images and all that they extend, parents first."""
         wanted = {image.tag for image in images}
         for image in reversed(self.images):
             if image.tag in wanted and image.extends:
@@ -258,31 +258,31 @@ class BuildSpec:
         return [image for image in self.images if image.tag in wanted]
 
     def select(self, word: str) -> ImageSpec:
-        """Return the one image that `word` means. Raises `UsageError` when that is none or several."""
-        return self.choose([selectors.only(word, [image.tag for image in self.images], self.defaults)])[0]
+        """Return the image that `word` matches. Raises `UsageError` if it matches none or several."""
+        return self.choose([selectors.match_one(word, [image.tag for image in self.images], self.defaults)])[0]
 
 
 def load(path: Path) -> BuildSpec:
-    """Read and check a buildspec and the versions.yml beside it. Raises `SpecError` with file, line and key."""
-    file, document = yamlfile.read(path, BuildFile)
-    versions, versions_document = yamlfile.read(path.parent / VERSIONS, VersionsFile)
+    """Read and check a buildspec and its versions.yml. Raises `SpecError` with file, line and key of each mistake."""
+    file, document = yaml_file.read_yaml(path, BuildFile)
+    versions, versions_document = yaml_file.read_yaml(path.parent / VERSIONS, VersionsFile)
     combinations = versions.combinations()
-    told = [versions_document.told(*problem) for problem in _problems_of_versions(versions, combinations, file)]
+    mistakes = [versions_document.locate(*problem) for problem in _problems_of_versions(versions, combinations, file)]
     candidates = [image for _, image in combinations]
-    held = [image for image in candidates if file.axes.hold(image)]
-    images = tuple(_built(held, file.exclude))
-    told += [document.told(*problem) for problem in _problems_of_axes(file, candidates)]
-    told += [document.told(*problem) for problem in _problems_of_systems(file.axes, versions.systems)]
-    told += [document.told(*problem) for problem in _problems_of_choice(file, held, images)]
-    if told:
-        raise SpecError("\n".join(told))
+    allowed = [image for image in candidates if file.axes.allow(image)]
+    images = tuple(_drop_excluded(allowed, file.exclude))
+    mistakes += [document.locate(*problem) for problem in _problems_of_axes(file, candidates)]
+    mistakes += [document.locate(*problem) for problem in _problems_of_systems(file.axes, versions.systems)]
+    mistakes += [document.locate(*problem) for problem in _problems_of_choice(file, allowed, images)]
+    if mistakes:
+        raise SpecError("\n".join(mistakes))
     return BuildSpec(file.indexes, file.mpi, file.aws, file.defaults, images)
 
 
-def _built(held: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:
-    """Yield the images that are not excluded; one whose parent is not built is not built either."""
+def _drop_excluded(allowed: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:
+    """Yield the images that are not excluded. If a parent is not built, its children are not built either."""
     built: set[str | None] = {None}
-    for image in held:
+    for image in allowed:
         if image.extends in built and not any(exclusion.matches(image) for exclusion in exclude):
             built.add(image.tag)
             yield image
@@ -291,7 +291,7 @@ def _built(held: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[
 def _problems_of_versions(
     versions: VersionsFile, combinations: Iterable[tuple[Location, ImageSpec]], file: BuildFile
 ) -> Iterator[tuple[Location, str]]:
-    """Yield (key path, message) of what does not fit together in versions.yml."""
+    """Yield the place and message of each contradiction in versions.yml."""
     seen: dict[str, Location] = {}
     for location, image in combinations:
         if image.tag in seen:
@@ -302,7 +302,7 @@ def _problems_of_versions(
             hint = did_you_mean(child.extends, _parents(image for _, image in combinations), cutoff=0.3)
             yield (
                 ("children", number, "extends"),
-                f"{child.extends!r} is no image that stands before it; children stand on runtime variants.{hint}",
+                f"{child.extends!r} matches no earlier image; children extend runtime variants.{hint}",
             )
     for key, entries in (("releases", versions.releases), ("children", versions.children)):
         for number, entry in enumerate(entries):
@@ -312,40 +312,40 @@ def _problems_of_versions(
 
 
 def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:
-    """Yield (key path, message) of the values that versions.yml does not have."""
+    """Yield the place and message of each value that versions.yml does not define."""
     for axis, values in file.axes.values():
         known = sorted({getattr(image, axis) or "" for image in candidates} - {""})
         for number, value in enumerate(values):
             if value not in known:
                 hint = f"{did_you_mean(value, known)} There are: {', '.join(known)}"
-                yield ("axes", axis, number), f"{value!r} is nothing that {VERSIONS} has.{hint}"
+                yield ("axes", axis, number), f"{VERSIONS} does not define {value!r}.{hint}"
 
 
 def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[tuple[Location, str]]:
-    """Yield (key path, message) of the values of `os` and `python` that do not fit those of the other axis."""
+    """Yield the place and message of each value of `os` and `python` that fits no value of the other axis."""
     pythons = axes.python or [system.python for system in systems.values()]
     chosen = {name: system.python for name, system in systems.items() if name in (axes.os or systems)}
     there_is = ", ".join(f"{name} has {system.python}" for name, system in systems.items())
     for number, name in enumerate(axes.os or ()):
         if name in systems and systems[name].python not in pythons:
             message = f"{name!r} has no Python of axes.python, which lists {', '.join(pythons)}"
-            yield ("axes", "os", number), f"{message}. What there is: {there_is}"
+            yield ("axes", "os", number), f"{message}. There are: {there_is}"
     for number, python in enumerate(axes.python or ()):
         if python not in chosen.values() and python in {system.python for system in systems.values()}:
             message = f"{python!r} is no Python of axes.os, which lists {', '.join(axes.os or ())}"
-            yield ("axes", "python", number), f"{message}. What there is: {there_is}"
+            yield ("axes", "python", number), f"{message}. There are: {there_is}"
 
 
 def _problems_of_choice(
-    file: BuildFile, held: list[ImageSpec], images: tuple[ImageSpec, ...]
+    file: BuildFile, allowed: list[ImageSpec], images: tuple[ImageSpec, ...]
 ) -> Iterator[tuple[Location, str]]:
-    """Yield (key path, message) of exclusions and defaults that mean nothing."""
+    """Yield the place and message of each exclusion or default that matches no image."""
     for number, exclusion in enumerate(file.exclude):
-        if not any(exclusion.matches(image) for image in held):
+        if not any(exclusion.matches(image) for image in allowed):
             yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"
     tags = [image.tag for image in images]
     for framework, tag in file.defaults.items():
         if tag not in tags:
-            yield ("defaults", framework), f"{tag!r} is no image of the matrix.{did_you_mean(tag, tags)}"
+            yield ("defaults", framework), f"{tag!r} is not in the matrix.{did_you_mean(tag, tags)}"
     if not images:
         yield (), "the axes and exclusions leave no image"

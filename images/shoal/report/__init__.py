@@ -1,1 +1,1 @@
-"""`shoal report`: pictures and tables of what a job did, from the files it wrote, and of whose an image's bytes are."""
+"""Reports as HTML pages and tables: timelines of jobs, sizes of images."""

@@ -1,4 +1,4 @@
-"""Arithmetic on sets of times: tuples of disjoint half-open intervals in ascending order, as `union` makes them."""
+"""Set operations on times: tuples of disjoint half-open intervals in ascending order, as `union` returns them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Intervals = tuple[Interval, ...]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Return the times in any of `intervals`, which may overlap and be in any order."""
+    """Return the times that are in any of the intervals, which may overlap and be in any order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -23,7 +23,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersection(ones: Intervals, others: Intervals) -> Intervals:
-    """Return the times in both."""
+    """Return the times that are in both."""
     common: list[Interval] = []
     one = other = 0
     while one < len(ones) and other < len(others):
@@ -47,12 +47,12 @@ def difference(ones: Intervals, others: Intervals) -> Intervals:
 
 
 def clip(intervals: Intervals, begin: int, end: int) -> Intervals:
-    """Return the times from `begin` to `end`, quickly where that is a small part."""
+    """Return the times from `begin` to `end`. Fast if that is a small part."""
     first = bisect_right(intervals, begin, key=lambda interval: interval[1])
     last = bisect_left(intervals, end, key=lambda interval: interval[0])
     return intersection(intervals[first:last], ((begin, end),))
 
 
 def length(intervals: Intervals) -> int:
-    """Return how long they are together."""
+    """Return the sum of the lengths."""
     return sum(end - begin for begin, end in intervals)

@@ -1,4 +1,4 @@
-"""`shoal report size`: one or two images in, a page, their inventories as JSON and a few lines on the terminal out."""
+"""`shoal report size`: reads one or two images, and writes an HTML page and their inventories as JSON."""
 
 from __future__ import annotations
 
@@ -14,78 +14,88 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shoal import engine
-from shoal.engine.containers import shown
-from shoal.engine.images import find, missing
+from shoal import docker_client
+from shoal.docker_client.containers import strip_controls
+from shoal.docker_client.images import describe_missing, find_image
 from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.matrix.spec import BuildSpec
-from shoal.report import files, sizefigures, sizepage
-from shoal.report.comparison import Change, Comparison, compare, title
-from shoal.report.figures import amount
+from shoal.report import output_files, size_page, size_text
+from shoal.report.formats import format_byte_change, format_bytes
+from shoal.report.size_comparison import Change, Comparison, compare_sizes, layer_title
 
-_READ = 1024 * 1024  # bytes at once
-_BRIEF = 10  # rows of a table on the terminal
-_FIGURES = 13  # letters of a column of figures
+_CHUNK = 1024 * 1024  # bytes
+_MAX_ROWS = 10  # of a table on the terminal
+_NUMBER_WIDTH = 13  # of a column of numbers, in letters
 
 
 @dataclass(frozen=True)
-class _Archive:
-    """An image that is there, and comes in `chunks`, about `size` bytes of them."""
+class _ImageArchive:
+    """An image as a tar archive of about `size` bytes, which is read in chunks."""
 
     name: str
     size: int
     chunks: Iterator[bytes]
 
 
-def report(
-    words: Sequence[str], matrix: BuildSpec | None, output: Path, as_json: bool, console: Console
+def write_size_report(
+    names: Sequence[str], matrix: BuildSpec | None, output: Path, as_json: bool, console: Console
 ) -> tuple[list[Inventory], list[Path]]:
-    """Write the page of one image or two, and with `as_json` their inventories beside it; return both.
+    """Write the page of one image or two, and with `as_json` their inventories next to it.
 
-    Raises `UsageError` for an image that is not there and for a file that cannot be written, both before the long
-    reading, and `ImageError` for an archive that is no image.
+    Args:
+        names: Frameworks, tags or .tar files: one, or two to compare.
+        matrix: The matrix, which defines the frameworks; None outside a checkout.
+        output: The page to write.
+        as_json: Whether to write the inventories.
+        console: The console for progress.
+
+    Returns:
+        The inventories, and the files that were written.
+
+    Raises:
+        UsageError: If there is no such image, or a file cannot be written. Both are checked first.
+        ImageError: If an archive is not an image.
     """
-    page, *others = files.targets(output, as_json, [Path(word) for word in words])
-    archives = [_find(word, matrix) for word in words]
-    inventories = [_inventory(archive, console) for archive in archives]
-    comparison = compare(*inventories) if len(inventories) == 2 else None
-    texts = {page: sizepage.render(inventories, comparison)}
-    for beside in others:
-        texts[beside] = json.dumps(document(inventories, comparison), indent=2) + "\n"
-    files.write(output, texts)
+    page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
+    archives = [_open_image(name, matrix) for name in names]
+    inventories = [_read_inventory(archive, console) for archive in archives]
+    comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
+    texts = {page: size_page.render_size_page(inventories, comparison)}
+    texts |= {other: json.dumps(make_document(inventories, comparison), indent=2) + "\n" for other in others}
+    output_files.write_files(output, texts)
     return inventories, list(texts)
 
 
-def show(console: Console, inventories: Sequence[Inventory]) -> None:
-    """Print how large the images are, what in them, and how they differ."""
+def print_size_report(console: Console, inventories: Sequence[Inventory]) -> None:
+    """Print the size of an image with its largest layers and packages, or how two images differ."""
     if len(inventories) == 2:
-        comparison = compare(*inventories)
-        _say(console, (sentence for of in inventories for sentence in sizefigures.headline(of)))
-        _say(console, sizefigures.verdict(comparison))
-        _show_changes(console, comparison)
+        comparison = compare_sizes(*inventories)
+        _print_sentences(console, (sentence for of in inventories for sentence in size_text.summarize_size(of)))
+        _print_sentences(console, size_text.summarize_comparison(comparison))
+        _print_changes(console, comparison)
         return
     for of in inventories:
-        _say(console, sizefigures.headline(of))
+        _print_sentences(console, size_text.summarize_size(of))
         layers = sorted(of.layers, key=lambda layer: -layer.sum.bytes)
-        _table(console, "layer", [(title(layer), layer.sum) for layer in layers])
-        _table(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
+        _print_sizes(console, "layer", [(layer_title(layer), layer.sum) for layer in layers])
+        _print_sizes(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
 
 
-def document(inventories: Sequence[Inventory], comparison: Comparison | None) -> dict[str, Any]:
-    """Return what is known of the images as a JSON object; sizes are in bytes."""
-    found: dict[str, Any] = {"images": [_image(of) for of in inventories]}
+def make_document(inventories: Sequence[Inventory], comparison: Comparison | None) -> dict[str, Any]:
+    """Return the inventories and the comparison as a JSON object. Sizes are in bytes."""
+    found: dict[str, Any] = {"images": [_image_document(of) for of in inventories]}
     if comparison:
         found["difference"] = {
-            "packages": [_change(change) for change in comparison.packages if change.is_told],
-            "layers": [_change(change) for change in comparison.layers],
-            **_change(comparison.whole),
+            "packages": [_change_document(change) for change in comparison.packages if change.is_changed],
+            "layers": [_change_document(change) for change in comparison.layers],
+            **_change_document(comparison.total),
         }
     return found
 
 
-def _image(of: Inventory) -> dict[str, Any]:
+def _image_document(of: Inventory) -> dict[str, Any]:
     return {
         "name": of.name,
         **asdict(of.sum),
@@ -107,7 +117,7 @@ def _image(of: Inventory) -> dict[str, Any]:
     }
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change_document(change: Change) -> dict[str, Any]:
     return {
         "kind": change.kind,
         "name": change.name,
@@ -118,37 +128,37 @@ def _change(change: Change) -> dict[str, Any]:
     }
 
 
-def _find(word: str, matrix: BuildSpec | None) -> _Archive:
-    """Return the archive of what a word means: a file, an image of buildspec.yml, or any of the engine's."""
-    file = Path(word)
+def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
+    """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has."""
+    file = Path(name)
     if file.suffix == ".tar":
         try:
-            return _Archive(word, file.stat().st_size, _pieces(file.open("rb")))
+            return _ImageArchive(name, file.stat().st_size, _read_chunks(file.open("rb")))
         except OSError as error:
             raise UsageError(
-                f"{word}: cannot be read: {error.strerror}. Write one: docker save -o {word} TAG"
+                f"{name}: cannot be read: {error.strerror}. Fix: write one with docker save -o {name} TAG"
             ) from error
-    tag = matrix.defaults.get(word, word) if matrix else word
-    client = engine.connect()
-    image = find(client, tag)
+    tag = matrix.defaults.get(name, name) if matrix else name
+    client = docker_client.connect()
+    image = find_image(client, tag)
     if image is None:
-        raise UsageError(missing(client, tag, matrix))
-    return _Archive(tag, int(image.attrs["Size"]), _saved(client, str(image.id)))
+        raise UsageError(describe_missing(client, tag, matrix))
+    return _ImageArchive(tag, int(image.attrs["Size"]), _save_image(client, str(image.id)))
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
     with file:
-        while piece := file.read(_READ):
-            yield piece
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
 
-def _saved(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
-    """Ask the engine for an image when the first piece is wanted; by its ID, as a name may have several images."""
-    yield from client.api.get_image(image_id, chunk_size=_READ)
+def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
+    """Yield an image as an archive. By its ID, because several images may have had the tag."""
+    yield from client.api.get_image(image_id, chunk_size=_CHUNK)
 
 
-def _inventory(archive: _Archive, console: Console) -> Inventory:
-    """Return the inventory, and show how far it is."""
+def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
+    """Read the inventory of an image, with a progress bar."""
     columns = (
         SpinnerColumn(),
         TextColumn("reading and compressing {task.description}", markup=False),
@@ -158,49 +168,54 @@ def _inventory(archive: _Archive, console: Console) -> Inventory:
     )
     off = not console.is_terminal or console.is_dumb_terminal
     if off:
-        console.print(f"reading and compressing {archive.name}, {amount(archive.size)}", markup=False, soft_wrap=True)
+        console.print(
+            f"reading and compressing {archive.name}, {format_bytes(archive.size)}", markup=False, soft_wrap=True
+        )
     with Progress(*columns, console=console, disable=off, transient=True) as progress:
         task = progress.add_task(archive.name, total=archive.size)
-        return inventory.read(archive.name, _counted(archive.chunks, progress, task))
+        return inventory.read_inventory(archive.name, _count_chunks(archive.chunks, progress, task))
 
 
-def _counted(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:
+def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:
+    """Yield the chunks, and advance a progress bar by their sizes."""
     for chunk in chunks:
         yield chunk
         progress.advance(task, len(chunk))
 
 
-def _say(console: Console, sentences: Iterable[str]) -> None:
+def _print_sentences(console: Console, sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        console.print(shown(sentence), markup=False, soft_wrap=True)
+        console.print(strip_controls(sentence), markup=False, soft_wrap=True)
 
 
-def _table(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
-    table = _columns(console, name, "size", "compressed", "hidden")
-    for text, of in rows[:_BRIEF]:
-        table.add_row(escape(shown(text)), amount(of.bytes), amount(of.compressed), amount(of.hidden))
+def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
+    table = _make_table(console, name, "size", "compressed", "hidden")
+    for text, of in rows[:_MAX_ROWS]:
+        table.add_row(
+            escape(strip_controls(text)), format_bytes(of.bytes), format_bytes(of.compressed), format_bytes(of.hidden)
+        )
     console.print(table)
-    if len(rows) > _BRIEF:
-        console.print(f"  and {len(rows) - _BRIEF} smaller", markup=False)
+    if len(rows) > _MAX_ROWS:
+        console.print(f"  and {len(rows) - _MAX_ROWS} smaller", markup=False)
 
 
-def _show_changes(console: Console, comparison: Comparison) -> None:
+def _print_changes(console: Console, comparison: Comparison) -> None:
     for name, changes in (("layer", comparison.layers), ("package", comparison.packages)):
-        told = sorted(filter(lambda change: change.is_told, changes), key=lambda change: -abs(change.bytes))
-        table = _columns(console, name, "state", "change", "compressed")
-        for change in told[:_BRIEF]:
-            text = escape(shown(f"{change.name} {change.version}".strip()))
-            table.add_row(text, change.state, sizefigures.signed(change.bytes), sizefigures.signed(change.compressed))
-        if told:
+        shown_changes = sorted(filter(lambda change: change.is_changed, changes), key=lambda change: -abs(change.bytes))
+        table = _make_table(console, name, "state", "change", "compressed")
+        for change in shown_changes[:_MAX_ROWS]:
+            text = escape(strip_controls(f"{change.name} {change.version}".strip()))
+            table.add_row(text, change.state, format_byte_change(change.bytes), format_byte_change(change.compressed))
+        if shown_changes:
             console.print(table)
-        if len(told) > _BRIEF:
-            console.print(f"  and {len(told) - _BRIEF} smaller changes", markup=False)
+        if len(shown_changes) > _MAX_ROWS:
+            console.print(f"  and {len(shown_changes) - _MAX_ROWS} smaller changes", markup=False)
 
 
-def _columns(console: Console, name: str, *others: str) -> Table:
-    """Return a table whose first column gives way on a narrow terminal, as its others are figures."""
+def _make_table(console: Console, name: str, *others: str) -> Table:
+    """Return a table; on a narrow terminal its first column is cut off, as the others are numbers."""
     table = Table(box=None)
-    width = max(20, console.width - _FIGURES * len(others))
+    width = max(20, console.width - _NUMBER_WIDTH * len(others))
     table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=width)
     for other in others:
         table.add_column(other, justify="right", no_wrap=True)

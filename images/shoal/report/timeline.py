@@ -1,4 +1,4 @@
-"""`shoal report timeline`: the ranks' files in, a page, a merged trace and a few lines on the terminal out."""
+"""`shoal report timeline`: reads the timelines of a job's ranks, and writes an HTML page and a merged trace."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.report import figures, files, page, trace
-from shoal.report.analysis import Analysis, analyse, notes
+from shoal.report import output_files, timeline_page, timeline_text, trace
+from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
 
-def report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
-    """Write the page, and with `as_json` the merged trace beside it; return the analysis and what was written.
+def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
+    """Write the page, and with `as_json` the merged trace next to it.
 
-    Raises `UsageError` for a path that is not there or cannot be written, and `TraceError` for files that are no
-    timelines or of several jobs.
+    Args:
+        paths: Timelines, or directories with timelines.
+        output: The page to write.
+        as_json: Whether to write the merged trace.
+
+    Returns:
+        The analysis, and the files that were written.
+
+    Raises:
+        UsageError: If a path does not exist, or a file cannot be written.
+        TraceError: If a file is not a timeline, or files are from different jobs.
     """
-    read = trace.find(paths)
-    page_file, *others = files.targets(output, as_json, read)
-    analysis = analyse(trace.read(read))
-    texts = {page_file: page.render(analysis), **{beside: trace.merged(analysis.timeline) for beside in others}}
-    files.write(output, texts)
+    files = trace.find_files(paths)
+    page, *others = output_files.choose_files(output, as_json, files)
+    analysis = analyse(trace.read_timeline(files))
+    texts = {page: timeline_page.render_timeline_page(analysis)}
+    texts |= {other: trace.format_merged_trace(analysis.timeline) for other in others}
+    output_files.write_files(output, texts)
     return analysis, list(texts)
 
 
-def show(console: Console, analysis: Analysis) -> None:
-    """Print what the timeline shows."""
-    for sentence in (*figures.headline(analysis), *notes(analysis)):
+def print_timeline_report(console: Console, analysis: Analysis) -> None:
+    """Print the summary, caveats and a table of the ranks."""
+    for sentence in (*timeline_text.summarize_timeline(analysis), *list_caveats(analysis)):
         console.print(sentence, markup=False, soft_wrap=True)
     table = Table(box=None)
-    columns = [column for column in figures.COLUMNS if column.is_brief]
+    columns = [column for column in timeline_text.COLUMNS if column.on_terminal]
     for column in columns:
         table.add_column(column.name, justify="right", no_wrap=True)
-    for of in analysis.ranks:
-        table.add_row(*(column.text(of) for column in columns))
+    for report in analysis.ranks:
+        table.add_row(*(column.text(report) for column in columns))
     console.print(table, soft_wrap=True)

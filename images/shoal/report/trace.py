@@ -1,11 +1,12 @@
-"""Chrome traces of the ranks of a job: read, checked and merged.
+"""Reads, checks and merges the Chrome traces of a job's ranks.
 
-The ranks write them with `smdistributed.dataparallel.start_profiler`, and `smdistributed.core.timeline` says what is in
-them. A trace of several ranks, such as the one that `merged` makes, is read as well.
+Ranks write them with `smdistributed.dataparallel.start_profiler`; `smdistributed.core.timeline` defines their content.
+A trace of several ranks, such as one of `format_merged_trace`, can be read too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +17,15 @@ from typing import Any
 from shoal.errors import TraceError, UsageError, did_you_mean
 
 PATTERN = "smdataparallel_timeline*.json"
-"""The files that the ranks write where they are given a directory."""
+"""The files that ranks write if their path is a directory."""
 
-_EXPECTED = "expected a Chrome trace, such as smdistributed.dataparallel.start_profiler writes"
+_EXPECTED = "expected a Chrome trace, as written by smdistributed.dataparallel.start_profiler"
 _BEGIN = "start_time_since_epoch_in_micros"
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank does from `begin` to `end`, in nanoseconds since the timeline begins."""
+    """An activity of one rank, from `begin` to `end` in nanoseconds since the timeline began."""
 
     category: str
     name: str
@@ -39,14 +40,14 @@ class Span:
 
     @property
     def bytes(self) -> int:
-        """What the rank handed in; 0 where it is not recorded."""
+        """The bytes that the rank passed in; 0 if not recorded."""
         value = self.args.get("bytes", 0)
         return value if isinstance(value, int) else 0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank recorded. Spans and instants are in ascending order of their begin."""
+    """The recording of one rank. Spans and instants are sorted by begin."""
 
     number: int
     file: Path
@@ -54,20 +55,20 @@ class Rank:
     world_size: int | None
     job: str
     clock_offset: int | None
-    """What was added to the host's clock, in microseconds; None: the file does not say."""
+    """What was added to the times of the host's clock, in microseconds; None: not recorded."""
     complete: bool
-    """False: the file has no end, as its process was killed or still runs."""
+    """False: the file is cut off, because the process was killed or is still running."""
     spans: tuple[Span, ...]
     instants: tuple[Span, ...]
 
-    def of(self, category: str) -> tuple[Span, ...]:
+    def spans_of(self, category: str) -> tuple[Span, ...]:
         """Return the spans of a category."""
         return tuple(span for span in self.spans if span.category == category)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The ranks of a job on one clock."""
+    """The ranks of a job, on one clock."""
 
     began: int
     """Time 0 of all spans, in nanoseconds since 1970."""
@@ -75,20 +76,20 @@ class Timeline:
 
     @property
     def end(self) -> int:
-        """When the last event ends, in nanoseconds since the timeline begins."""
+        """When the last event ends, in nanoseconds since the timeline began."""
         return max(event.end for rank in self.ranks for event in (*rank.spans, *rank.instants))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of the job whose files are not there."""
+        """The ranks of the job that have no file."""
         there = {rank.number for rank in self.ranks}
         size = max((rank.world_size or 0 for rank in self.ranks), default=0)
         return tuple(number for number in range(size) if number not in there)
 
 
-def find(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files that `paths` mean: directories stand for the timelines in and below them."""
-    files = [file for path in paths for file in (_in_directory(path) if path.is_dir() else [path])]
+def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files of `paths`; a directory stands for all timelines in it. Raises `UsageError`."""
+    files = [file for path in paths for file in (_list_directory(path) if path.is_dir() else [path])]
     for file in files:
         if not file.exists():
             names = [path.name for path in file.parent.glob("*.json")] if file.parent.is_dir() else []
@@ -96,27 +97,28 @@ def find(paths: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(files))
 
 
-def read(files: Sequence[Path]) -> Timeline:
-    """Read the ranks' files and put them on one clock.
+def read_timeline(files: Sequence[Path]) -> Timeline:
+    """Read the files of a job's ranks, and put them on one clock.
 
-    Raises `TraceError`, naming the file, for what is not a trace or has no spans, and for files of different jobs.
+    Raises:
+        TraceError: If a file is not a trace or has no spans, or files are from different jobs.
     """
-    tracks = [track for file in files for track in _tracks(file)]
+    tracks = [track for file in files for track in _read_tracks(file)]
     began = min(track.began for track in tracks)
-    ranks = tuple(sorted((_rank(track, began) for track in tracks), key=lambda rank: rank.number))
-    _refuse_two_jobs(ranks)
+    ranks = tuple(sorted((_make_rank(track, began) for track in tracks), key=lambda rank: rank.number))
+    _check_one_job(ranks)
     return Timeline(began, ranks)
 
 
-def merged(timeline: Timeline) -> str:
-    """Return one Chrome trace with all ranks, in the JSON array format, one event a line."""
-    events = (json.dumps(event) for rank in timeline.ranks for event in _chrome(timeline, rank))
+def format_merged_trace(timeline: Timeline) -> str:
+    """Return one Chrome trace of all ranks, in the JSON array format, one event per line."""
+    events = (json.dumps(event) for rank in timeline.ranks for event in _chrome_events(timeline, rank))
     return "[\n" + ",\n".join(events) + "\n]\n"
 
 
 @dataclass(frozen=True)
 class _Track:
-    """The events of one process in a file; `began` is when `ts` 0 was, in nanoseconds since 1970."""
+    """The events of one process in a file. `began` is the time of `ts` 0, in nanoseconds since 1970."""
 
     pid: int
     file: Path
@@ -129,15 +131,17 @@ class _Track:
         return int(self.about.get(_BEGIN, 0)) * 1000
 
 
-def _in_directory(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
+    """Return the timelines in and below a directory, otherwise its JSON files. Raises `UsageError`."""
     files = sorted(directory.rglob(PATTERN)) or sorted(directory.glob("*.json"))
     if not files:
-        raise UsageError(f"{directory}: no {PATTERN} in it or below it. {_EXPECTED.capitalize()}.")
+        raise UsageError(f"{directory}: contains no {PATTERN}; {_EXPECTED}")
     return files
 
 
-def _tracks(file: Path) -> Iterator[_Track]:
-    events, complete = _events(file)
+def _read_tracks(file: Path) -> Iterator[_Track]:
+    """Yield the processes in a file. Raises `TraceError`."""
+    events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)
     for event in events:
@@ -147,32 +151,34 @@ def _tracks(file: Path) -> Iterator[_Track]:
         elif event.get("ph") in ("X", "i", "I"):
             of_pid[pid].append(event)
     if not any(event["ph"] == "X" for events in of_pid.values() for event in events):
-        raise TraceError(f"{file}: no spans of time in it (events of phase X). Was the training stopped at once?")
+        raise TraceError(
+            f"{file}: contains no spans (events of phase X). Training may have stopped before the first step."
+        )
     for pid, recorded in of_pid.items():
         if not isinstance(pid, int):
-            raise TraceError(f"{file}: an event has pid {pid!r}: it must be the rank, an integer.")
+            raise TraceError(f"{file}: an event has pid {pid!r}; expected the rank, an integer")
         if not isinstance(about[pid].get(_BEGIN, 0), int):
-            raise TraceError(f"{file}: {_BEGIN} is {about[pid][_BEGIN]!r}: it must be an integer.")
+            raise TraceError(f"{file}: {_BEGIN} is {about[pid][_BEGIN]!r}; expected an integer")
         yield _Track(pid, file, complete, about[pid], recorded)
 
 
-def _events(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the events of a file, and whether it has its end."""
+def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the events of a file, and whether the file is complete. Raises `TraceError`."""
     try:
         text = file.read_text()
     except OSError as error:
         raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"{file}: not text; {_EXPECTED}.") from error
+        raise TraceError(f"{file}: not text; {_EXPECTED}") from error
     try:
         document, complete = json.loads(text), True
     except ValueError as error:
-        document, complete = _before_the_break(text), False
+        document, complete = _parse_complete_events(text), False
         if not document:
-            raise TraceError(f"{file}: not JSON ({error}); {_EXPECTED}.") from error
+            raise TraceError(f"{file}: not JSON ({error}); {_EXPECTED}") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list) or not all(map(_is_event, events)):
-        raise TraceError(f"{file}: JSON, but neither a list of events nor an object with traceEvents; {_EXPECTED}.")
+        raise TraceError(f"{file}: neither a list of events nor an object with traceEvents; {_EXPECTED}")
     return [{"args": {}, **event} for event in events], complete
 
 
@@ -180,33 +186,22 @@ def _is_event(event: object) -> bool:
     return isinstance(event, dict) and isinstance(event.get("args", {}), dict)
 
 
-def _before_the_break(text: str) -> list[Any]:
-    """Return the whole events of an array that ends in the middle: the format allows it, as jobs get killed."""
-    events: list[Any] = []
-    decoder, position = json.JSONDecoder(), _skip(text, 0, "[")
-    while position < len(text):
-        try:
-            event, position = decoder.raw_decode(text, position)
-        except ValueError:
-            break
-        events.append(event)
-        position = _skip(text, position, ",")
-    return events if text.lstrip().startswith("[") else []
+def _parse_complete_events(text: str) -> list[Any]:
+    """Return the complete events of a trace that is cut off; it has one event per line, as our ranks write it."""
+    for complete in (text, text.rpartition("\n")[0]):
+        with contextlib.suppress(ValueError):
+            return list(json.loads(complete.rstrip().rstrip(",") + "]"))
+    return []
 
 
-def _skip(text: str, position: int, mark: str) -> int:
-    while position < len(text) and (text[position].isspace() or text[position] == mark):
-        position += 1
-    return position
-
-
-def _rank(track: _Track, began: int) -> Rank:
+def _make_rank(track: _Track, began: int) -> Rank:
+    """Return the rank of a track, on the clock that begins at `began`. Raises `TraceError`."""
     shift = track.began - began
     try:
-        events = sorted((_span(event, shift) for event in track.events), key=lambda event: event[1].begin)
+        events = sorted((_make_span(event, shift) for event in track.events), key=lambda event: event[1].begin)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(
-            f"{track.file}: an event lacks a number of microseconds as ts or dur ({error}); {_EXPECTED}."
+            f"{track.file}: ts or dur of an event is not a number of microseconds ({error}); {_EXPECTED}"
         ) from error
     about = track.about
     return Rank(
@@ -222,46 +217,50 @@ def _rank(track: _Track, began: int) -> Rank:
     )
 
 
-def _span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
+def _make_span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
+    """Return the phase of an event, and its span, `shift` nanoseconds later."""
     begin = round(event["ts"] * 1000) + shift
     end = begin + (round(event["dur"] * 1000) if event["ph"] == "X" else 0)
     return event["ph"], Span(event.get("cat", ""), event.get("name", ""), begin, end, event["args"])
 
 
-def _refuse_two_jobs(ranks: Sequence[Rank]) -> None:
+def _check_one_job(ranks: Sequence[Rank]) -> None:
+    """Raise `TraceError` if ranks cannot be of one job: by number, world size, job name or time."""
     for one, other in zip(ranks, ranks[1:], strict=False):
         if one.number == other.number:
-            raise TraceError(_mixed(one, other, f"both are of rank {one.number}"))
+            raise TraceError(_describe_conflict(one, other, f"both are rank {one.number}"))
     first = ranks[0]
     for other in ranks[1:]:
         if (first.world_size, first.job) != (other.world_size, other.job):
-            raise TraceError(_mixed(first, other, f"{_job(first)} here, {_job(other)} there"))
-    begun_last = max(ranks, key=lambda rank: _range(rank)[0])
-    ended_first = min(ranks, key=lambda rank: _range(rank)[1])
-    if _range(ended_first)[1] < _range(begun_last)[0]:
+            raise TraceError(_describe_conflict(first, other, f"{_describe_job(first)}, and {_describe_job(other)}"))
+    begun_last = max(ranks, key=lambda rank: _time_range(rank)[0])
+    ended_first = min(ranks, key=lambda rank: _time_range(rank)[1])
+    if _time_range(ended_first)[1] < _time_range(begun_last)[0]:
         raise TraceError(
-            _mixed(
+            _describe_conflict(
                 ended_first,
                 begun_last,
-                "the first ended before the second began, or their hosts' clocks differ by that much",
+                "one ended before the other began, or the clocks of their hosts differ by that much",
             )
         )
 
 
-def _mixed(one: Rank, other: Rank, why: str) -> str:
-    return f"{one.file} and {other.file} are not of one job: {why}. Name the files of one job, one for each rank."
+def _describe_conflict(one: Rank, other: Rank, why: str) -> str:
+    return f"{one.file} and {other.file} are from different jobs: {why}. Fix: name the files of one job, one per rank"
 
 
-def _job(rank: Rank) -> str:
+def _describe_job(rank: Rank) -> str:
     return f"{rank.world_size} ranks, job {rank.job or 'unnamed'}"
 
 
-def _range(rank: Rank) -> tuple[int, int]:
+def _time_range(rank: Rank) -> tuple[int, int]:
+    """Return the begin of a rank's first event and the end of its last one."""
     events: Iterable[Span] = (*rank.spans, *rank.instants)
     return min(event.begin for event in events), max(event.end for event in events)
 
 
-def _chrome(timeline: Timeline, rank: Rank) -> Iterator[dict[str, Any]]:
+def _chrome_events(timeline: Timeline, rank: Rank) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank for a merged trace, names of its rows included."""
     about = {
         "name": f"rank {rank.number}",
         "rank": rank.number,
@@ -278,11 +277,11 @@ def _chrome(timeline: Timeline, rank: Rank) -> Iterator[dict[str, Any]]:
             rows[span.category] = len(rows)
             args = {"name": span.category}
             yield {"ph": "M", "name": "thread_name", "pid": rank.number, "tid": rows[span.category], "args": args}
-        yield {"ph": "X", "dur": span.duration / 1000, **_event(rank, span, rows)}
+        yield {"ph": "X", "dur": span.duration / 1000, **_chrome_event(rank, span, rows)}
     for instant in rank.instants:
-        yield {"ph": "i", "s": "t", **_event(rank, instant, rows)}
+        yield {"ph": "i", "s": "t", **_chrome_event(rank, instant, rows)}
 
 
-def _event(rank: Rank, span: Span, rows: Mapping[str, int]) -> dict[str, Any]:
+def _chrome_event(rank: Rank, span: Span, rows: Mapping[str, int]) -> dict[str, Any]:
     place = {"pid": rank.number, "tid": rows.get(span.category, 0)}
     return {"cat": span.category, "name": span.name, **place, "ts": span.begin / 1000, "args": dict(span.args)}

@@ -1,4 +1,4 @@
-"""`shoal new`: writes a project to start from, which builds and trains at once. Templates of its files lie beside."""
+"""`shoal new`: creates a project that builds and trains, from the templates in this directory."""
 
 from __future__ import annotations
 
@@ -20,33 +20,40 @@ _FILES = {
 }
 
 
-def write(directory: Path, image: ImageSpec) -> list[Path]:
-    """Write a project for an image of its own on top of `image`, named as its directory; return the files.
+def write_project(directory: Path, image: ImageSpec) -> list[Path]:
+    """Create a project for an image that extends another.
 
-    Raises UsageError for a name that no image can have, and where something is there already: nothing is
-    overwritten.
+    Args:
+        directory: The project's directory, new or empty. Its name becomes the image's name.
+        image: The image to extend.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UsageError: If the name is not valid for an image, or the directory has files.
     """
     name = directory.name
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} cannot be an image's name: small letters and digits, with single '.', '_' or '-' between them,"
-            " such as my-training"
+            f"{name!r} is not a valid image name: use lower-case letters and digits, with single '.', '_' or '-'"
+            " between them, such as my-training"
         )
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory}: is a file; expected a directory, new or empty. Choose another name")
+        raise UsageError(f"{directory}: is a file; expected a new or empty directory. Fix: choose another name")
     if directory.exists() and any(directory.iterdir()):
-        raise UsageError(f"{directory}: is there already, and not empty. Choose another name, or remove it")
+        raise UsageError(f"{directory}: exists and is not empty. Fix: choose another name, or remove it")
     directory.mkdir(parents=True, exist_ok=True)
     framework = "tensorflow" if image.framework == "tensorflow" else "torch"
     written = []
     for template, target in {**_FILES, f"train_{framework}.py.j2": "train.py"}.items():
         path = directory / target
-        path.write_text(_render(template, name=name, image=image.tag))
+        path.write_text(_render_template(template, name=name, image=image.tag))
         written.append(path)
     return written
 
 
-def _render(template: str, **values: str) -> str:
+def _render_template(template: str, **values: str) -> str:
     text = files(__name__).joinpath(template).read_text()
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string(text).render(**values)

@@ -1,1 +1,1 @@
-"""From the matrix to what goes to the engine: Dockerfile, locked wheels, context, and the record of all of it."""
+"""The inputs of a build: steps, Dockerfiles, locks, our packages, the build context, and its record."""

@@ -1,4 +1,4 @@
-"""What goes into a build: the Dockerfile and its files, and the record of them."""
+"""The build context of an image: its Dockerfile, the files that the steps read, and the record of all that."""
 
 from __future__ import annotations
 
@@ -6,83 +6,85 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.engine.archive import Content
-from shoal.host.machine import Machine
+from shoal.docker_client.archive import Content
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import bytecode, debian, packages, steps, wheels
-from shoal.sources.pins import Pin, read_image
-from shoal.sources.render import render, templates
+from shoal.network.settings import NetworkSettings
+from shoal.sources import debian, packages, record, render, wheels
+from shoal.sources.pins import Pin, read_image_pins
+from shoal.sources.steps import Step
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What of the project goes into an image; the machine's configuration is not part of it.
+    """The parts of the project that go into an image. The machine's configuration is not among them."""
 
-    `own` are our packages as they are installed, by layer; `templates` are what the Dockerfile was rendered from.
-    """
-
+    image: ImageSpec
     dockerfile: bytes
+    steps: tuple[Step, ...]
     templates: Mapping[str, bytes]
+    """The files that declare the steps."""
     locks: Mapping[str, tuple[Pin, ...]]
     engine: Mapping[str, bytes]
+    """C sources of the library, and the compiler's options."""
     debian: Mapping[str, bytes]
     own: Mapping[str, bytes]
+    """Our packages as they are installed, by layer."""
 
-    def record(self, base: str) -> steps.Record:
-        """Return what the image made of this on `base` (`reference@ID`) remembers of it."""
+    def make_record(self, base: str) -> record.Record:
+        """Return the record of an image that is made of this on `base` (`reference@ID`)."""
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
-        contents |= {"engine": _digests(self.engine), "debian": _digests(self.debian)}
-        contents |= {layer: packages.contents(content) for layer, content in self.own.items()}
-        return steps.record(self.dockerfile.decode(), contents, base, _digests(self.templates))
+        for folder, files in (("engine", self.engine), ("debian", self.debian)):
+            contents[folder] = {name: record.sha256(content) for name, content in files.items()}
+        contents |= {layer: packages.read_digests(content) for layer, content in self.own.items()}
+        return record.make_record(self.steps, contents, base, self.templates)
+
+    def context_files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
+        """Return the files of the build context, by path."""
+        context: dict[str, Content] = {"Dockerfile": self.dockerfile}
+        for layer, pins in self.locks.items():
+            local = [path for _, path in wheels.find_locked_wheels(pins, machine.find_links)]
+            index = spec.indexes[self.image.index] if self.image.index and layer == "framework" else None
+            # Another index is asked only if its file is not at hand: an unreachable one costs pip minutes.
+            lines = [f"--extra-index-url {index}"] if index and not any("+" in path.name for path in local) else []
+            context[f"{layer}/requirements.txt"] = "\n".join([*lines, *map(str, pins), ""]).encode()
+            context |= {f"{layer}/{path.name}": path for path in local}
+        context |= {f"{layer}/installed.tar": content for layer, content in self.own.items()}
+        suite = self.image.system.suite
+        for folder, files in (
+            ("engine", self.engine),
+            ("debian", self.debian),
+            ("machine", machine.build_files(suite)),
+        ):
+            context |= {f"{folder}/{name}": content for name, content in files.items()}
+        return context | {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
 
 
-def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: steps.digest(content) for name, content in files.items()}
+def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
+    """Install our packages for images with that Python, by the layer that they make. Raises BuildError."""
+    return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
-def own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Install our two packages for images with that Python, by the layer that they make. Raises BuildError."""
-    return {layer: packages.installed(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
+def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
+    """Read the locks, the templates and the C sources of an image.
 
-
-def gather(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
-    """Read the locks and the engine's sources, and render the Dockerfile. `own` are for the image's Python."""
+    Args:
+        own: Our packages, installed for the image's Python.
+    """
+    steps = render.read_steps(project, image, bytecode=packages.can_compile_for(image.python_version))
     return Sources(
-        dockerfile=render(project, image, bytecode=bytecode.is_of(image.python_version)).encode(),
-        templates=templates(project, image),
-        locks=read_image(project, spec, image),
-        engine=_engine(project.root / "library" / "native"),
-        debian=debian.context(project, image.system.suite),
+        image=image,
+        dockerfile=render.render_dockerfile(project, image, steps).encode(),
+        steps=steps,
+        templates=render.read_templates(project, image),
+        locks=read_image_pins(project, spec, image),
+        engine=_read_c_sources(project.root / "library" / "native"),
+        debian=debian.comparison_files(project, image.system.suite),
         own={} if image.extends else own,
     )
 
 
-def files(sources: Sources, spec: BuildSpec, image: ImageSpec, machine: Machine) -> dict[str, Content]:
-    """Return the files of the build context, by path."""
-    context: dict[str, Content] = {"Dockerfile": sources.dockerfile}
-    for layer, pins in sources.locks.items():
-        local = list(wheels.at_hand(pins, machine.find_links))
-        index = spec.indexes[image.index] if image.index and layer == "framework" else None
-        # A foreign index is asked only when its file is not at hand: an unreachable one costs pip minutes.
-        ask = index if not any("+" in path.name for path in local) else None
-        context[f"{layer}/requirements.txt"] = _requirements(pins, ask)
-        context |= {f"{layer}/{path.name}": path for path in local}
-    context |= {f"engine/{name}": content for name, content in sources.engine.items()}
-    context |= {f"debian/{name}": content for name, content in sources.debian.items()}
-    context |= {f"{layer}/installed.tar": content for layer, content in sources.own.items()}
-    suite = image.system.suite
-    context |= {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
-    return context | {f"machine/{name}": content for name, content in machine.files(suite).items()}
-
-
-def _engine(native: Path) -> dict[str, bytes]:
-    """What the library's engine is compiled from, and the compiler's options."""
+def _read_c_sources(native: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in native.iterdir() if path.suffix in (".c", ".h", ".txt")}
-
-
-def _requirements(pins: tuple[Pin, ...], index: str | None) -> bytes:
-    lines = [f"--extra-index-url {index}"] if index else []
-    return "\n".join([*lines, *map(str, pins), ""]).encode()

@@ -1,6 +1,6 @@
-"""The lock of a release of Debian: digests of its base images, and the packages that builds install on them.
+"""The lock of a Debian suite: digests of its base images, and of the packages that builds install on them.
 
-What it can promise, and what not: docs/decisions/pins-of-debian.md.
+Its guarantees and their limits: docs/decisions/pins-of-debian.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.errors import SpecError
 from shoal.matrix.project import Project
 
 NOT_LOCKED = "shoal: not locked: "
-"""How a build step begins the line of each package that the lock does not have."""
+"""The start of the line that a build step prints for each package that the lock does not have."""
 _BASE = re.compile(r"base (\S+) (sha256:[0-9a-f]{64})")
 _PACKAGE = re.compile(r"(\S+\.deb) (SHA256:[0-9a-f]{64})")
 _HEAD = "# Made by `shoal lock --bases`: base images of Debian {suite}, and the packages that builds install on them."
@@ -23,7 +23,7 @@ _HEAD = "# Made by `shoal lock --bases`: base images of Debian {suite}, and the 
 
 @dataclass(frozen=True)
 class DebianLock:
-    """bases: digests by the image's name without what changes of it. packages: `SHA256:…` by the name of the file."""
+    """Digests of base images by the constant part of their names, and of packages (`SHA256:…`) by file name."""
 
     bases: Mapping[str, str]
     packages: Mapping[str, str]
@@ -34,13 +34,13 @@ class DebianLock:
         return "\n".join([_HEAD.format(suite=suite), *bases, *packages, ""])
 
 
-def path(project: Project, suite: str) -> Path:
+def lock_path(project: Project, suite: str) -> Path:
     return project.templates / "debian" / f"{suite}.txt"
 
 
-def read(project: Project, suite: str) -> DebianLock:
-    """Return the lock of a suite; an empty one where there is none. Raises `SpecError` naming file and line."""
-    where = path(project, suite)
+def read_lock(project: Project, suite: str) -> DebianLock:
+    """Return the lock of a suite, empty if there is none. Raises `SpecError` with file and line."""
+    where = lock_path(project, suite)
     bases, packages = {}, {}
     for number, line in enumerate(where.read_text().splitlines() if where.exists() else (), 1):
         if match := _BASE.fullmatch(line):
@@ -55,15 +55,15 @@ def read(project: Project, suite: str) -> DebianLock:
     return DebianLock(bases, packages)
 
 
-def context(project: Project, suite: str) -> dict[str, bytes]:
-    """Return the files by which a build step compares what apt is about to install with the lock."""
-    packages = DebianLock({}, read(project, suite).packages)
+def comparison_files(project: Project, suite: str) -> dict[str, bytes]:
+    """Return the files with which a build step compares the packages of apt with the lock."""
+    packages = DebianLock({}, read_lock(project, suite).packages)
     script = files("shoal.sources").joinpath("compare.sh").read_bytes()
     return {"compare.sh": script, "lock.txt": packages.text(suite).encode() if packages.packages else b""}
 
 
-def changes(before: DebianLock, after: DebianLock) -> list[str]:
-    """Return how a lock differs from a later one, a line for each base or package."""
+def describe_changes(before: DebianLock, after: DebianLock) -> list[str]:
+    """Return a line for each base image or package that differs between two locks."""
     old, new = ({**lock.bases, **lock.packages} for lock in (before, after))
     lines = [f"+ {name}" for name in sorted(new.keys() - old.keys())]
     lines += [f"- {name}" for name in sorted(old.keys() - new.keys())]

@@ -1,6 +1,7 @@
-"""Resolves an image's requirements to exact files with hashes, one lock file a layer: `shoal lock`.
+"""Resolves an image's requirements to exact files with hashes, one lock file for each layer: `shoal lock`.
 
-pip does the resolving (`--dry-run --report`), on a machine with the images' platform; its Python may be another one.
+pip resolves (`--dry-run --report`) on a machine with the platform of the images. Its Python may be another version.
+Why not uv: docs/decisions/written-by-hand.md.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import pins
 from shoal.sources.pins import Pin
 
-# Up to the C library of Debian 12, which later ones are compatible with.
+# Up to the C library of Debian 12. Later ones are compatible.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
-# pip picks files for the Python that --python-version names, but reads markers (`; python_version < "3.13"`) with the
-# one that it runs in, and has no option for that. So it is told here, and asked whether it has heard.
+# pip picks files for the Python of --python-version. But it evaluates markers (`; python_version < "3.13"`) for the
+# Python that it runs in, and has no option for that. So its markers are patched, and the patch is checked.
 _PIP_FOR = """
 import sys
 from pip._internal.cli.main import main
@@ -48,45 +49,45 @@ sys.exit(main())
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
-    """Resolve and write the image's lock files; return them. Raises `SpecError` with pip's words when it fails."""
+    """Resolve and write the image's lock files, and return their paths. Raises `SpecError` with pip's words."""
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):
-        given = list(pins.installed(project, spec, parent))
-        layers = {"framework": _resolve_on(given, image.requirements, image.python_version, index)}
+        installed = list(pins.list_installed(project, spec, parent))
+        layers = {"framework": _resolve_on(installed, image.requirements, image.python_version, index)}
     else:
-        layers = _layers(spec, image, index)
+        layers = _resolve_layers(spec, image, index)
     directory = project.lock_directory(image)
     directory.mkdir(parents=True, exist_ok=True)
     return [
-        _write(directory / f"{layer}.txt", pins.asked(project, spec, image, layer), found)
+        _write(directory / f"{layer}.txt", pins.make_header(project, spec, image, layer), found)
         for layer, found in layers.items()
     ]
 
 
-def _layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
+def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
     for pin in pins:
         layers[_layer_of(pin.name, mpi)].append(pin)
-    if spec.aws:  # its own wishes change nothing of the layers below it
+    if spec.aws:  # does not change the layers below it
         layers["aws"] = _resolve_on(pins, spec.aws, image.python_version, index)
     return layers
 
 
 def _resolve_on(
-    given: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
+    installed: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
 ) -> list[Pin]:
-    """Return the files that pip adds where `given` is installed and stays as it is, sorted by name.
+    """Return the files, sorted by name, that pip adds to `installed`, which stays as it is.
 
-    For pip, that is empty wheels of these names and versions, and nothing else: none of it is downloaded.
+    pip sees empty wheels with the names and versions of `installed`, so that it downloads none of them.
     """
     with TemporaryDirectory(prefix="shoal-lock-") as scratch:
-        lines = [f"{pin.name} @ {_empty_wheel(pin, Path(scratch)).as_uri()}\n" for pin in given]
+        lines = [f"{pin.name} @ {_empty_wheel(pin, Path(scratch)).as_uri()}\n" for pin in installed]
         constraints = Path(scratch, "constraints.txt")
         constraints.write_text("".join(lines))
         pins = _resolve(requirements, python_version, index, f"--constraint={constraints}")
-    names = {pin.name for pin in given}
+    names = {pin.name for pin in installed}
     return [pin for pin in pins if pin.name not in names]
 
 
@@ -104,33 +105,33 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
     """Return the files that pip chooses, sorted by name."""
     here = (platform.system(), platform.machine())
-    if here != ("Linux", "x86_64"):  # pip picks files for another machine, but reads markers on this one
+    if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
     command = [*_pip(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += [*target_options(python_version), "--target=unused", *options]
     result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
-    if result.returncode and index:  # the extra index only where pip's own configuration does not hold the file
+    if result.returncode and index:  # only if pip's own configuration does not have the file
         command += ["--extra-index-url", index]
         result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if result.returncode:
         raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
-    return sorted(map(_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
+    return sorted(map(_make_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
 
 
 def _pip(python_version: str) -> list[str]:
-    """Return the command of a pip that resolves for that Python."""
+    """Return the pip command that resolves for that Python."""
     if python_version == f"{sys.version_info[0]}.{sys.version_info[1]}":
         return [sys.executable, "-m", "pip"]
     return [sys.executable, "-P", "-c", _PIP_FOR, python_version]
 
 
 def target_options(python_version: str) -> list[str]:
-    """Return pip's options for files of the images' platform and Python, whatever this machine has."""
+    """Return pip's options that select files for the platform and Python of images, not of this machine."""
     platforms = [f"--platform={name}" for name in _PLATFORMS]
     return ["--only-binary=:all:", "--implementation=cp", f"--python-version={python_version}", *platforms]
 
 
-def _pin(entry: dict[str, Any]) -> Pin:
+def _make_pin(entry: dict[str, Any]) -> Pin:
     metadata = entry["metadata"]
     digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
     return Pin(canonicalize_name(metadata["name"]), metadata["version"], digest)
@@ -142,7 +143,6 @@ def _layer_of(name: str, mpi: Collection[str]) -> str:
     return "cuda" if name.startswith(("nvidia-", "cuda-")) else "framework"
 
 
-def _write(path: Path, asked: str, pins: Iterable[Pin]) -> Path:
-    lines = [asked, *map(str, pins)]
-    path.write_text("\n".join(lines) + "\n")
+def _write(path: Path, header: str, pins: Iterable[Pin]) -> Path:
+    path.write_text("\n".join([header, *map(str, pins)]) + "\n")
     return path

@@ -1,14 +1,12 @@
-"""Our own packages: their wheels, built in this process, and what installing these puts into an image.
+"""Our own packages: builds their wheels, and installs them as an image has them.
 
-They are installed here, by pypa/installer, and not by a step that runs pip: to start a container takes longer than to
-unpack files. docs/decisions/installing-our-packages.md.
+pypa/installer does that here, not a step that runs pip: to start a container takes longer than to unpack the files.
+See docs/decisions/installing-our-packages.md.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import csv
 import functools
 import hashlib
 import importlib
@@ -16,37 +14,44 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import tomllib
 
-from shoal.engine import archive
-from shoal.sources import bytecode
+from shoal.docker_client import archive
+from shoal.errors import BuildError
 
 VENV = "opt/venv"
-"""Where images have their virtual environment, from their root."""
-PACKAGES = ("library", "toolkit")
-"""Those that images have: directories of the checkout."""
+"""The virtual environment of images, from their root."""
+PACKAGES = ("rehearsal", "library", "toolkit")
+"""The packages that images have: directories of the checkout."""
 COMPILED = {"library": ("smdistributed/core/_engine.so", "smdistributed/core/tensorflow/_operations.so")}
-"""What an image's build compiles and puts beside a package's modules."""
+"""Files that an image's build compiles and puts beside a package's modules."""
 SOURCE_DATE_EPOCH = "1672531200"
-"""Every time stamp inside what is built here, in seconds since 1970 (2023-01-01): the same source, the same bytes."""
+"""Every time stamp in our archives, in seconds since 1970 (2023-01-01): the same source gives the same bytes."""
+# Isolated and without site-packages: the bytes that marshal writes depend on the strings that a process holds already.
+# The bytecode is checked by the content of its source (PEP 552), so it stays valid if a file gets another time.
+_COMPILE = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
 
 
 def site_packages(python: str) -> str:
-    """Return where images with that Python, such as 3.11, have their packages, from their root."""
+    """Return the directory of packages in images with that Python, such as 3.11, from their root."""
     return f"{VENV}/lib/python{python}/site-packages"
 
 
-def build_wheel(package: Path, directory: Path) -> Path:
-    """Build the wheel of the package at `package` with the build backend that its pyproject.toml names.
+def can_compile_for(python: str) -> bool:
+    """Return whether bytecode that is made here is for that Python, such as 3.11."""
+    return sys.implementation.name == "cpython" and python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
-    It is the same on every host: hatchling's hooks, which compile, do not run. What an image needs compiled is compiled
-    in the image's own build.
+
+def build_wheel(package: Path, directory: Path) -> Path:
+    """Build a package's wheel with the backend in its pyproject.toml. The wheel is the same on every host.
+
+    For that, hatchling's hooks, which compile C, do not run. The build of an image compiles.
     """
     os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend, target = importlib.import_module(_backend(package)), directory.absolute()
@@ -54,42 +59,48 @@ def build_wheel(package: Path, directory: Path) -> Path:
         return target / str(backend.build_wheel(str(target)))
 
 
-def installed(package: Path, python: str, cache: Path) -> bytes:
-    """Return what installing the package puts into an image with that Python: a tar archive from the image's root.
+def install_package(package: Path, python: str, cache: Path) -> bytes:
+    """Install a package as images with that Python have it. Its bytecode is included if this process runs that Python.
 
-    Bytecode is among it if this process runs that Python. What was made of the same files by the same tools is
-    taken from the directory `cache`. Raises BuildError for a module that is not Python.
+    Args:
+        package: The package's directory in the checkout.
+        cache: The directory with archives of earlier calls. One of the same files and tools is used again.
+
+    Returns:
+        A tar archive from the image's root.
+
+    Raises:
+        BuildError: If a module is not Python.
     """
     kept = cache / "installed" / f"{package.name}-{python}-{_identity(package)}.tar"
     with contextlib.suppress(OSError):
         return kept.read_bytes()
     content = _install(package, python)
-    _keep(content, kept)
-    with contextlib.suppress(OSError):
-        for path in _older(kept) if kept.exists() else ():
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # without a cache, each build installs again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=kept.parent, prefix=".part-") as part:
+            Path(part, kept.name).write_bytes(content)
+            Path(part, kept.name).replace(kept)
+        for path in {*kept.parent.glob(f"{kept.stem.rpartition('-')[0]}-*.tar")} - {kept}:
+            path.unlink()
     return content
 
 
-def contents(layer: bytes) -> dict[str, str]:
-    """Return a SHA-256 (hexadecimal) of each file that an archive of `installed` lists as the package's, by path.
+def read_digests(layer: bytes) -> dict[str, str]:
+    """Return the SHA-256 (hexadecimal) of each file in an archive of `install_package`, by path in site-packages.
 
-    Paths are those within site-packages, or within the virtual environment. A module with bytecode has the digest of
-    both: an image with other bytecode is another image.
+    The digest of a module covers its bytecode: an image with other bytecode is another image. RECORD is left out,
+    because it follows from the others.
     """
     with tarfile.open(fileobj=io.BytesIO(layer)) as tar:
-        found = {entry.name: file.read() for entry in tar if (file := tar.extractfile(entry))}
-    (record,) = (name for name in found if name.endswith(".dist-info/RECORD"))
-    modules = Path(record).parents[1]
-    rows = [row for row in csv.reader(found[record].decode().splitlines()) if row[1]]
-    return {path.replace("../", ""): _digest(digest, found, str(modules / path)) for path, digest, _ in rows}
-
-
-def _digest(recorded: str, files: Mapping[str, bytes], path: str) -> str:
-    """Return the digest of a row of RECORD; of a module with bytecode, that of both."""
-    digest = base64.urlsafe_b64decode(f"{recorded.removeprefix('sha256=')}=")
-    compiled = files.get(importlib.util.cache_from_source(path)) if path.endswith(".py") else None
-    return (hashlib.sha256(digest + compiled).digest() if compiled else digest).hex()
+        files = {entry.name: file.read() for entry in tar if (file := tar.extractfile(entry))}
+    digests = {}
+    for name, content in files.items():
+        if not name.endswith((".pyc", ".dist-info/RECORD")):
+            compiled = files.get(importlib.util.cache_from_source(name), b"") if name.endswith(".py") else b""
+            path = name.rpartition("/site-packages/")[2].removeprefix(f"{VENV}/")
+            digests[path] = hashlib.sha256(content + compiled).hexdigest()
+    return digests
 
 
 def _install(package: Path, python: str) -> bytes:
@@ -107,20 +118,29 @@ def _install(package: Path, python: str) -> bytes:
         )
         with WheelFile.open(build_wheel(package, Path(scratch))) as source:
             installer.install(source, destination, {})
-        _record(root / modules[1:], COMPILED.get(package.name, ()))
-        if bytecode.is_of(python):
-            bytecode.write(root, package.name)
+        (record,) = (root / modules[1:]).glob("*.dist-info/RECORD")
+        with record.open("a") as file:  # the image's build adds these
+            file.writelines(f"{name},,\n" for name in COMPILED.get(package.name, ()))
+        if can_compile_for(python):
+            _compile(root, root / modules[1:], package.name)
         files: dict[str, archive.Content] = {str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file()}
         out = io.BytesIO()
-        archive.write(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
+        archive.write_tar(files, out, lambda name: name.startswith(f"{VENV}/bin/"), int(SOURCE_DATE_EPOCH))
         return out.getvalue()
 
 
-def _record(modules: Path, compiled: tuple[str, ...]) -> None:
-    """Add what the image's build adds to the list of the package's files."""
-    (path,) = modules.glob("*.dist-info/RECORD")
-    with path.open("a") as file:
-        file.writelines(f"{name},,\n" for name in compiled)
+def _compile(root: Path, modules: Path, package: str) -> None:
+    """Write bytecode beside each module, in a new interpreter. `root` is the root of an image."""
+    ended = subprocess.run([*_COMPILE, "-s", root, "-p", "/", root], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        for path in sorted(modules.rglob("*.py")):
+            try:
+                compile(path.read_bytes(), path, "exec")
+            except (SyntaxError, ValueError) as error:
+                reason = f"{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+                place = f"{package}/{path.relative_to(modules)}:{reason}"
+                raise BuildError(f"{place}. Fix: correct it; all modules are compiled") from None
+        raise BuildError(f"{package}: compileall failed:\n{ended.stdout}{ended.stderr}")
 
 
 def _backend(package: Path) -> str:
@@ -128,10 +148,10 @@ def _backend(package: Path) -> str:
 
 
 def _identity(package: Path) -> str:
-    """Return a digest of what `installed` stands on: all files that may go into it, what leaves some out, the tools."""
+    """Return a digest of all that decides what is installed: the package's files, .gitignore, and the tools."""
     tools = [_version(_backend(package).partition(".")[0]), _version("installer"), sys.version]
     state = hashlib.sha256(" ".join(tools).encode())
-    for module in (__file__, bytecode.__file__, archive.__file__):
+    for module in (__file__, archive.__file__):
         state.update(Path(module).read_bytes())
     files = {str(path.relative_to(package)): path for path in package.rglob("*") if "__pycache__" not in path.parts}
     files["../.gitignore"] = package.resolve().parent / ".gitignore"  # which hatchling obeys
@@ -145,17 +165,3 @@ def _identity(package: Path) -> str:
 @functools.cache
 def _version(distribution: str) -> str:
     return f"{distribution} {importlib.metadata.version(distribution)}"
-
-
-def _older(kept: Path) -> list[Path]:
-    """Return what the cache has of the same package for the same Python, made of other files or by other tools."""
-    return [path for path in kept.parent.glob(f"{kept.stem.rpartition('-')[0]}-*.tar") if path != kept]
-
-
-def _keep(content: bytes, path: Path) -> None:
-    """Put it into the cache; one that cannot be written has none."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent, prefix=".part-") as part:
-            Path(part, path.name).write_bytes(content)
-            Path(part, path.name).replace(path)

@@ -1,4 +1,4 @@
-"""Lock files: the exact files, with hashes, that a layer of an image is made of."""
+"""Reads lock files: the exact wheels, with hashes, of a layer of an image."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ class Pin:
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
-def read_image(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
-    """Return the image's pins by layer. Raises `SpecError` when a lock is missing or made for other requirements."""
+def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
+    """Return the image's pins by layer. Raises `SpecError` if a lock is missing or made for other requirements."""
     directory = project.lock_directory(image)
     return {
-        layer: tuple(read_lock(directory / f"{layer}.txt", asked(project, spec, image, layer)))
+        layer: tuple(read_lock(directory / f"{layer}.txt", make_header(project, spec, image, layer)))
         for layer in (CHILD_LAYERS if image.extends else LAYERS)
     }
 
 
-def are_for(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
-    """Whether the image's locks are there, and made for what is asked for now."""
+def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
+    """Return whether the image has locks, made for its current requirements."""
     try:
-        read_image(project, spec, image)
+        read_image_pins(project, spec, image)
     except SpecError:
         return False
     return True
 
 
-def installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
-    """Yield what is installed in an image, from its parents on."""
+def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
+    """Yield the pins of all that is installed in an image: first of its parents, then its own."""
     if parent := spec.parent(image):
-        yield from installed(project, spec, parent)
-    for pins in read_image(project, spec, image).values():
+        yield from list_installed(project, spec, parent)
+    for pins in read_image_pins(project, spec, image).values():
         yield from pins
 
 
-def asked(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
-    """Return what is asked for, as the first line of a lock file; for a child also on what, which another lock says."""
+def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
+    """Return the first line of a lock file: its requirements, and for a child the locks of its parent."""
     if parent := spec.parent(image):
-        given = "\n".join(map(str, installed(project, spec, parent)))
-        on = f"on {parent.tag} ({hashlib.sha256(given.encode()).hexdigest()[:12]})"
+        installed = "\n".join(map(str, list_installed(project, spec, parent)))
+        on = f"on {parent.tag} ({hashlib.sha256(installed.encode()).hexdigest()[:12]})"
         return f"# Made by `shoal lock` for: {' '.join(image.requirements)} {on}"
     requirements = [*image.requirements, *spec.mpi, *(spec.aws if layer == "aws" else ())]
     return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
 
 
-def read_lock(path: Path, asked: str | None = None) -> list[Pin]:
-    """Return the pins of a lock file; its first line must be `asked`. Raises `SpecError` naming the file and line."""
+def read_lock(path: Path, header: str | None = None) -> list[Pin]:
+    """Return the pins of a lock file. Raises `SpecError` with the line if it is wrong or lacks `header`."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
-    if asked is not None and lines[:1] != [asked]:
+    if header is not None and lines[:1] != [header]:
         raise SpecError(
             f"{path}:1: made for other requirements than are asked for now. Run: .venv/bin/shoal lock <tag>"
         )

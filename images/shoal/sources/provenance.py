@@ -1,9 +1,13 @@
-"""Where the sources of images come from: the commit that they are, and where the project says that they are kept."""
+"""The origin of an image: its base image, the commit of its sources, and the URL of their repository, as OCI labels.
+
+Title and version are in the templates. docs/decisions/labels.md
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,39 +15,39 @@ import tomllib
 
 from shoal.matrix.project import Project
 
-GOES_IN = ("buildspec.yml", "dockerfiles", "images", "library", "toolkit")
-"""What images are made of, and by."""
+INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
+"""The paths that images are made from, or by."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The commit of the sources (hexadecimal), and the URL of their repository; empty where nobody can tell."""
+    """The commit of the sources (hexadecimal), and the URL of their repository; empty if unknown."""
 
     revision: str = ""
     source: str = ""
 
 
-def read(project: Project) -> Provenance:
-    """Ask git, and the packages' pyproject.toml."""
-    return Provenance(revision(project.root), _declared(project.root))
+def read_provenance(project: Project) -> Provenance:
+    """Return the provenance, from git and the packages' pyproject.toml."""
+    return Provenance(find_revision(project.root), _declared_source(project.root))
 
 
-def revision(root: Path) -> str:
-    """Return the last commit that changed what goes in, so that others leave images as they are.
+def find_revision(root: Path) -> str:
+    """Return the last commit that changed an input, so that other commits leave images as they are.
 
-    Empty where that has been changed since, where nothing of it is committed, or no git is there to say so; and in a
-    shallow clone that ends before such a commit, for it would call the last one that it has.
+    Empty if an input has changed since then, if none is committed, or if there is no git. Empty also in a shallow clone
+    that does not contain that commit: git would name the oldest commit that it has.
     """
-    if _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *GOES_IN) != "":
+    if _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *INPUTS) != "":
         return ""
-    commit, *parents = (_git(root, "log", "-1", "--format=%H %P", "--", *GOES_IN) or "").split() or [""]
+    commit, *parents = (_git(root, "log", "-1", "--format=%H %P", "--", *INPUTS) or "").split() or [""]
     is_cut = not parents and _git(root, "rev-parse", "--is-shallow-repository") != "false"
     return "" if is_cut else commit
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints; None where it fails, or is not there."""
-    # Of a hook's own repository, which may be another.
+    """Return the output of git; None if it fails or is not installed."""
+    # A hook sets these for its own repository, which may be another one.
     environment = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_INDEX_FILE")}
     command = ["git", "--no-optional-locks", "-c", "log.showSignature=false", "-C", str(root), *arguments]
     try:
@@ -53,11 +57,28 @@ def _git(root: Path, *arguments: str) -> str | None:
     return None if ended.returncode else ended.stdout.strip()
 
 
-def _declared(root: Path) -> str:
-    """Return the URL that a package of ours declares as that of its source."""
+def _declared_source(root: Path) -> str:
+    """Return the source URL that one of our packages declares."""
     for path in filter(Path.is_file, (root / room / "pyproject.toml" for room in ("images", "library", "toolkit"))):
         urls = tomllib.loads(path.read_text()).get("project", {}).get("urls", {})
         for name, url in urls.items():
             if name.lower() in ("source", "repository"):
                 return str(url)
     return ""
+
+
+def make_oci_labels(
+    base_name: str, base_digest: str, inherited: Mapping[str, str], provenance: Provenance
+) -> dict[str, str]:
+    """Return the OCI labels that a Dockerfile cannot know.
+
+    An unknown label is left out. If the base image has it (`inherited`), it is emptied: that value is about the base.
+    """
+    values = {
+        "base.name": base_name,
+        "base.digest": base_digest,
+        "revision": provenance.revision,
+        "source": provenance.source,
+    }
+    labels = {f"org.opencontainers.image.{name}": value for name, value in values.items()}
+    return {name: value for name, value in labels.items() if value or inherited.get(name)}

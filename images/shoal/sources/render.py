@@ -1,6 +1,6 @@
-"""What is generated and committed: Dockerfiles, through the Jinja templates in dockerfiles/, and JSON schemas.
+"""Generates the committed files: Dockerfiles, from the Jinja templates in dockerfiles/, and JSON schemas.
 
-Same templates, tables and image, same text.
+The same templates, tables and image give the same text.
 """
 
 from __future__ import annotations
@@ -16,61 +16,74 @@ import jinja2
 import jinja2.meta
 
 from shoal.errors import SpecError
-from shoal.matrix import yamlfile
+from shoal.matrix import yaml_file
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
-from shoal.matrix.yamlfile import Model
+from shoal.matrix.yaml_file import Model
 from shoal.sources import packages
+from shoal.sources.steps import Step, StepCollector, write_dockerfile
 
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
-"""What every image takes from Debian."""
+"""The Debian packages of every image."""
+_DROPPED = "dropped.yml"
 
 
-def render(project: Project, image: ImageSpec, *, bytecode: bool = False) -> str:
-    """Return the Dockerfile of `image`.
+def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[Step, ...]:
+    """Return the steps of `image`, as its template declares them.
 
-    `bytecode=True` gives the one for a context that has our packages' bytecode already.
+    Args:
+        bytecode: Whether the context has the bytecode of our packages, so that no step compiles them.
 
-    Raises `SpecError` for a missing template and for a name that no one defined (StrictUndefined).
+    Raises:
+        SpecError: If a template is missing, is wrong, or uses a name that is not defined (StrictUndefined).
     """
     name = f"{image.framework}.j2"
+    collector = StepCollector()
+    variables = {
+        "image": image,
+        "system_packages": SYSTEM_PACKAGES,
+        "site_packages": f"/{packages.site_packages(image.python_version)}",
+        "compiled": packages.COMPILED["library"],
+        "dropped": [glob for entry in read_dropped(project).dropped for glob in entry.files],
+        "bytecode": bytecode,
+    }
     try:
-        template = _environment(project).get_template(name)
-        dropped = [glob for entry in read_dropped(project).dropped for glob in entry.files]
-        text = template.render(
-            image=image,
-            system_packages=SYSTEM_PACKAGES,
-            site_packages=f"/{packages.site_packages(image.python_version)}",
-            compiled=packages.COMPILED["library"],
-            dropped=dropped,
-            bytecode=bytecode,
-        )
+        rest = _environment(project).get_template(name).render(variables | collector.functions())
     except jinja2.TemplateNotFound as error:
         known = ", ".join(sorted(path.name for path in project.templates.glob("*.j2")))
         raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
-    except jinja2.UndefinedError as error:
-        raise SpecError(f"{project.templates / name}: {error.message}") from error
-    return text.lstrip()
+    except (jinja2.UndefinedError, TypeError) as error:
+        raise SpecError(f"{project.templates / name}: {error}") from error
+    if rest.strip():
+        where = f"{project.templates / name}: {rest.strip()[:60]!r}"
+        raise SpecError(where + " is outside of a step. Fix: put it between {% call step('NAME') %} and {% endcall %}")
+    return tuple(collector.steps)
+
+
+def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:
+    """Return the Dockerfile of `image`, of its steps as `read_steps` returns them. Raises `SpecError` as that does."""
+    base = image.extends or image.system.upstream
+    steps = read_steps(project, image) if steps is None else steps
+    return write_dockerfile(steps, f"dockerfiles/{image.framework}.j2", base)
 
 
 def read_dropped(project: Project) -> DroppedFile:
-    """Return what images leave out of the wheels that they install. Raises `SpecError` with file, line and key."""
-    path = project.templates / "dropped.yml"
-    return yamlfile.read(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
+    """Return the files of wheels that images leave out. Raises `SpecError` with file, line and key."""
+    path = project.templates / _DROPPED
+    return yaml_file.read_yaml(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
 
 
-def templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
-    """Return the template of `image` and those that it extends or imports, by name, and the table that they use."""
-    table = project.templates / "dropped.yml"
-    found = {table.name: table.read_bytes()} if table.exists() else {}
-    wanted = [f"{image.framework}.j2"]
+def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
+    """Return the template of `image`, those that it extends or imports, and the table that they use, by name."""
+    wanted = [_DROPPED, f"{image.framework}.j2"]
+    found: dict[str, bytes] = {}
     while wanted:
         name = wanted.pop()
-        if name not in found:
-            found[name] = (project.templates / name).read_bytes()
-            wanted += _referenced(project, found[name].decode())
+        if name not in found and (path := project.templates / name).exists():
+            found[name] = path.read_bytes()
+            wanted += _referenced(project, found[name].decode()) if name != _DROPPED else []
     return found
 
 
@@ -91,17 +104,17 @@ def _environment(project: Project) -> jinja2.Environment:
     )
 
 
-def outputs(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
-    """Return what is generated and committed, by path: the images' Dockerfiles, and the schemas for editors."""
+def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
+    """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors."""
     schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
-    return {project.rendered(image): render(project, image) for image in images} | {
+    return {project.rendered(image): render_dockerfile(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
     }
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A generated file: `same` as it was, `written` because it was not, or `stale` and left so."""
+class GeneratedFile:
+    """A generated file: the `same` as before, `written`, or `stale` and not written."""
 
     path: Path
     state: Literal["same", "written", "stale"]
@@ -110,22 +123,22 @@ class Rendered:
         return f"{self.state:<7} {self.path}"
 
 
-def is_fresh(path: Path, text: str) -> bool:
+def _is_fresh(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text
 
 
-def compare(outputs: Mapping[Path, str]) -> list[Rendered]:
-    """Return which of the generated files are stale; write nothing."""
-    return [Rendered(path, "same" if is_fresh(path, text) else "stale") for path, text in outputs.items()]
+def check_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
+    """Return the state of each generated file; write nothing."""
+    return [GeneratedFile(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
 
 
-def write(outputs: Mapping[Path, str]) -> list[Rendered]:
-    """Write the generated files that are stale; return what became of each."""
+def write_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
+    """Write the generated files that are stale, and return the state of each."""
     results = []
     for path, text in outputs.items():
-        fresh = is_fresh(path, text)
+        fresh = _is_fresh(path, text)
         if not fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        results.append(Rendered(path, "same" if fresh else "written"))
+        results.append(GeneratedFile(path, "same" if fresh else "written"))
     return results

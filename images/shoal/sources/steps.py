@@ -1,123 +1,93 @@
-"""A Dockerfile's steps and what goes into each: what an image remembers, as labels, of how it was made. Pure.
-
-A step is a block of the Dockerfile, named by its heading. Its key covers its instructions, the files of the context
-that it reads and the steps that it stands on, so two builds share a step where they share its key. The machine's
-configuration is no part of it.
-"""
+"""The steps of an image as data: a template declares them, and the Dockerfile is written from them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-
-Contents = Mapping[str, Mapping[str, str]]
-"""By folder of the context: the identity of each file in it, a SHA-256 (hexadecimal), or `version@SHA-256`."""
-
-FINGERPRINT = "shoal.fingerprint"
-STEPS = "shoal.steps"
-_BASE = "${BASE}"
-_READS = re.compile(r"--mount=type=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]")
-_TAKES = re.compile(r"\bfrom=(\w+)")
-_FROM = re.compile(r"^FROM (\S+)(?: AS (\w+))?$")
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: digests of its instructions (`text`) and of each of its `inputs`, shortened; its `key` is whole."""
+    """One step of a Dockerfile: its instructions and all that goes into them."""
 
     name: str
     text: str
-    inputs: Mapping[str, str]
-    key: str
+    """The instructions, without comments."""
+    note: str = ""
+    """A comment for the Dockerfile, after the name."""
+    begins: str | None = None
+    """The build stage that begins with this step; empty for the last stage, which becomes the image."""
+    folders: tuple[str, ...] = ()
+    """Folders of the build context that the instructions read. `machine` is left out: it does not change the image."""
+    stages: tuple[str, ...] = ()
+    """Build stages that the instructions copy from."""
+    packages: tuple[tuple[str, ...], ...] = ()
+    """Debian packages that the instructions install, one entry for each apt-get."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """How an image is made: its steps in order, and the templates that the Dockerfile was rendered from."""
+class StepCollector:
+    """Collects the steps that a template declares with `step`, and the inputs of each.
 
-    steps: tuple[Step, ...]
-    templates: Mapping[str, str]
+    The other functions note an input and return the text for the instruction. So no instruction has an input that is
+    not noted.
+    """
 
-    @property
-    def fingerprint(self) -> str:
-        """The SHA-256 (hexadecimal) over all steps."""
-        return digest("".join(step.key for step in self.steps))
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._begins: str | None = None
+        self._noted: defaultdict[str, list[str]] = defaultdict(list)
+        self._packages: list[tuple[str, ...]] = []
 
-    def labels(self) -> dict[str, str]:
-        """Return the labels of an image that is made so."""
-        return {FINGERPRINT: self.fingerprint, STEPS: json.dumps(asdict(self), separators=(",", ":"))}
+    def functions(self) -> dict[str, Callable[..., str]]:
+        """Return the functions by the names that templates call them."""
+        return {
+            "step": self._step,
+            "begin_stage": self._begin_stage,
+            "folder": self._folder,
+            "stage": self._stage,
+            "debian": self._debian,
+        }
 
-    def made(self, labels: Mapping[str, str]) -> bool:
-        """Return whether an image with these labels is made so."""
-        return labels.get(FINGERPRINT) == self.fingerprint
+    def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
+        self._begins, self._noted, self._packages = None, defaultdict(list), []
+        text = caller().strip()
+        folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])
+        self.steps.append(Step(name, text, note, self._begins, folders, stages, tuple(self._packages)))
+        return ""
 
+    def _begin_stage(self, name: str = "") -> str:
+        self._begins = name
+        return f"FROM ${{BASE}} AS {name}" if name else "FROM ${BASE}"
 
-def read(labels: Mapping[str, str]) -> Record | None:
-    """Return the record that the labels of an image hold; None where they hold none."""
-    try:
-        document = json.loads(labels[STEPS])
-        return Record(tuple(Step(**step) for step in document["steps"]), document["templates"])
-    except (KeyError, TypeError, ValueError):
-        return None
+    def _folder(self, name: str) -> str:
+        self._noted["folder"].append(name)
+        return name
 
+    def _stage(self, name: str) -> str:
+        self._noted["stage"].append(name)
+        return name
 
-def record(dockerfile: str, contents: Contents, base: str, templates: Mapping[str, str]) -> Record:
-    """Return the record of a build: `base` is the identity of the image that `${BASE}` stands for (`reference@ID`)."""
-    stages = {_BASE: ""}
-    stage = ""
-    steps: list[Step] = []
-    for name, instructions in _blocks(dockerfile):
-        below: list[str] = []
-        inputs: dict[str, str] = {}
-        for instruction in instructions:
-            if match := _FROM.match(instruction):
-                stage, beneath = match[2] or "", match[1]
-                stages[stage] = stages.get(beneath, beneath)
-                inputs |= {"base": base} if beneath == _BASE else {}
-            below += [stages[other] for other in _TAKES.findall(instruction) if other in stages]
-            for folder in ("".join(groups) for groups in _READS.findall(instruction)):
-                inputs |= {f"{folder}/{file}": identity for file, identity in contents.get(folder, {}).items()}
-        text = digest("\n".join(instructions))
-        key = digest(json.dumps([stages[stage], below, text, sorted(inputs.items())]))
-        stages[stage] = key
-        short = {path: _short(identity) for path, identity in sorted(inputs.items())}
-        steps.append(Step(_unique(name, {step.name for step in steps}), _short(text), short, key))
-    return Record(tuple(steps), {name: _short(identity) for name, identity in templates.items()})
+    def _debian(self, names: Iterable[str]) -> str:
+        self._packages.append(tuple(names))
+        return " ".join(names)
 
 
-def digest(content: str | bytes) -> str:
-    """Return the SHA-256 (hexadecimal)."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+def write_dockerfile(steps: Iterable[Step], template: str, base: str) -> str:
+    """Return the Dockerfile of the steps.
+
+    Args:
+        template: The file that declares them, for people.
+        base: The image that `${BASE}` stands for if a build does not name one.
+    """
+    head = f"# Written by `shoal render` from {template}. Do not edit.\nARG BASE={base}"
+    return "\n\n".join([head, *(f"{_heading(step)}{step.text}" for step in steps)]) + "\n"
 
 
-def _blocks(dockerfile: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, instructions) of each block: its heading, else its first instruction's word."""
-    begun = False
-    for block in re.split(r"\n\s*\n", dockerfile.replace("\\\n", " ")):
-        lines = [line.strip() for line in block.splitlines()]
-        comments = [line for line in lines if line.startswith("#")]
-        instructions = []
-        for line in lines:
-            begun = begun or line.startswith("FROM ")
-            if begun and line and not line.startswith("#"):  # ARG before FROM is what the build names anyway
-                instructions.append(line)
-        if instructions:
-            yield comments[0].lstrip("# ").partition(":")[0] if comments else instructions[0].split()[0], instructions
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    number = 2
-    while name in taken:
-        name, number = f"{name.partition(' (')[0]} ({number})", number + 1
-    return name
-
-
-def _short(identity: str) -> str:
-    version, at, sha256 = identity.rpartition("@")
-    return f"{version}{at}{sha256[:12]}"
+def _heading(step: Step) -> str:
+    title = f"{step.name}: {step.note}" if step.note else step.name
+    return "".join(f"# {line}\n" for line in textwrap.wrap(title, 118, break_on_hyphens=False))
 
 
 def one_line(command: str, width: int = 120) -> str:

@@ -1,4 +1,4 @@
-"""Wheels that are locked and already lie in pip's find-links directories."""
+"""Wheels in pip's find-links directories that are locked."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from packaging.version import Version
 from shoal.sources.pins import Pin
 
 
-def at_hand(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files in `directories` that are locked: same name, version and SHA-256."""
-    for _, path in found(pins, directories):
-        yield path
-
-
-def found(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
-    """Yield them after the pins that they are."""
+def find_locked_wheels(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
+    """Yield the wheels in `directories` that are locked, each after its pin: same name, version and SHA-256."""
     wanted = {(pin.name, Version(pin.version)): pin for pin in pins}
-    for directory in directories:
-        for path in sorted(directory.glob("*.whl")):
-            try:
-                name, version, _, _ = parse_wheel_filename(path.name)
-            except InvalidWheelFilename:
-                continue
-            pin = wanted.get((canonicalize_name(name), version))
-            if pin and _sha256(path) == pin.sha256:
-                yield pin, path
+    for path in (path for directory in directories for path in sorted(directory.glob("*.whl"))):
+        try:
+            name, version, _, _ = parse_wheel_filename(path.name)
+        except InvalidWheelFilename:
+            continue
+        pin = wanted.get((canonicalize_name(name), version))
+        if pin and _sha256(path) == pin.sha256:
+            yield pin, path
 
 
 def _sha256(path: Path) -> str:

@@ -26,7 +26,7 @@ _RANK = struct.Struct("!I")
 
 
 class HandshakeError(ConnectionError):
-    """The other side does not have the job's key, or is no process of a job."""
+    """The other side does not have the job's key, or is not a process of a job."""
 
 
 class Initiator:
@@ -45,13 +45,13 @@ class Initiator:
         """The key of the connection; empty until the other side has proved itself."""
 
     def reply(self, answer: bytes) -> bytes:
-        """Return the last message, given the answer to `hello`. Raises HandshakeError if its proof is wrong."""
+        """Returns the last message, given the answer to `hello`. Raises HandshakeError if its proof is wrong."""
         if len(answer) != _ANSWER.size:
             raise HandshakeError(f"an answer of {len(answer)} bytes: it must have {_ANSWER.size}")
         nonce, proof = _ANSWER.unpack(answer)
         transcript = self.hello + nonce + _RANK.pack(self._to)
         if not hmac.compare_digest(proof, _mac(self._key, b"listener", transcript)):
-            raise HandshakeError("the other side has another key, or is no process of this job")
+            raise HandshakeError("the other side has another key, or is not a process of this job")
         self.session = _mac(self._key, b"session", transcript)
         return _mac(self._key, b"caller", transcript)
 
@@ -79,7 +79,7 @@ class Responder:
         return (_PROOF_BYTES if self._transcript else _HELLO.size) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes, and return the bytes to send now, if any. Raises HandshakeError if they are wrong."""
+        """Takes bytes, and returns the bytes to send now, if any. Raises HandshakeError if they are wrong."""
         if len(data) > self.missing_bytes or self.session:
             raise HandshakeError("more bytes than a handshake has")
         self._received += data
@@ -103,7 +103,7 @@ class Responder:
 
 
 def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, deadline: float) -> bytes:
-    """Authenticate both sides of a connection that this side has made.
+    """Authenticates both sides of a connection that this side has made.
 
     Args:
         sock: The connection.
@@ -127,7 +127,7 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
 
 
 def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
-    """Authenticate both sides of a connection that the other side has made: see `initiate_handshake`."""
+    """Authenticates both sides of a connection that the other side has made: see `initiate_handshake`."""
     responder = Responder(key, rank)
     while not responder.session:
         sock.sendall(responder.feed(read_some(sock, responder.missing_bytes, deadline)))

@@ -1,4 +1,4 @@
-"""Sockets of the store and the transport: addresses, deadlines, and how a lost host is noticed."""
+"""Sockets of the store and the transport: addresses, deadlines, and the detection of lost hosts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import struct
 import time
 
 LOSS_SECONDS = 12.0
-"""A connection to a host that does not answer ends after so long."""
+"""A connection ends after so long if its host stops answering."""
 _SIOCGIFADDR = 0x8915
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 4, 2, 4  # 4 + 4 × 2 s: between kernels, so that busy processes do not matter
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 4, 2, 4  # 4 + 4 × 2 s: kernels send and answer probes, not processes
 
 
 def own_address(towards: str) -> str:
-    """Return the address that this host uses towards another host, by its routes.
+    """Returns the address of this host that its routes use towards another host.
 
-    Raises OSError if `towards` has no address, or there is no route to it.
+    Args:
+        towards: The other host's name or address.
+
+    Raises:
+        OSError: If the name has no address, or there is no route.
     """
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM):
@@ -33,28 +37,28 @@ def own_address(towards: str) -> str:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface of this host. Raises OSError if it has none."""
+    """Returns the IPv4 address of a network interface of this host, by its name. Raises OSError if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(found[20:24])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach an address."""
+    """Whether only this host reaches an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Listen at one address of this host. Port 0 means a free one. Raises OSError if that fails."""
+    """Opens a socket that listens at one address of this host; port 0: a free one. Raises OSError if it cannot."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """End an idle connection within LOSS_SECONDS if the other host does not answer.
+    """Makes an idle connection end within LOSS_SECONDS if the other host stops answering.
 
-    The kernel answers for a process. One that computes, or is stopped, does not count as lost. A connection that waits
-    for an acknowledgement is not idle: see `set_user_timeout`.
+    The kernels answer for their processes, so a process that computes or is stopped does not count as lost. A
+    connection that waits for an acknowledgement is not idle: see `set_user_timeout`.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
@@ -63,16 +67,15 @@ def enable_keepalive(sock: socket.socket) -> None:
 
 
 def set_user_timeout(sock: socket.socket, seconds: float) -> None:
-    """End a connection if sent bytes are not acknowledged for so long. 0: as long as the kernel retries.
+    """Makes a connection end if sent data is not acknowledged for so long; 0: as long as the kernel tries.
 
-    A peer that reads nothing while its buffers are full counts as one that does not answer. So this is for messages
-    that always fit.
+    A peer that reads nothing while its buffers are full counts as lost too. So use this for messages that always fit.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Read `size` bytes. For `deadline` and errors see `read_some`."""
+    """Reads the next `size` bytes of a connection; for `deadline` and errors see `read_some`."""
     found = bytearray()
     while len(found) < size:
         found += read_some(sock, size - len(found), deadline)
@@ -80,15 +83,15 @@ def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) 
 
 
 def read_some(sock: socket.socket, most: int, deadline: float | None = None) -> bytes:
-    """Wait for bytes, and return those that have arrived.
+    """Waits for data on a connection and returns at most `most` bytes.
 
     Args:
         sock: The connection.
-        most: The most bytes to return.
-        deadline: In seconds of time.monotonic. Sets the socket's timeout; None leaves it as it is.
+        most: The largest number of bytes.
+        deadline: By time.monotonic; it changes the socket's own timeout. None: that timeout applies.
 
     Raises:
-        TimeoutError: After the deadline (before Python 3.10 another OSError).
+        TimeoutError: After the deadline (another OSError before Python 3.10).
         EOFError: At the end of the connection.
     """
     if deadline is not None:

@@ -1,4 +1,4 @@
-"""One rank: runs another script of this folder, whose stages exchange tensors as GPUs do, by gloo instead of NCCL.
+"""One rank: runs another script of this folder. Its stages exchange tensors as GPUs do, by gloo instead of NCCL.
 
 `transferring.py [--device] SCRIPT ARGUMENT ...`; --device: tensors on CUDA devices, in a rehearsal, not on the CPU.
 """

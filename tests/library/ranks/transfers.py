@@ -1,4 +1,4 @@
-"""A rank whose stages exchange tensors: `transfers.py CASE ARGUMENT ...`; see tests/library/test_transfers.py."""
+"""One rank of tests/library/test_transfers.py: `transfers.py CASE ARGUMENT ...`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Drawn = list[tuple[int, int, list[torch.Tensor]]]
 
 
 def drawn_by(seed: int, sender: int, thread: int, count: int) -> _Drawn:
-    """What a thread of a rank sends: to whom, as which of its messages there, and what tensors."""
+    """The messages of one thread of a rank: the receiver, the number there, and the tensors of each."""
     chosen = random.Random(f"{seed}/{sender}/{thread}")
     generator = torch.Generator().manual_seed(chosen.randrange(1 << 31))
     others, sent, found = [rank for rank in range(smp.size()) if rank != sender], dict[int, int](), _Drawn()
@@ -42,7 +42,7 @@ def drawn_by(seed: int, sender: int, thread: int, count: int) -> _Drawn:
 
 
 class Arrivals:
-    """What comes to this rank, by the rank and thread that sent it."""
+    """The messages that arrive at this rank, by the rank and thread that sent them."""
 
     def __init__(self) -> None:
         self.messages: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
@@ -57,7 +57,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> None:
-        """Wait until so many have come."""
+        """Wait until that many have arrived."""
         with self._changed:
             assert self._changed.wait_for(lambda: sum(map(len, self.messages.values())) == count, LIMIT_S), "waits"
 

@@ -1,1 +1,1 @@
-"""How hosts meet and talk: the connection between them, and Open MPI's daemons over it."""
+"""Connections between the hosts of a job, and Open MPI's daemons, which are started over them."""

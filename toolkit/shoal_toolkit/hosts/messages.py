@@ -1,36 +1,36 @@
-"""What hosts say to each other: a frame is parsed into a message here, and checked, before anybody acts on it.
+"""The messages between hosts, and how they are encoded. Every frame is parsed and checked before anything acts on it.
 
 A frame has a kind (1 byte) and a payload: a flat JSON object with exactly the fields of its kind, or bytes for output.
-Whatever else comes raises ProtocolError, and nothing but that. What a message asks for is not judged here.
+Anything else raises ProtocolError, and no other error. Whether a message is allowed at this time is not checked here.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import struct
 from collections.abc import Callable, Mapping
 
 from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.system.loop import STOP_SIGNALS
 
 VERSION = 5
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 _HEXADECIMAL = frozenset("0123456789abcdef")
-_MOST_DIGITS = 20  # of 64 bits
-_MOST_FIELDS = 4096  # a fact for each mount that is full
+_MAX_DIGITS = 20  # of a number of 64 bits
+_MAX_FIELDS = 4096  # there is a fact for each full mount
 _OUTPUT = struct.Struct("!BI")
 OUTPUT = b"o"
 
 
 class ProtocolError(Exception):
-    """The other side sent what no peer of ours sends, or sends at this time."""
+    """The other side sent a frame that is wrong, or wrong at this time."""
 
 
 # The handshake
 
 
 class Hello(NamedTuple):
-    """Worker: who it is."""
+    """Worker: its name."""
 
     version: int
     host: str
@@ -46,13 +46,13 @@ class Prove(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Worker: the proof was right, and here is its own."""
+    """Worker: the proof was right; contains the proof of the worker."""
 
     proof: str
 
 
 class Refused(NamedTuple):
-    """Worker: the proof was wrong. Nobody has proved anything: anybody may say this."""
+    """Worker: the proof was wrong. Not authenticated: anybody may send this."""
 
     reason: str
 
@@ -66,14 +66,14 @@ class Start(NamedTuple):
     command: str
 
 
-class Signal(NamedTuple):
-    """Pass a signal on."""
+class PassSignal(NamedTuple):
+    """Send a signal to the ranks."""
 
     number: int
 
 
-class Decided(NamedTuple):
-    """The result of the job."""
+class JobResult(NamedTuple):
+    """The result of the job, and job.json."""
 
     code: int
     message: str
@@ -83,8 +83,8 @@ class Decided(NamedTuple):
 # Worker → first host
 
 
-class Started(NamedTuple):
-    """A rank starts."""
+class RankStarted(NamedTuple):
+    """A rank has started."""
 
     rank: int
 
@@ -105,43 +105,43 @@ class RankEnded(NamedTuple):
     facts: Mapping[str, int]
 
 
-class Ended(NamedTuple):
-    """This host's own command, or its daemon, has ended."""
+class CommandEnded(NamedTuple):
+    """The command of this host, or its daemon of mpirun, has ended."""
 
     code: int
     stderr: str
     failed_rank: int | None
     facts: Mapping[str, int]
-    unrecorded: str
+    unrecorded: str  # why this host can't write a success; empty if it can
 
 
-class Failed(NamedTuple):
-    """This host cannot take part."""
+class HostFailed(NamedTuple):
+    """This host can't take part."""
 
     code: int
     message: str
 
 
-class Stopping(NamedTuple):
-    """This host was told to stop."""
+class StopReceived(NamedTuple):
+    """This host received a signal that stops the job."""
 
     signal: int
 
 
-class Word(NamedTuple):
-    """A frame that is all in its kind: PING, GO or READY."""
+class Bare(NamedTuple):
+    """A message without fields: PING, GO (start your own command) or READY (this host can start)."""
 
     kind: bytes
 
 
-PING, GO, READY = Word(b"."), Word(b"G"), Word(b"r")
+PING, GO, READY = Bare(b"."), Bare(b"G"), Bare(b"r")
 Handshake = (Hello, Prove, Welcome, Refused)
 
 
-# What a field may be
+# Checks of a field: each returns the value, or raises ProtocolError
 
 
-def _whole(most: int) -> Callable[[Any], Any]:
+def _check_whole_number(most: int) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not int or not 0 <= value <= most:
             raise ProtocolError(f"a number that is not from 0 to {most}")
@@ -150,49 +150,49 @@ def _whole(most: int) -> Callable[[Any], Any]:
     return check
 
 
-def _digest(length: int) -> Callable[[Any], Any]:
+def _check_digest(length: int) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not isinstance(value, str) or len(value) != length or not _HEXADECIMAL.issuperset(value):
-            raise ProtocolError(f"no {length} hexadecimal digits")
+            raise ProtocolError(f"a field that is not {length} hexadecimal digits")
         return value
 
     return check
 
 
-def _text(value: Any) -> Any:
+def _check_text(value: Any) -> Any:
     if not isinstance(value, str):
-        raise ProtocolError("a field that is no text")
+        raise ProtocolError("a field that is not text")
     return value
 
 
-def _line(value: Any) -> Any:
-    """What is logged of somebody who has proved nothing: no line of its own, and nothing that a terminal obeys."""
-    if not _text(value).isprintable():
-        raise ProtocolError("a text of other than printable characters")
+def _check_line(value: Any) -> Any:
+    """Checks a text of a peer that has proved nothing: it is logged, and must not contain newlines or escape codes."""
+    if not _check_text(value).isprintable():
+        raise ProtocolError("a text with unprintable characters")
     return value
 
 
-def _rank_or_none(value: Any) -> Any:
-    return None if value is None else _rank(value)
+def _check_optional_rank(value: Any) -> Any:
+    return None if value is None else _check_rank(value)
 
 
-def _stop_signal(value: Any) -> Any:
+def _check_stop_signal(value: Any) -> Any:
     if type(value) is not int or value not in STOP_SIGNALS:
-        raise ProtocolError("a signal that stops no job")
+        raise ProtocolError("a signal that does not stop a job")
     return value
 
 
-def _facts(value: Any) -> Any:
-    """What explains a failure: a number for each name."""
-    if not isinstance(value, dict) or len(value) > _MOST_FIELDS or {type(item) for item in value.values()} - {int}:
-        raise ProtocolError("facts that are no numbers")
+def _check_facts(value: Any) -> Any:
+    """Checks facts about a failure: a number for each name."""
+    if not isinstance(value, dict) or len(value) > _MAX_FIELDS or {type(item) for item in value.values()} - {int}:
+        raise ProtocolError("facts that are not numbers")
     return value
 
 
-def _report(value: Any) -> Any:
-    """The fields of job.json: scalars, and lists of text."""
-    if not isinstance(value, dict) or len(value) > _MOST_FIELDS:
-        raise ProtocolError("a report that is no object")
+def _check_report(value: Any) -> Any:
+    """Checks the fields of job.json: scalars, and lists of scalars."""
+    if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
+        raise ProtocolError("a report that is not an object")
     for item in value.values():
         for each in item if isinstance(item, list) else [item]:
             if isinstance(each, (dict, list)):
@@ -200,84 +200,92 @@ def _report(value: Any) -> Any:
     return value
 
 
-_rank = _whole(1 << 20)
-_code = _whole(1 << 16)
-_nonce, _proof = _digest(32), _digest(64)
-_FORMS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
-    b"H": (Hello, (_whole(1 << 16), _text, _nonce)),
-    b"P": (Prove, (_nonce, _proof, _proof)),
-    b"W": (Welcome, (_proof,)),
-    b"R": (Refused, (_line,)),
-    b"S": (Start, (_text,)),
-    b"K": (Signal, (_stop_signal,)),
-    b"V": (Decided, (_code, _text, _report)),
-    b"s": (Started, (_rank,)),
-    b"n": (RankEnded, (_rank, _code, _facts)),
-    b"e": (Ended, (_code, _text, _rank_or_none, _facts, _text)),
-    b"f": (Failed, (_code, _text)),
-    b"t": (Stopping, (_stop_signal,)),
+_check_rank = _check_whole_number(1 << 20)
+_check_code = _check_whole_number(1 << 16)
+_check_nonce, _check_proof = _check_digest(32), _check_digest(64)
+_FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
+    b"H": (Hello, (_check_whole_number(1 << 16), _check_text, _check_nonce)),
+    b"P": (Prove, (_check_nonce, _check_proof, _check_proof)),
+    b"W": (Welcome, (_check_proof,)),
+    b"R": (Refused, (_check_line,)),
+    b"S": (Start, (_check_text,)),
+    b"K": (PassSignal, (_check_stop_signal,)),
+    b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"s": (RankStarted, (_check_rank,)),
+    b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
+    b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
+    b"f": (HostFailed, (_check_code, _check_text)),
+    b"t": (StopReceived, (_check_stop_signal,)),
 }
-_KINDS = {make: kind for kind, (make, _) in _FORMS.items()}
+_KINDS = {make: kind for kind, (make, _) in _FIELDS.items()}
 
 
-def encode(message: Any) -> tuple[bytes, bytes]:
-    """Return the kind and the payload of a message."""
-    if isinstance(message, Word):
+def encode_message(message: Any) -> tuple[bytes, bytes]:
+    """Returns the kind and the payload of a message."""
+    if isinstance(message, Bare):
         return message.kind, b""
     if isinstance(message, Output):
         return OUTPUT, _OUTPUT.pack(message.stream, message.rank) + message.data
     return _KINDS[type(message)], json.dumps(dict(zip(message._fields, message))).encode()
 
 
-def parse(kind: bytes, payload: bytes, proved: bool) -> Any:
-    """Return the message of a frame. Raises ProtocolError, and nothing else, for what is none.
+def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
+    """Parses a frame, and returns its message.
 
-    proved: Whether the other side has proved the secret. Until then only the handshake is understood.
+    Args:
+        kind: The kind of the frame, one byte.
+        payload: Its payload.
+        proved: Whether the other side has proved the secret. Until then only messages of the handshake are allowed.
+
+    Raises:
+        ProtocolError: If the frame is wrong. No other error is raised.
     """
-    make, checks = _FORMS.get(kind, (None, ()))
+    make, checks = _FIELDS.get(kind, (None, ()))
     if not proved and make not in Handshake:
-        raise ProtocolError(f"the kind {kind!r} before the handshake is over")
+        raise ProtocolError(f"the kind {kind!r} before the end of the handshake")
     if kind == OUTPUT:
-        return _output(payload)
+        return _parse_output(payload)
     if kind in (PING.kind, GO.kind, READY.kind):
-        return Word(kind)
+        return Bare(kind)
     if make is None:
         raise ProtocolError(f"the kind {kind!r}")
-    fields = _object(payload, flat=make in Handshake)
+    fields = _parse_object(payload, flat=make in Handshake)
     if fields.keys() != set(make._fields):
-        raise ProtocolError(f"other fields than {', '.join(make._fields)}")
+        raise ProtocolError(f"fields other than {', '.join(make._fields)}")
     return make(*(check(fields[name]) for name, check in zip(make._fields, checks)))
 
 
-def _output(payload: bytes) -> Output:
+def _parse_output(payload: bytes) -> Output:
     if len(payload) < _OUTPUT.size:
         raise ProtocolError("output without a rank")
     stream, rank = _OUTPUT.unpack_from(payload)
     if stream not in (1, 2):
         raise ProtocolError(f"output of the stream {stream}")
-    return Output(stream, _rank(rank), payload[_OUTPUT.size :])
+    return Output(stream, _check_rank(rank), payload[_OUTPUT.size :])
 
 
-def _object(payload: bytes, flat: bool) -> dict[str, Any]:
+def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
     if flat and (payload.count(b"{") != 1 or b"[" in payload):
         raise ProtocolError("a payload that is not flat")
     try:
-        value = json.loads(payload.decode(), parse_int=_integer, parse_float=_number, parse_constant=_number)
+        value = json.loads(
+            payload.decode(), parse_int=_parse_integer, parse_float=_parse_float, parse_constant=_parse_float
+        )
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a payload that is no JSON ({error})") from None
+        raise ProtocolError(f"a payload that is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ProtocolError("a payload that is no object")
+        raise ProtocolError("a payload that is not an object")
     return value
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
+def _parse_integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
         raise ProtocolError("a number that is too long")
     return int(digits)
 
 
-def _number(digits: str) -> float:
-    number = float(digits) if len(digits) <= 2 * _MOST_DIGITS else float("inf")
+def _parse_float(digits: str) -> float:
+    number = float(digits) if len(digits) <= 2 * _MAX_DIGITS else float("inf")
     if number - number != 0:
         raise ProtocolError("a number that is not finite")
     return number

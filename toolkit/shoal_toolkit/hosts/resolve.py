@@ -1,6 +1,6 @@
-"""Looks names up beside the loop: getaddrinfo blocks, for tens of seconds where a name server is slow or gone.
+"""Looks up host names in threads: getaddrinfo blocks, for tens of seconds if a name server is slow or gone.
 
-A few threads of the lowest kind: importing concurrent.futures would cost more than most lookups.
+It uses the module _thread: importing concurrent.futures would take longer than most lookups.
 """
 
 from __future__ import annotations
@@ -9,70 +9,71 @@ import _thread
 import os
 from collections import deque
 
-from shoal_toolkit.hosts.wire import addresses
+from shoal_toolkit.hosts.wire import look_up_host
 from shoal_toolkit.light_typing import Any, Protocol
-from shoal_toolkit.run.loop import READ, Loop
+from shoal_toolkit.system.loop import READ, Loop
 
 Address = tuple[int, tuple[Any, ...]]  # family, address
 
 
-class Answer(Protocol):
-    """Gets the addresses of a host, or the OSError that says why there are none (yet)."""
+class OnResolved(Protocol):
+    """Called with the addresses of a host, or the OSError that explains why there are none."""
 
     def __call__(self, found: list[Address] | OSError, /) -> None: ...
 
 
-_THREADS = 16  # hundreds of hosts are asked for at once
+_THREADS = 16  # hundreds of hosts may be looked up at once
 
 
 class Resolver:
-    """Asks for addresses, and calls back from the loop."""
+    """Looks up hosts in threads, and calls back from the loop."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._asked: deque[tuple[str, int, Answer]] = deque()
-        self._found: deque[tuple[Answer, list[Address] | OSError]] = deque()
+        self._queue: deque[tuple[str, int, OnResolved]] = deque()
+        self._found: deque[tuple[OnResolved, list[Address] | OSError]] = deque()
         self._threads = 0
         self._lock = _thread.allocate_lock()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
-        loop.watch(self._read, READ, self._answer)
+        loop.watch(self._read, READ, self._on_found)
 
-    def ask(self, host: str, port: int, answer: Answer) -> None:
-        """Look a name up; `answer` gets its addresses, or the OSError that says why there are none (yet)."""
+    def look_up(self, host: str, port: int, on_resolved: OnResolved) -> None:
+        """Starts to look up a host. The loop calls `on_resolved` later, also for an error."""
         with self._lock:
-            self._asked.append((host, port, answer))
+            self._queue.append((host, port, on_resolved))
             if self._threads < _THREADS:
                 self._threads += 1
-                _thread.start_new_thread(self._work, ())
+                _thread.start_new_thread(self._run_lookups, ())
 
     def close(self) -> None:
-        """Call nobody back any more. A thread that still waits for a name server ends with the process."""
+        """Stops calling back. Threads that wait for a name server end with the process."""
         self._loop.unwatch(self._read, READ)
         with self._lock:
-            self._asked.clear()
+            self._queue.clear()
 
-    def _work(self) -> None:
+    def _run_lookups(self) -> None:
+        """Body of a thread: looks up the queued hosts, and ends when there are none."""
         while True:
             with self._lock:
-                if not self._asked:
+                if not self._queue:
                     self._threads -= 1
                     return
-                host, port, answer = self._asked.popleft()
-            self._found.append((answer, _look_up(host, port)))
+                host, port, on_resolved = self._queue.popleft()
+            self._found.append((on_resolved, _try_look_up(host, port)))
             os.write(self._write, b".")
 
-    def _answer(self) -> None:
+    def _on_found(self) -> None:
         os.read(self._read, 4096)
         while self._found:
-            answer, found = self._found.popleft()
-            answer(found)
+            on_resolved, found = self._found.popleft()
+            on_resolved(found)
 
 
-def _look_up(host: str, port: int) -> list[Address] | OSError:
+def _try_look_up(host: str, port: int) -> list[Address] | OSError:
     try:
-        return addresses(host, port)
+        return look_up_host(host, port)
     except OSError as error:
         return error
     except UnicodeError as error:
-        return OSError(f"no host name ({error})")
+        return OSError(f"not a host name ({error})")

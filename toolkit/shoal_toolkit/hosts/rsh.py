@@ -1,7 +1,7 @@
-"""mpirun's launch agent: it runs this where it would run ssh, with a host and a command.
+"""Replaces ssh for mpirun: asks `train` to run a command on another host, and ends with its exit code.
 
-Asks the first host's `train` over its private socket to have the command run on that host, and ends as it ends. It
-runs alone (`python -I -S rsh.py`), so it imports nothing of the package.
+mpirun runs this program with a host and a command. It sends both to `train` over a private socket. It runs with
+`python -I -S`, so it can't import the package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> int:
-    """Return the daemon's exit code, 255 (as ssh) when the host or the first host's `train` is gone."""
+    """Returns the exit code of the command; 255, like ssh, if the host or `train` is gone."""
     host, command = sys.argv[1], " ".join(sys.argv[2:])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as train:
         train.connect(os.path.join(os.environ["SHOAL_RUN_DIR"], "rsh.sock"))

@@ -1,8 +1,8 @@
-"""The connection between two hosts: frames over TCP, heartbeats, and the proofs of the job's secret.
+"""Connections between two hosts: frames over TCP, heartbeats, and proofs of the job's secret.
 
-A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload: see messages.py. After the
-handshake a tag follows (16 bytes). Its key comes from the secret and from this handshake, so that nobody between the
-hosts adds, changes, repeats or leaves out a frame.
+A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload. See messages.py. After the
+handshake each frame ends with a tag (16 bytes). Its key is derived from the secret and from this handshake, so that
+nobody between the hosts can add, change, repeat or remove a frame.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from time import monotonic
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.messages import PING, ProtocolError
 from shoal_toolkit.light_typing import Any
-from shoal_toolkit.run.loop import READ, WRITE, Loop, Timer
+from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 
 MAX_FRAME = 1 << 20
 MAX_HANDSHAKE_FRAME = 4096
 HANDSHAKE_SECONDS = 10.0
 HEARTBEAT_SECONDS = 1.0
-LOST_SECONDS = 10.0  # longer than a network that stumbles, shorter than a user's patience
+LOST_SECONDS = 10.0  # longer than a short network failure, shorter than users are willing to wait
 
 _HEAD = struct.Struct("!Ic")
 _TAG_BYTES = 16
 
 
 class Seal:
-    """Makes the tags of the frames that go one way on a connection, one after the other."""
+    """Makes and checks the tags of the frames in one direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def tag(self, kind: bytes, payload: bytes) -> bytes:
+    def make_tag(self, kind: bytes, payload: bytes) -> bytes:
         mac = hashlib.blake2b(self._count.to_bytes(8, "big") + kind, key=self._key, digest_size=_TAG_BYTES)
         mac.update(payload)
         self._count += 1
         return mac.digest()
 
-    def open(self, kind: bytes, sealed: bytes) -> bytes:
-        """Return a payload without its tag. Raises ProtocolError if the tag is wrong."""
+    def check(self, kind: bytes, sealed: bytes) -> bytes:
+        """Returns the payload without its tag. Raises ProtocolError if the tag is wrong."""
         payload, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]
-        if not hmac.compare_digest(tag, self.tag(kind, payload)):
-            raise ProtocolError("a frame that was changed on its way, or is not the next one")
+        if not hmac.compare_digest(tag, self.make_tag(kind, payload)):
+            raise ProtocolError("a frame that was changed, or is out of order")
         return payload
 
 
 class Channel:
-    """A connected, non-blocking socket. Calls `on_message(message)`, and `on_lost(reason)` once when it ends.
+    """A connected, non-blocking socket that sends and receives messages.
 
-    `on_message` raises ProtocolError for a message that is not due; the connection is then lost. An error of any other
-    kind is a mistake of ours, and is not caught here.
+    Calls `on_message(message)` for each message, and `on_lost(reason)` once if the connection is lost. If `on_message`
+    raises ProtocolError, because the message is wrong at this time, the connection is lost. Other errors are bugs, and
+    are not caught here.
     """
 
     def __init__(
@@ -64,46 +65,47 @@ class Channel:
     ) -> None:
         self.on_message = on_message
         self.on_lost = on_lost
-        self.on_held: Callable[[int], None] = lambda _: None  # told how many bytes wait to be sent
-        self._seals: tuple[Seal, Seal] | None = None  # of this side and of the other, once that has proved itself
+        self.on_held: Callable[[int], None] = lambda _: None  # called with the number of bytes that wait to be sent
+        self._seals: tuple[Seal, Seal] | None = None  # of this side and of the other, after the handshake
         self._loop = loop
         self._sock: socket.socket | None = sock
         self._in = bytearray()
         self._out: deque[memoryview] = deque()
-        self._held = 0
+        self._unsent = 0
         self._last_heard = monotonic()
         self._beat: Timer | None = None
         self._paused = False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop.watch(sock.fileno(), READ, self._readable)
+        loop.watch(sock.fileno(), READ, self._on_readable)
 
     @property
     def open(self) -> bool:
         return self._sock is not None
 
     def start(self, seals: tuple[Seal, Seal]) -> None:
-        """The handshake is over. Frames have tags from now on, by the seals of this side and of the other.
+        """Ends the handshake: from now on frames have tags, and a silent connection is lost.
 
-        Both sides speak at least every few seconds, or the connection is lost.
+        Args:
+            seals: The seal of this side, and of the other.
         """
         self._seals = seals
         self._last_heard = monotonic()
         self._heartbeat()
 
     def send(self, message: Any) -> None:
-        """Queue a message; what the socket takes is sent at once."""
+        """Queues a message, and sends as much as the socket takes now. Does nothing if the connection is closed."""
         if self._sock is None:
             return
-        kind, payload = messages.encode(message)
+        kind, payload = messages.encode_message(message)
         if self._seals is not None:
-            payload += self._seals[0].tag(kind, payload)
+            payload += self._seals[0].make_tag(kind, payload)
         self._out.append(memoryview(_HEAD.pack(len(payload) + 1, kind) + payload))
-        self._held += _HEAD.size + len(payload)
+        self._unsent += _HEAD.size + len(payload)
         self._flush()
 
     def close(self) -> None:
-        """Close without a word to on_lost."""
+        """Closes the connection without calling `on_lost`."""
         if self._sock is None:
             return
         if self._beat:
@@ -114,14 +116,14 @@ class Channel:
         self._sock = None
 
     def pause(self) -> None:
-        """Do not read for now. Silence is no sign of a loss then."""
+        """Stops reading. Until `resume`, silence does not mean that the connection is lost."""
         if self._sock is not None:
             self._loop.unwatch(self._sock.fileno(), READ)
             self._paused = True
 
     def resume(self) -> None:
         if self._sock is not None:
-            self._loop.watch(self._sock.fileno(), READ, self._readable)
+            self._loop.watch(self._sock.fileno(), READ, self._on_readable)
             self._paused = False
             self._last_heard = monotonic()
 
@@ -133,7 +135,7 @@ class Channel:
     def _heartbeat(self) -> None:
         silent = monotonic() - self._last_heard
         if silent > LOST_SECONDS and not self._paused:
-            self._lose(f"nothing was heard from it for {silent:.0f} s")
+            self._lose(f"it was silent for {silent:.0f} s")
             return
         if not self._out:
             self.send(PING)
@@ -145,24 +147,24 @@ class Channel:
             while sock is not None and self._out:
                 first = self._out[0]
                 sent = sock.send(first)
-                self._held -= sent
+                self._unsent -= sent
                 self._out[0] = first[sent:]
                 if sent == len(first):
                     self._out.popleft()
         except BlockingIOError:
             self._loop.watch(sock.fileno(), WRITE, self._flush)  # type: ignore[union-attr]
         except OSError as error:
-            # Told from the loop: whoever called send is in the middle of something.
+            # Reported later by the loop, because the caller of `send` does not expect it.
             self._out.clear()
-            self._held = 0
+            self._unsent = 0
             reason = str(error)
             self._loop.call_later(0, lambda: self._lose(reason))
         else:
             if sock is not None:
                 self._loop.unwatch(sock.fileno(), WRITE)
-        self.on_held(self._held)
+        self.on_held(self._unsent)
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         if self._sock is None:
             return
         try:
@@ -180,10 +182,10 @@ class Channel:
         try:
             self._deliver()
         except ProtocolError as error:
-            self._lose(f"it sent what is no frame of this protocol ({error})")
+            self._lose(f"it sent a wrong frame ({error})")
 
     def _deliver(self) -> None:
-        """Hand on the messages that are complete. What was read goes in one piece: it is linear in small frames too."""
+        """Passes on all complete messages. Removes their bytes only at the end, which takes linear time."""
         start = 0
         try:
             while self._sock is not None and len(self._in) - start >= _HEAD.size:
@@ -196,8 +198,8 @@ class Channel:
                     return
                 payload = bytes(self._in[start + _HEAD.size : end])
                 if seals is not None:
-                    payload = seals[1].open(kind, payload)
-                message = messages.parse(kind, payload, seals is not None)
+                    payload = seals[1].check(kind, payload)
+                message = messages.parse_message(kind, payload, seals is not None)
                 start = end
                 if message != PING:
                     self.on_message(message)
@@ -205,34 +207,57 @@ class Channel:
             del self._in[:start]
 
 
-def nonce() -> str:
+def make_nonce() -> str:
+    """Returns a random number for one handshake, as 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
-def fingerprint(hosts: Sequence[str]) -> str:
-    """Two jobs with different hosts do not take each other for their own."""
+def hash_hosts(hosts: Sequence[str]) -> str:
+    """Returns a hash of the host list. It keeps hosts of different jobs from joining each other."""
     return hashlib.sha256("\n".join(hosts).encode()).hexdigest()
 
 
-def proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
-    """Return what only somebody with the job's secret can say of this handshake; `role`: no echo passes for it."""
+def make_transcript(hosts: Sequence[str], worker: str, first_nonce: str, worker_nonce: str) -> dict[str, str]:
+    """Returns the facts that the proofs of a handshake cover.
+
+    Args:
+        hosts: All hosts of the job, the first host first.
+        worker: The name of the worker.
+        first_nonce: The nonce of the first host.
+        worker_nonce: The nonce of the worker.
+    """
+    names = {"first": hosts[0], "worker": worker, "hosts": hash_hosts(hosts)}
+    return {**names, "first_nonce": first_nonce, "worker_nonce": worker_nonce}
+
+
+def make_proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
+    """Returns a proof that this host knows the job's secret.
+
+    Args:
+        secret: The job's secret.
+        role: "first" or "worker", so that the other side can't send the proof back.
+        transcript: See `make_transcript`.
+
+    Returns:
+        64 hexadecimal digits.
+    """
     text = json.dumps([messages.VERSION, role, sorted(transcript.items())])
     return hmac.new(secret.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()
 
 
-def seals(secret: str, role: str, transcript: Mapping[str, str]) -> tuple[Seal, Seal]:
-    """Return the seal of `role` and that of the other side, for the connection of this handshake."""
+def make_seals(secret: str, role: str, transcript: Mapping[str, str]) -> tuple[Seal, Seal]:
+    """Returns the seals of `role` and of the other side. Arguments as for `make_proof`."""
     other = "worker" if role == "first" else "first"
-    own, others = (Seal(bytes.fromhex(proof(secret, f"frames of {each}", transcript))) for each in (role, other))
+    own, others = (Seal(bytes.fromhex(make_proof(secret, f"frames of {each}", transcript))) for each in (role, other))
     return own, others
 
 
-def same(left: str, right: object) -> bool:
-    """Compare proofs in constant time."""
+def equal_proofs(left: str, right: object) -> bool:
+    """Compares proofs in constant time."""
     return isinstance(right, str) and hmac.compare_digest(left.encode(), right.encode())
 
 
-def addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return (family, address) of a host; raises OSError where the name is not known (yet)."""
+def look_up_host(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Returns (family, address) pairs of a host. Raises OSError if its name is unknown, maybe only for now."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in found]

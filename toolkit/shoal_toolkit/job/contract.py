@@ -1,8 +1,8 @@
-"""Reads the SageMaker contract (files under the base directory, and variables) into a frozen `Job`.
+"""Reads the SageMaker contract, files under the base directory and variables, into a frozen `Job`.
 
-Sources: the SageMaker training documentation, and the observed behaviour of `sagemaker-training` 5.1.4. Where that
-one is wrong (a stale failure file, a flag "false" taken as true, SAGEMAKER_SUBMIT_DIRECTORY ignored) this one does
-what is documented.
+Sources: the SageMaker training documentation, and the observed behaviour of `sagemaker-training` 5.1.4. If that is
+wrong (a stale failure file, a flag "false" taken as true, SAGEMAKER_SUBMIT_DIRECTORY ignored), the documentation
+counts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ import os
 from collections.abc import Mapping
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job import source
-from shoal_toolkit.job.entry import Script, read_script
-from shoal_toolkit.job.source import Code
-from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.job.entry import Script, describe_entry, find_script
+from shoal_toolkit.job.source import (
+    Code,
+    describe_without_fetching,
+    fetch_code,
+    locate_code,
+    make_code_directory,
+)
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # few jobs define metrics
+    from shoal_toolkit.job.metrics import MetricDefinition
 
 DEFAULT_BASE = "/opt/ml"
 HYPERPARAMETERS = "hyperparameters.json"
 RESOURCE_CONFIG = "resourceconfig.json"
 INPUT_DATA_CONFIG = "inputdataconfig.json"
 
-# Hyperparameters for the toolkit itself: neither the script nor SM_FRAMEWORK_PARAMS sees them.
+# Hyperparameters for the toolkit itself: they are not passed to the script, nor in SM_FRAMEWORK_PARAMS.
 TOOLKIT_KEYS = frozenset(
     {
         "sagemaker_program",
@@ -34,11 +42,11 @@ TOOLKIT_KEYS = frozenset(
         "default_user_module_name",
         "_tuning_objective_metric",
         "sagemaker_s3_output",
-        "sagemaker_store_true",  # ours: see arguments.py
-        "sagemaker_metric_definitions",  # ours: see metrics.py
+        "sagemaker_store_true",  # only in this toolkit: see plan/arguments.py
+        "sagemaker_metric_definitions",  # only in this toolkit: see job/metrics.py
     }
 )
-# Hyperparameters that choose and tune a launcher; they are SM_FRAMEWORK_PARAMS.
+# Hyperparameters that choose and tune a launcher: SM_FRAMEWORK_PARAMS.
 LAUNCHER_KEYS = frozenset(
     {
         "sagemaker_mpi_enabled",
@@ -90,7 +98,7 @@ class Paths(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Who takes part, from resourceconfig.json; `assumed` when there is no such file and one host is supposed."""
+    """The hosts of a job, from resourceconfig.json. `assumed`: there is no such file, and this host is alone."""
 
     current_host: str
     hosts: tuple[str, ...]
@@ -110,45 +118,63 @@ class Cluster(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One training job as one host sees it: everything that was configured, nothing of the machine."""
+    """One training job as configured on one host, without facts about the machine."""
 
     paths: Paths
     cluster: Cluster
-    hyperparameters: Mapping[str, Any]  # those of the script
-    framework: Mapping[str, Any]  # sagemaker_*, less those of the toolkit itself
-    toolkit: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]  # for the script
+    framework: Mapping[str, Any]  # for the launcher: sagemaker_* other than TOOLKIT_KEYS
+    toolkit: Mapping[str, Any]  # TOOLKIT_KEYS
     input_data_config: Mapping[str, Any]
     script: Script
     code: Code
-    region: str  # of AWS; empty where nobody says
-    platform_syncs: bool  # output/intermediate was there before the job: the platform uploads it
+    region: str  # of AWS; empty if not configured
+    platform_syncs: bool  # output/intermediate existed before the job: the platform uploads it
     extra_args: tuple[str, ...]  # after `train` on the command line
     environ: Mapping[str, str]
-    configured: bool  # whether hyperparameters.json exists: without it, `train` is a bare `docker run`
+    configured: bool  # whether hyperparameters.json exists: a bare `docker run` has none
+    metrics: tuple[MetricDefinition, ...] = ()
+    entry_notes: tuple[str, ...] = ()  # for the log
 
     @property
     def code_dir(self) -> str:
-        """The directory of the user's code, in which it runs."""
+        """The directory of the user's code, in which the script runs."""
         return self.code.directory
 
     @property
+    def instance_type(self) -> str:
+        """The type of this host's instance, "local" if it is not configured."""
+        if self.cluster.instance_type != "local":
+            return self.cluster.instance_type
+        return str(self.framework.get("sagemaker_instance_type") or "local")
+
+    @property
     def channels(self) -> dict[str, str]:
-        """Channel name → directory of its data."""
+        """The directory of each channel's data, by the channel's name."""
         return {name: os.path.join(self.paths.data, name) for name in self.input_data_config}
 
 
 def read_paths(environ: Mapping[str, str]) -> Paths:
-    """Return the directories below SAGEMAKER_BASE_DIR, or below /opt/ml."""
+    """Returns the directories of the job, under SAGEMAKER_BASE_DIR or /opt/ml."""
     return Paths(os.path.abspath(environ.get("SAGEMAKER_BASE_DIR") or DEFAULT_BASE))
 
 
 def read_cluster(paths: Paths, hostname: str) -> Cluster:
-    """Read resourceconfig.json; without one, this host (named `hostname`) is alone."""
+    """Returns the hosts of the job, from resourceconfig.json.
+
+    Args:
+        paths: The directories of the job.
+        hostname: The name of this host, used if there is no such file: then this host is alone.
+
+    Raises:
+        ContractError: If the file is not as SageMaker writes it.
+    """
     path = os.path.join(paths.config, RESOURCE_CONFIG)
     config = _read_object(path)
     if config is None:
-        return Cluster(hostname, (hostname,), "eth0", "local", "homogeneousCluster", _alone(hostname), assumed=True)
-    hosts = _hosts(config, path)
+        config = {"current_host": hostname, "hosts": [hostname]}
+        return Cluster(hostname, (hostname,), "eth0", "local", "homogeneousCluster", config, assumed=True)
+    hosts = _read_hosts(config, path)
     current = config.get("current_host")
     if current not in hosts:
         raise ContractError(
@@ -167,7 +193,7 @@ def read_cluster(paths: Paths, hostname: str) -> Cluster:
 
 
 def read_framework(paths: Paths) -> dict[str, Any]:
-    """Return the hyperparameters for the launcher alone."""
+    """Returns the hyperparameters for the launcher, decoded. Raises ContractError if the file can't be read."""
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS)) or {}
     return {key: decode(value) for key, value in raw.items() if key in LAUNCHER_KEYS}
 
@@ -175,23 +201,32 @@ def read_framework(paths: Paths) -> dict[str, Any]:
 def read_job(
     paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...], fetch: bool = True
 ) -> Job:
-    """Read the rest of the contract, and bring the code here; without `fetch`, leave everything as it is.
+    """Reads the rest of the contract, fetches the code, and returns the job.
 
-    Raises ContractError for what cannot be understood or is missing, LaunchError for code that cannot be fetched.
+    Args:
+        paths: The directories of the job.
+        cluster: Its hosts.
+        environ: The environment of `train`.
+        extra_args: Arguments for the script from the command line of `train`.
+        fetch: False to change no file: code that is elsewhere is not fetched.
+
+    Raises:
+        ContractError: If the configuration is wrong or incomplete.
+        LaunchError: If the code can't be fetched.
     """
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
     decoded = {key: decode(value) for key, value in (raw or {}).items()}
     reserved = {key for key in decoded if key in TOOLKIT_KEYS or key.startswith("sagemaker_")}
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
-    region = _region(environ, toolkit)
-    place = source.locate(environ, toolkit, paths.code)
+    region = _find_region(environ, toolkit)
+    source = locate_code(environ, toolkit, paths.code)
     if fetch:
-        code = source.fetch(place, paths.code, {**environ, "SAGEMAKER_REGION": region})
+        code = fetch_code(source, paths.code, {**environ, "SAGEMAKER_REGION": region})
     else:
-        code = source.foresee(place, paths.code)
-    script = read_script(code, environ, toolkit)
+        code = describe_without_fetching(source, paths.code)
+    script = find_script(code, environ, toolkit)
     if fetch and script.needs_no_code:
-        source.make_directory(code)
+        make_code_directory(code)
     return Job(
         paths=paths,
         cluster=cluster,
@@ -206,11 +241,13 @@ def read_job(
         extra_args=extra_args,
         environ=environ,
         configured=raw is not None,
+        metrics=_read_metrics(paths, code, toolkit),
+        entry_notes=describe_entry(code, script, environ),
     )
 
 
 def decode(value: Any) -> Any:
-    """Return the JSON value that a hyperparameter's string holds; the string itself where it is no JSON.
+    """Returns the JSON value in a hyperparameter's string; the string itself if it is not JSON.
 
     >>> decode("1.10"), decode("null"), decode("adam"), decode('"a b"')
     (1.1, None, 'adam', 'a b')
@@ -223,8 +260,16 @@ def decode(value: Any) -> Any:
         return value
 
 
-def flag(settings: Mapping[str, Any], key: str) -> bool:
-    """Return a true/false hyperparameter: true, "true", "True" (SDK 1.x) and "\\"true\\"" are true, absent is false."""
+def read_flag(settings: Mapping[str, Any], key: str) -> bool:
+    """Returns a true/false hyperparameter. true, "true", "True" (SDK 1.x) and "\\"true\\"" are true, absent is false.
+
+    Args:
+        settings: The hyperparameters.
+        key: The name of one.
+
+    Raises:
+        ContractError: If it has any other value.
+    """
     value = settings.get(key)
     if value is None or value is True or value is False:
         return bool(value)
@@ -236,8 +281,16 @@ def flag(settings: Mapping[str, Any], key: str) -> bool:
     raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; allowed are true and false.")
 
 
-def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
-    """Return a hyperparameter that counts something (at least 1), or None where it is absent or null."""
+def read_count(settings: Mapping[str, Any], key: str) -> int | None:
+    """Returns a hyperparameter that is a whole number of at least 1; None if it is absent or null.
+
+    Args:
+        settings: The hyperparameters.
+        key: The name of one.
+
+    Raises:
+        ContractError: If it has any other value.
+    """
     value = settings.get(key)
     if value is None or value == "":
         return None
@@ -247,8 +300,19 @@ def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
     return int(text)
 
 
+def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricDefinition, ...]:
+    """Returns the metric definitions; most jobs have none, and start faster without the module for them."""
+    listed = toolkit.get("sagemaker_metric_definitions")
+    files = (os.path.join(directory, "metrics.json") for directory in (paths.config, code.directory))
+    if listed is None and not any(map(os.path.isfile, files)):
+        return ()
+    from shoal_toolkit.job.metrics import read_metric_definitions
+
+    return read_metric_definitions(paths.config, code.directory, listed)
+
+
 def _read_object(path: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file, None where there is no file."""
+    """Returns the JSON object in a file, None if there is no file."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             value = json.load(file)
@@ -263,18 +327,18 @@ def _read_object(path: str) -> dict[str, Any] | None:
         raise ContractError(f"{path} cannot be read: {error}. It must be a JSON object, in UTF-8.") from None
     if not isinstance(value, dict):
         raise ContractError(
-            f"{path}, line 1: the file holds a JSON {_json_type(value)}, and must hold an object, "
+            f"{path}, line 1: the file holds a JSON {_name_json_type(value)}, and must hold an object, "
             'such as {"key": "value"}.'
         )
     return value
 
 
-def _json_type(value: Any) -> str:
+def _name_json_type(value: Any) -> str:
     names = {list: "list", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
     return names[type(value)]
 
 
-def _hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     hosts = config.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')
@@ -283,10 +347,6 @@ def _hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
+def _find_region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
     named = (environ.get(name) for name in ("SAGEMAKER_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"))
     return str(toolkit.get("sagemaker_region") or next(filter(None, named), ""))
-
-
-def _alone(hostname: str) -> dict[str, Any]:
-    return {"current_host": hostname, "hosts": [hostname]}

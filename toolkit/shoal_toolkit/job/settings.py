@@ -1,4 +1,4 @@
-"""What tunes `train` itself, from SHOAL_* variables."""
+"""Reads the settings of `train` itself from SHOAL_* variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_toolkit.light_typing import NamedTuple
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600
 LOG_FORMATS = ("text", "json")
-DEFAULT_SETUP_TIMEOUT = 3600  # packages that are compiled take long
+DEFAULT_SETUP_TIMEOUT = 3600  # long enough to compile packages
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
@@ -19,46 +19,47 @@ VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
 )
-_BETWEEN_US = (
-    "SHOAL_JOB",
-    "SHOAL_RUN_DIR",
-    "SHOAL_CODE_DIR",
-    "SHOAL_REHEARSE_TOLD",
-)  # set by `train` and the library alone
-_ALIKE = 0.8
-_LONGEST_SECRET = 4096  # characters
+# Set by `train` and the library, not by users.
+_INTERNAL = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD")
+_LEAST_SIMILARITY = 0.8
+_MAX_SECRET_LENGTH = 4096  # characters
 
 
 class Settings(NamedTuple):
-    """The knobs of one run."""
+    """The settings of one run of `train`."""
 
-    secret: str
+    secret: str  # empty if none is set
     port: int
-    hosts_timeout: int
+    hosts_timeout: int  # seconds, as the next two
     setup_timeout: int
     stop_grace: int
     log_format: str  # one of LOG_FORMATS
 
 
-def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
-    """Read the settings, and take the secret out of the environment: no child inherits it.
+def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
+    """Reads the settings, and removes the secret from the environment, so that no child process inherits it.
 
-    Beside them: what is wrong with the first bad one, whose default is taken, so that other hosts can be told.
+    Args:
+        environ: The environment of `train`; the variables of the secret are removed from it.
+
+    Returns:
+        The settings, and the first error in them or None. A wrong setting has its default value, so that `train` can
+        still report the error to the other hosts.
     """
     problems: list[ContractError] = []
 
     def number(name: str, default: int, least: int, most: int) -> int:
         try:
-            return _number(environ, name, default, least, most)
+            return _read_number(environ, name, default, least, most)
         except ContractError as error:
             problems.append(error)
             return default
 
     try:
-        secret = _secret(environ)
+        secret = _take_secret(environ)
     except ContractError as error:
         problems.append(error)
-        secret = os.urandom(16).hex()  # one that nobody can prove
+        secret = os.urandom(16).hex()  # no other host can prove this one
     settings = Settings(
         secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
@@ -68,13 +69,18 @@ def take(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | N
         log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
     )
     if settings.log_format not in LOG_FORMATS:
-        problems.append(_no_format(settings.log_format))
+        problems.append(
+            ContractError(
+                f"The variable SHOAL_LOG_FORMAT is {settings.log_format!r}; allowed are {' and '.join(LOG_FORMATS)}."
+                f"{did_you_mean(settings.log_format, LOG_FORMATS)}"
+            )
+        )
         settings = settings._replace(log_format=LOG_FORMATS[0])
     return settings, next(iter(problems), None)
 
 
-def _secret(environ: MutableMapping[str, str]) -> str:
-    """Take the job's secret from its variable, or from the file that another variable names."""
+def _take_secret(environ: MutableMapping[str, str]) -> str:
+    """Returns the job's secret from its variable, or from the file that another variable names. Removes both."""
     secret, path = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
     if not path:
         return secret
@@ -82,68 +88,68 @@ def _secret(environ: MutableMapping[str, str]) -> str:
         raise ContractError(f"The variables {SECRET} and {SECRET_FILE} are both set. Set one of them, on every host.")
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            secret = file.read(_LONGEST_SECRET + 1).strip()
+            secret = file.read(_MAX_SECRET_LENGTH + 1).strip()
     except OSError as error:
         raise ContractError(
             f"{path}, which {SECRET_FILE} names, cannot be read: {error.strerror}. It must hold the job's secret, the "
             "same on every host."
         ) from None
-    if not 0 < len(secret) <= _LONGEST_SECRET:
+    if not 0 < len(secret) <= _MAX_SECRET_LENGTH:
         raise ContractError(
             f"{path}, which {SECRET_FILE} names, {'is too long' if secret else 'is empty'}. It must hold the job's "
-            f"secret, the same on every host, of at most {_LONGEST_SECRET} characters."
+            f"secret, the same on every host, of at most {_MAX_SECRET_LENGTH} characters."
         )
     return secret
 
 
-def secret_of_ranks(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which `smdistributed` authenticates the ranks of this job to each other.
+def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable with which `smdistributed` authenticates the ranks of this job to each other.
 
-    Its value is derived from the job's secret: who has it alone cannot have a host start anything. Empty without a
-    secret, or if the user has set the variable.
+    Its value is derived from the job's secret, but does not allow anybody to start programs on a host.
+
+    Args:
+        settings: The settings, with the job's secret.
+        environ: The environment of `train`.
+
+    Returns:
+        The variable; empty if there is no secret, or the user has set the variable.
     """
     if not settings.secret or environ.get(LIBRARY_SECRET):
         return {}
-    import hmac  # takes longer than all else here, and most jobs have no secret
+    import hmac  # slow to import, and most jobs have no secret
 
     secret = settings.secret.encode("utf-8", "surrogateescape")
     return {LIBRARY_SECRET: hmac.digest(secret, b"ranks", "sha256").hex()}
 
 
-def without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return what to say of a job of several hosts without a secret: it runs, as SageMaker gives it none."""
+def warn_without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Returns a warning for a job of several hosts without a secret. It runs: on SageMaker no job has one."""
     if settings.secret or len(hosts) < 2:
         return ()
     return (
-        f"this job has no secret: whoever can send from the address of {hosts[0]}, or run a process there, can run "
-        "programs on the other hosts. On a private network, such as SageMaker's, nobody else can. Fix: set "
-        f"{SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file with it.",
+        f"this job has no secret. Anybody who can send from the address of {hosts[0]}, or run a process there, can run "
+        "programs on the other hosts. Nobody can on a private network, such as SageMaker's. "
+        f"Fix: set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file "
+        "with it.",
     )
 
 
-def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """Return a note for each variable whose name is nearly one of `VARIABLES`, and which therefore changes nothing.
+def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """Returns a note for each SHOAL_ variable with nearly the name of one in `VARIABLES`; it has no effect.
 
-    Less what Kubernetes sets for a service called shoal, or shoal-job: nobody has written those.
+    Variables that Kubernetes sets for a service called shoal, or shoal-job, are left out.
     """
-    ours = {*VARIABLES, *_BETWEEN_US}
-    strange = sorted(
+    ours = {*VARIABLES, *_INTERNAL}
+    unknown = sorted(
         name
         for name, value in environ.items()
         if name.startswith("SHOAL_") and name not in ours and "_SERVICE_" not in name and "://" not in value
     )
-    hints = {name: did_you_mean(name, VARIABLES, _ALIKE) for name in strange}
+    hints = {name: did_you_mean(name, VARIABLES, _LEAST_SIMILARITY) for name in unknown}
     return [f"the variable {name} is not known to this toolkit.{hint}" for name, hint in hints.items() if hint]
 
 
-def _no_format(text: str) -> ContractError:
-    return ContractError(
-        f"The variable SHOAL_LOG_FORMAT is {text!r}; allowed are {' and '.join(LOG_FORMATS)}."
-        f"{did_you_mean(text, LOG_FORMATS)}"
-    )
-
-
-def _number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+def _read_number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default

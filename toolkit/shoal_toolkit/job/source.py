@@ -1,10 +1,10 @@
-"""Where the user's code comes from, and how it gets into a directory of this host.
+"""Finds the user's code, and fetches it into a directory of this host.
 
 SAGEMAKER_SUBMIT_DIRECTORY beats the hyperparameter sagemaker_submit_directory, which beats <base>/code. A directory is
-used where it is. An archive, a single file and an s3:// address are unpacked by a child process (unpack.py) into a new
-directory, which then becomes <base>/code in one step: what is there is always whole. Where <base>/code holds something
-already, or cannot be replaced, the new directory stays where it was made, and that is said. (The stock toolkit then
-runs what lies in <base>/code, whatever it is.)
+used in place. An archive, a single file and an s3:// address are unpacked by a child process (sidecars/unpack.py) into
+a new directory. It then becomes <base>/code in one step, so that <base>/code is always complete. If <base>/code is not
+empty, or can't be replaced, the new directory stays where it is, and the log says so. (The stock toolkit then runs
+the files in <base>/code.)
 """
 
 from __future__ import annotations
@@ -17,144 +17,179 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.run.process import signal_group, spawn
+from shoal_toolkit.system.process import signal_group, spawn
 
 S3 = "s3://"
 _ALLOWED = "Allowed are a directory, a .tar.gz archive or one file in this container, and s3://bucket/key."
 
 
-class Source(NamedTuple):
-    """A place of code, and who named it: a variable or a hyperparameter, nobody for <base>/code."""
+class CodeSource(NamedTuple):
+    """Where the code is, and which variable or hyperparameter says so; empty for <base>/code."""
 
     address: str
     named_by: str
 
     @property
     def in_place(self) -> bool:
-        """Whether the code is used where it is."""
+        """Whether the code is a directory that is used in place."""
         return not self.named_by or (not self.address.startswith(S3) and os.path.isdir(self.address))
 
 
 class Code(NamedTuple):
-    """The user's code on this host, and what kind of tree it is."""
+    """The user's code on this host."""
 
     directory: str
-    requirements: bool = False  # it has a requirements.txt that asks for something
+    requirements: bool = False  # it has a requirements.txt that is not empty
     setup_py: bool = False
     package: bool = False  # pip can install it
-    fetched: bool = True  # False in `train --explain`: it would be fetched, and has not been looked at
-    origin: str = ""  # where it was fetched from; empty for a directory that is used in place
-    note: str = ""
+    fetched: bool = True  # False in `train --explain` if it would have to be fetched
+    origin: str = ""  # the address it was fetched from; empty for a directory that is used in place
+    note: str = ""  # for the log
 
 
-def locate(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir: str) -> Source:
-    """Return where the code is. Raises ContractError for a place that cannot hold any."""
+def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir: str) -> CodeSource:
+    """Returns where the code is.
+
+    Args:
+        environ: The environment of `train`.
+        toolkit: The hyperparameters for the toolkit itself.
+        code_dir: The directory <base>/code.
+
+    Raises:
+        ContractError: If the address is of an unsupported kind, or nothing exists there.
+    """
     variable = environ.get("SAGEMAKER_SUBMIT_DIRECTORY")
     value = variable or toolkit.get("sagemaker_submit_directory")
     if not value:
-        return Source(code_dir, "")
+        return CodeSource(code_dir, "")
     name = "SAGEMAKER_SUBMIT_DIRECTORY" if variable else "sagemaker_submit_directory"
     address = str(value).removeprefix("file://")
     if address.startswith(S3):
         if not re.fullmatch(r"s3://[^/]+/(.*[^/])", address):
             raise ContractError(f"{name} is {value!r}, which does not name an object. {_ALLOWED}")
-        return Source(address, name)
+        return CodeSource(address, name)
     if "://" in address:
-        raise ContractError(f"{name} is {value!r}, which is no place that code is fetched from. {_ALLOWED}")
-    if os.path.abspath(address) == code_dir:  # the SDK's local mode says so, whatever is there
-        return Source(code_dir, "")
+        raise ContractError(f"{name} is {value!r}, which is not a supported code location. {_ALLOWED}")
+    if os.path.abspath(address) == code_dir:  # the SDK's local mode always sets this
+        return CodeSource(code_dir, "")
     if not os.path.isdir(address) and not os.path.isfile(address):
         raise ContractError(f"{name} is {value!r}, which does not exist in this container. {_ALLOWED}")
-    return Source(os.path.abspath(address), name)
+    return CodeSource(os.path.abspath(address), name)
 
 
-def foresee(source: Source, code_dir: str) -> Code:
-    """Return what is known of the code without fetching it."""
+def describe_without_fetching(source: CodeSource, code_dir: str) -> Code:
+    """Returns the known facts about code before it is fetched, for `train --explain`.
+
+    Args:
+        source: Where the code is.
+        code_dir: The directory into which it would be fetched.
+    """
     if source.in_place:
-        return look(source.address)
-    note = f"the code will be fetched from {source.address} ({source.named_by}); here it has not been looked at"
+        return inspect_code(source.address)
+    note = f"the code will be fetched from {source.address} ({source.named_by}); --explain does not fetch it"
     return Code(code_dir, fetched=False, origin=source.address, note=note)
 
 
-def fetch(source: Source, code_dir: str, environ: Mapping[str, str]) -> Code:
-    """Bring the code to this host. Raises ContractError or LaunchError with the address, and then leaves nothing."""
+def fetch_code(source: CodeSource, code_dir: str, environ: Mapping[str, str]) -> Code:
+    """Fetches the code to this host, unless it is used in place, and returns it. Leaves no files behind if it fails.
+
+    Args:
+        source: Where the code is.
+        code_dir: The directory <base>/code, which the code becomes if it is empty.
+        environ: The environment of the child process, with the region for S3.
+
+    Raises:
+        ContractError: If the address, or the archive there, is wrong.
+        LaunchError: If the address can't be reached, or the disk is full.
+    """
     if source.in_place:
-        return look(source.address)
-    stage, why = _make_stage(code_dir)
+        return inspect_code(source.address)
+    stage, why = _make_staging_directory(code_dir)
     try:
-        _run([sys.executable, "-m", "shoal_toolkit.beside.unpack", source.address, stage], environ, source)
+        _run_unpack([sys.executable, "-m", "shoal_toolkit.sidecars.unpack", source.address, stage], environ, source)
     except BaseException:
         import shutil
 
         shutil.rmtree(stage, ignore_errors=True)
         raise
-    directory, why = (os.path.join(stage, "code"), why) if why else _settle(stage, code_dir)
+    directory, why = (os.path.join(stage, "code"), why) if why else _move_into_place(stage, code_dir)
     note = f"the code is from {source.address} ({source.named_by}), in {directory}"
-    return look(directory)._replace(origin=source.address, note=f"{note}: {why}" if why else note)
+    return inspect_code(directory)._replace(origin=source.address, note=f"{note}: {why}" if why else note)
 
 
-def look(directory: str) -> Code:
-    """Return what kind of tree a directory is."""
+def inspect_code(directory: str) -> Code:
+    """Returns a description of the code in a directory."""
     setup_py = os.path.isfile(os.path.join(directory, "setup.py"))
-    # Many a pyproject.toml only configures tools.
+    # A pyproject.toml that only configures tools makes no package.
     package = setup_py or _has_line(directory, "pyproject.toml", r"\[(project|build-system)\]")
     return Code(directory, _has_line(directory, "requirements.txt", r"[^\s#]"), setup_py, package)
 
 
-def make_directory(code: Code) -> None:
-    """Make the code directory for a job that needs none, such as one that runs an installed module."""
+def make_code_directory(code: Code) -> None:
+    """Makes the code directory for a job without code, such as one that runs an installed module.
+
+    Raises:
+        ContractError: If it can't be made.
+    """
     try:
         os.makedirs(code.directory, exist_ok=True)
     except OSError as error:
         raise ContractError(f"The code directory {code.directory} cannot be made: {error.strerror}.") from None
 
 
-def _has_line(directory: str, name: str, beginning: str) -> bool:
-    """Whether there is a file of that name with a line that begins so."""
+def _has_line(directory: str, name: str, pattern: str) -> bool:
+    """Whether a file of that name exists and has a line that matches at its beginning."""
     path = os.path.join(directory, name)
     if not os.path.isfile(path):
         return False
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return any(re.match(beginning, line.strip()) for line in file)
+            return any(re.match(pattern, line.strip()) for line in file)
     except OSError as error:
         raise ContractError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _make_stage(code_dir: str) -> tuple[str, str]:
-    """Make a new directory: beside the code directory, or else among the temporary files, and why."""
+def _make_staging_directory(code_dir: str) -> tuple[str, str]:
+    """Makes a directory next to the code directory. If that fails, makes a temporary one, and returns why."""
     if os.path.isdir(code_dir) and os.listdir(code_dir):
-        return _temporary(), f"{code_dir} is not empty"
+        return _make_temporary_directory(), f"{code_dir} is not empty"
     stage = f"{code_dir}-{os.urandom(4).hex()}"
     try:
         os.makedirs(stage)
     except OSError as error:  # read-only, or another user's
-        return _temporary(), f"{stage} cannot be made ({error.strerror})"
+        return _make_temporary_directory(), f"{stage} cannot be made ({error.strerror})"
     return stage, ""
 
 
-def _temporary() -> str:
+def _make_temporary_directory() -> str:
     import tempfile
 
     try:
         return tempfile.mkdtemp(prefix="shoal-code-")
     except OSError as error:
-        raise LaunchError(f"There is no place for the code: {error}.") from None
+        raise LaunchError(f"No temporary directory for the code can be made: {error}.") from None
 
 
-def _settle(stage: str, code_dir: str) -> tuple[str, str]:
-    """Let what was unpacked become the code directory. Returns where it is, and why it is elsewhere."""
+def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
+    """Renames the unpacked code to the code directory. Returns where it is, and why it is elsewhere."""
     unpacked = os.path.join(stage, "code")
     try:
-        os.rename(unpacked, code_dir)  # replaces an empty directory, and nothing else
+        os.rename(unpacked, code_dir)  # replaces an empty directory only
         os.rmdir(stage)
     except OSError as error:
         return unpacked, f"{code_dir} cannot be replaced ({error.strerror})"
     return code_dir, ""
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str], source: Source) -> None:
-    """Run the child to its end; an exception (a signal that stops the job) ends it at once."""
+def _wait_for(pid: int) -> None:
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        return  # it had ended, and was waited for
+
+
+def _run_unpack(argv: Sequence[str], environ: Mapping[str, str], source: CodeSource) -> None:
+    """Runs the child process to its end. An exception (a signal that stops the job) kills it."""
     read_end, write_end = os.pipe()
     try:
         pid = spawn(argv, environ, "/", stdout=write_end)
@@ -166,18 +201,11 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], source: Source) -> Non
             message += chunk
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except BaseException:
-        _end(pid)
+        signal_group(pid, signal.SIGKILL)
+        _wait_for(pid)
         raise
     finally:
         os.close(read_end)
     if code:
         text = message.decode("utf-8", "replace") or f"{source.address} cannot be fetched: exit code {code}."
         raise (ContractError if code == ContractError.exit_code else LaunchError)(f"{source.named_by}: {text}")
-
-
-def _end(pid: int) -> None:
-    signal_group(pid, signal.SIGKILL)
-    try:
-        os.waitpid(pid, 0)
-    except ChildProcessError:
-        return  # it had ended, and was waited for

@@ -1,1 +1,1 @@
-"""What is launched: pure functions from a `Job` to a `LaunchPlan`, which `train --explain` prints."""
+"""Decides what is launched: pure functions from a `Job` and a `Machine` to a `LaunchPlan`."""

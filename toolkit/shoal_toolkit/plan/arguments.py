@@ -1,12 +1,15 @@
-"""Hyperparameters as the script's command-line arguments. Pure.
+"""Builds the command of the script: its entry point, and hyperparameters as arguments.
 
-Sorted by name; a one-letter name gives `-x value`, a longer one `--name value`. Values: text as is, None as an empty
-string, true and false as `True` and `False`, an object as `k=v,k=v`, a list as JSON (`[1, "x"]`; the stock toolkit
-writes Python's repr there, which no JSON or shell tool reads), everything else as Python prints it.
+Arguments are sorted by name. A one-letter name gives `-x value`, a longer one `--name value`. Text is
+unchanged. None is an empty string, true and false are `True` and `False`, an object is `k=v,k=v`, a list is JSON. (The
+stock toolkit writes a list as Python's repr, which JSON and shell tools can't read.)
 
-For a script whose parser has flags (argparse's `store_true`), the hyperparameter `sagemaker_store_true` names those
-that are flags, as a list, or is true for all that are true or false: such a one is given as a bare `--name` when it is
-true, and left out when it is false.
+For parsers with flags (argparse's `store_true`), the hyperparameter `sagemaker_store_true` lists the hyperparameters
+that are flags, or is true if all booleans are. A flag becomes a bare `--name` if it is true, and is left out if it is
+false.
+
+Under MPI, Python runs with `-m mpi4py`. It turns an uncaught exception into MPI_Abort, so that the other ranks don't
+wait for ever.
 """
 
 from __future__ import annotations
@@ -16,30 +19,64 @@ import os
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.job.entry import COMMAND, FUNCTION, MODULE, Script
 from shoal_toolkit.light_typing import Any
 
 STORE_TRUE = "sagemaker_store_true"
-LONGEST = 32 * os.sysconf("SC_PAGE_SIZE") - 1  # bytes of one argument or variable on Linux (MAX_ARG_STRLEN)
+MAX_ARGUMENT_BYTES = 32 * os.sysconf("SC_PAGE_SIZE") - 1  # of one argument or variable on Linux (MAX_ARG_STRLEN)
 
 
-def script_arguments(hyperparameters: Mapping[str, Any], store_true: object = None) -> list[str]:
-    """Return the arguments for the script. `store_true` is what sagemaker_store_true says: names, or true for all.
+def build_script_command(script: Script, python: str, arguments: Sequence[str], mpi4py: bool) -> list[str]:
+    """Returns the command that runs the entry point in the code directory.
 
-    Raises ContractError for a flag that is none, and for a value that Linux passes to no process.
+    Args:
+        script: The entry point.
+        python: The path of the interpreter.
+        arguments: Arguments for the script.
+        mpi4py: Whether Python runs under mpi4py.
     """
-    flags = _flags(hyperparameters, store_true)
+    kind, _, target, interpreter = script
+    if kind == COMMAND:
+        # Without ./ the program would be searched on PATH.
+        return [*interpreter, target if os.path.isabs(target) else os.path.join(os.curdir, target), *arguments]
+    command = [python, "-m", "mpi4py"] if mpi4py else [python]
+    if kind == MODULE:
+        return [*command, "-m", target, *arguments]
+    if kind == FUNCTION:
+        return [*command, "-c", _call_function(target), *arguments]
+    return [*command, target, *arguments]
+
+
+def _call_function(target: str) -> str:
+    """Returns a program that calls module:function. An int that the function returns is the exit code."""
+    module, _, function = target.partition(":")
+    return (
+        f"import sys; from {module} import {function}; code = {function}(); sys.exit(code if type(code) is int else 0)"
+    )
+
+
+def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = None) -> list[str]:
+    """Returns the hyperparameters as arguments for the script.
+
+    Args:
+        hyperparameters: Names and decoded values.
+        store_true: The value of sagemaker_store_true: a list of names, true for all booleans, or None.
+
+    Raises:
+        ContractError: If sagemaker_store_true is wrong, or a value is too long for Linux.
+    """
+    flags = _find_flags(hyperparameters, store_true)
     words: list[str] = []
     for name in sorted(hyperparameters):
         value = hyperparameters[name]
         if name not in flags:
-            words += [_option(name), _fitting(name, argument_value(value))]
+            words += [_format_option(name), _check_length(name, _format_value(value))]
         elif value:
-            words.append(_option(name))
+            words.append(_format_option(name))
     return words
 
 
-def argument_value(value: Any) -> str:
-    """Return one value as the script receives it."""
+def _format_value(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
@@ -49,18 +86,24 @@ def argument_value(value: Any) -> str:
     return str(value)
 
 
-def for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command that mpirun is given, and variables that every host's ranks need for it.
+def shorten_for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Shortens the command of a rank, so that mpirun can start it.
 
-    Open MPI joins a rank's arguments into one variable, OMPI_ARGV. A command that is too long for that goes through
-    variables of ours, in pieces: a small shell puts them together, and removes them.
+    Open MPI joins a rank's arguments into one variable, OMPI_ARGV. A command that is too long for it is passed in
+    several variables instead. A small shell joins them, unsets them and runs the command.
+
+    Args:
+        command: The program and its arguments.
+
+    Returns:
+        The command for mpirun, and variables that the ranks of every host need for it.
     """
     import shlex
 
-    if sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in command) <= LONGEST // 2:
+    if sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in command) <= MAX_ARGUMENT_BYTES // 2:
         return list(command), {}
-    text, size = shlex.join(command), LONGEST // 4  # a character has 4 bytes at most
-    # By this name, no log shows them.
+    text, size = shlex.join(command), MAX_ARGUMENT_BYTES // 4  # a character has 4 bytes at most
+    # "PRIVATE" in the name masks them in logs.
     pieces = {
         f"SHOAL_PRIVATE_COMMAND_{index}": text[start : start + size]
         for index, start in enumerate(range(0, len(text), size))
@@ -69,12 +112,12 @@ def for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return ["/bin/sh", "-c", f'command="exec {whole}"; unset {" ".join(pieces)}; eval "$command"'], pieces
 
 
-def _option(name: str) -> str:
+def _format_option(name: str) -> str:
     return f"-{name}" if len(name) == 1 else f"--{name}"
 
 
-def _flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
-    """Return the names of the hyperparameters that are given as flags."""
+def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
+    """Returns the names of the hyperparameters that are flags."""
     possible = {name for name, value in hyperparameters.items() if isinstance(value, bool)}
     if store_true is None or isinstance(store_true, bool):
         return possible if store_true else set()
@@ -84,7 +127,9 @@ def _flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
     for name in store_true:
         if name not in hyperparameters:
             hint = did_you_mean(str(name), hyperparameters)
-            raise ContractError(f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is no hyperparameter.{hint}")
+            raise ContractError(
+                f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is not a hyperparameter.{hint}"
+            )
         if name not in possible:
             raise ContractError(
                 f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is {hyperparameters[name]!r}; a flag is "
@@ -93,11 +138,12 @@ def _flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
     return set(store_true)
 
 
-def _fitting(name: str, value: str) -> str:
+def _check_length(name: str, value: str) -> str:
     size = len(value.encode("utf-8", "surrogatepass"))
-    if size > LONGEST:
+    if size > MAX_ARGUMENT_BYTES:
         raise ContractError(
             f"hyperparameters.json: {name} is {size:,} bytes as an argument of the script, and Linux passes at most "
-            f"{LONGEST:,} in one. Put the value into a file of a channel, and give the script its name."
+            f"{MAX_ARGUMENT_BYTES:,} in one. Fix: put the value into a file of a channel, and pass its "
+            "name to the script."
         )
     return value

@@ -1,13 +1,11 @@
-"""The variables that the script sees: SM_* of the contract, and those that torch and TensorFlow read.
+"""Builds the SM_* variables of the contract for the script.
 
-Pure, but for a look at the names of this Python's packages and of the programs on PATH.
+Every host builds its own, so that SM_CURRENT_HOST and SM_NUM_GPUS are right on each. Values: text unchanged, None as
+empty, everything else as compact JSON with sorted keys. Names are upper-cased. If a name has characters that a shell
+drops (`SM_HP_BATCH-SIZE`), the variable is set with underscores too.
 
-Every host computes its own, so that SM_CURRENT_HOST and SM_NUM_GPUS are right on each. Values: text as is, None as
-empty, everything else as compact JSON with sorted keys. Names are upper-cased; where a name holds characters that a
-shell drops (`SM_HP_BATCH-SIZE`), the form with underscores is set as well.
-
-Linux passes at most 128 KiB in one variable, and refuses the whole process otherwise: a longer one is left out, so that
-the job runs, and it is said which file has the same.
+Linux starts no process with a variable of more than 128 KiB. A longer one is left out, so that the job runs, and the
+log names the file with the same content.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job.contract import Job, flag
-from shoal_toolkit.job.machine import Machine, find_program
+from shoal_toolkit.job.contract import Job, read_flag
+from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.light_typing import Any
-from shoal_toolkit.plan.arguments import LONGEST
-from shoal_toolkit.plan.launcher import ASKED_BY, members
+from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES
+from shoal_toolkit.plan.launcher import LAUNCHER_OF, select_hosts
 
-# Of one device, by the family of the instance type.
+# Cores of one AWS Neuron device, by the family of the instance type.
 _NEURON_CORES = {"inf1": 4, "inf2": 2, "trn1": 2, "trn1n": 2, "trn2": 4, "trn2u": 4}
-# Those of the module logging.
+# Levels of the module logging.
 _LOG_LEVELS = {
     "NOTSET": 0,
     "DEBUG": 10,
@@ -40,53 +37,59 @@ _LOG_LEVELS = {
 }
 
 
-def contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
-    """Return the SM_* variables of a job on this host, with their companions without the prefix."""
-    values = _described(job, machine)
-    values.update(training_env=_training_env(values, job), user_args=arguments, hps=dict(job.hyperparameters))
+def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
+    """Returns the SM_* variables of a job on this host, and the few of the contract without that prefix.
+
+    Args:
+        job: The job.
+        machine: This host's machine.
+        arguments: The arguments of the script.
+
+    Raises:
+        ContractError: If the log level or an instance group is wrong.
+    """
+    values = _describe_job(job, machine)
+    values.update(
+        training_env=_training_environment(values, job, machine), user_args=arguments, hps=dict(job.hyperparameters)
+    )
     values.update({f"channel_{name}": path for name, path in job.channels.items()})
     values.update({f"hp_{name}": value for name, value in job.hyperparameters.items()})
-    variables = {f"SM_{name.upper()}": variable_value(value) for name, value in values.items()}
-    variables.update(_plain_names(job))
-    if torch := installed_version("torch", sys.path):
-        variables["SM_DLC_TORCH_VERSION"] = torch
-    return with_aliases(variables)
+    variables = {f"SM_{name.upper()}": format_variable(value) for name, value in values.items()}
+    variables.update(_unprefixed_variables(job))
+    if machine.torch:
+        variables["SM_DLC_TORCH_VERSION"] = machine.torch
+    return add_shell_names(variables)
 
 
-def training_environment(job: Job, machine: Machine) -> dict[str, Any]:
-    """Return what SM_TRAINING_ENV holds: everything, under the names that the stock toolkit uses."""
-    return _training_env(_described(job, machine), job)
+def build_training_environment(job: Job, machine: Machine) -> dict[str, Any]:
+    """Returns the content of SM_TRAINING_ENV: everything about the job, under the names of the stock toolkit."""
+    return _training_environment(_describe_job(job, machine), job, machine)
 
 
-def within_limits(variables: Mapping[str, str], config: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a process can be given, and a remark on those that are left out."""
+def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str, str], list[str]]:
+    """Removes variables that are too long for Linux.
+
+    Args:
+        variables: Names and values.
+        config: The directory input/config, for the note.
+
+    Returns:
+        The remaining variables, and a note that names the others.
+    """
     sizes = {name: len(f"{name}={value}".encode("utf-8", "surrogatepass")) for name, value in variables.items()}
-    large = sorted(name for name, size in sizes.items() if size > LONGEST)
+    large = sorted(name for name, size in sizes.items() if size > MAX_ARGUMENT_BYTES)
     if not large:
         return dict(variables), []
-    told = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in large)
+    sizes_text = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in large)
     note = (
-        f"left out: {told}. Linux passes at most {LONGEST:,} bytes in one variable; the script finds the same in "
-        f"hyperparameters.json and resourceconfig.json in {config}"
+        f"left out: {sizes_text}. Linux passes at most {MAX_ARGUMENT_BYTES:,} bytes in one variable; the "
+        f"script finds the same values in hyperparameters.json and resourceconfig.json in {config}"
     )
     return {name: value for name, value in variables.items() if name not in large}, [note]
 
 
-def installed_version(package: str, path: Sequence[str]) -> str:
-    """Return the version of an installed package, from the name of its directory: importing it takes seconds."""
-    for directory in path:
-        try:
-            names = os.listdir(directory or os.curdir)
-        except OSError:
-            continue
-        for name in names:
-            if name.startswith(f"{package}-") and name.endswith(".dist-info"):
-                return name[len(package) + 1 : -len(".dist-info")]
-    return ""
-
-
-def variable_value(value: Any) -> str:
-    """Return a value as the text of a variable."""
+def format_variable(value: Any) -> str:
+    """Returns a value as the text of a variable."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -94,14 +97,14 @@ def variable_value(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def with_aliases(variables: Mapping[str, str]) -> dict[str, str]:
-    """Add, for each name that a shell cannot hold, the name with underscores (unless that one is taken)."""
+def add_shell_names(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables, and for each name that a shell can't use a copy with underscores in its name."""
     aliases = {re.sub(r"\W", "_", name, flags=re.ASCII): value for name, value in variables.items()}
-    # With a = in its name it would be another variable.
+    # A name with = would become another variable.
     return {**aliases, **{name: value for name, value in variables.items() if "=" not in name}}
 
 
-def _described(job: Job, machine: Machine) -> dict[str, Any]:
+def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
     cluster, paths = job.cluster, job.paths
     groups = cluster.instance_groups
     return {
@@ -109,7 +112,7 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
         "current_host": cluster.current_host,
         "current_instance_type": cluster.instance_type,
         "current_instance_group": cluster.group_name,
-        "current_instance_group_hosts": _group_hosts(job),
+        "current_instance_group_hosts": _instance_group_hosts(job),
         "instance_groups": [group.get("instance_group_name") for group in groups],
         "instance_groups_dict": {str(group.get("instance_group_name")): group for group in groups},
         "distribution_instance_groups": _distribution_groups(job),
@@ -125,8 +128,8 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
         "channels": sorted(job.channels),
         "user_entry_point": job.script.name,
         "module_name": job.script.module_name,
-        "module_dir": job.code.origin or job.code_dir,  # an s3:// address, say: scripts find their bucket by it
-        "log_level": log_level(job),
+        "module_dir": job.code.origin or job.code_dir,  # such as an s3:// address: scripts read their bucket from it
+        "log_level": read_log_level(job),
         "input_dir": os.path.join(paths.base, "input"),
         "input_config_dir": paths.config,
         "output_dir": paths.output,
@@ -135,33 +138,37 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
         "model_dir": paths.model,
         "host_count": len(cluster.hosts),
         "current_host_rank": cluster.hosts.index(cluster.current_host),
-        "master_addr": members(cluster, job.framework)[0],
+        "master_addr": select_hosts(cluster, job.framework)[0],
         **({"topology": cluster.resource_config["topology"]} if cluster.resource_config.get("topology") else {}),
     }
 
 
-def _training_env(values: Mapping[str, Any], job: Job) -> dict[str, Any]:
+def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine) -> dict[str, Any]:
     renamed = {"framework_params": "additional_framework_parameters"}
-    left_out = ("host_count", "current_host_rank", "master_addr", "channels")
-    described = {renamed.get(name, name): value for name, value in values.items() if name not in left_out}
+    omitted = ("host_count", "current_host_rank", "master_addr", "channels")
+    described = {renamed.get(name, name): value for name, value in values.items() if name not in omitted}
     distributed = values["distribution_instance_groups"] or not values["instance_groups"]
     described.update(
         channel_input_dirs=job.channels,
-        distribution_hosts=list(members(job.cluster, job.framework)) if distributed else [],
+        distribution_hosts=list(select_hosts(job.cluster, job.framework)) if distributed else [],
         hyperparameters=dict(job.hyperparameters),
         job_name=_job_name(job) or None,
         is_master=job.cluster.current_host == values["master_addr"],
         is_modelparallel_enabled=bool(job.hyperparameters.get("mp_parameters")),
-        is_smddprun_installed=bool(find_program("smddprun", job.environ)),
-        is_smddpmprun_installed=bool(find_program("smddpmprun", job.environ)),
+        is_smddprun_installed="smddprun" in machine.library_commands,
+        is_smddpmprun_installed="smddpmprun" in machine.library_commands,
         master_hostname=values["master_addr"],
         topology=job.cluster.resource_config.get("topology") or [],
     )
     return described
 
 
-def log_level(job: Job) -> int:
-    """Return the level of sagemaker_container_log_level as a number of the module logging; 20 where none is set."""
+def read_log_level(job: Job) -> int:
+    """Returns sagemaker_container_log_level as a number of the module logging; 20 by default.
+
+    Raises:
+        ContractError: If it is not a level.
+    """
     value = job.toolkit.get("sagemaker_container_log_level")
     name = "sagemaker_container_log_level"
     if value is None:
@@ -177,12 +184,12 @@ def log_level(job: Job) -> int:
 
 
 def _neuron_cores(instance_type: str) -> int:
-    """Cores of one AWS Neuron device: ml.trn1.32xlarge → 2. Where the type is not known, the least of all."""
+    """Returns the cores of one AWS Neuron device: ml.trn1.32xlarge → 2. For an unknown type, the smallest number."""
     family = instance_type.removeprefix("ml.").partition(".")[0]
     return _NEURON_CORES.get(family, min(_NEURON_CORES.values()))
 
 
-def _group_hosts(job: Job) -> list[str]:
+def _instance_group_hosts(job: Job) -> list[str]:
     for group in job.cluster.instance_groups:
         if group.get("instance_group_name") == job.cluster.group_name:
             return list(group.get("hosts", []))
@@ -193,9 +200,9 @@ def _distribution_groups(job: Job) -> list[str]:
     named = job.framework.get("sagemaker_distribution_instance_groups")
     if named:
         return list(named)
-    if not any(flag(job.framework, key) for key in ASKED_BY):
+    if not any(read_flag(job.framework, key) for key in LAUNCHER_OF):
         return []
-    # Without a choice among the groups, the job is distributed over all of them.
+    # If no group is named, the job is distributed over all of them.
     groups = [str(group.get("instance_group_name")) for group in job.cluster.instance_groups]
     return groups or [job.cluster.group_name]
 
@@ -204,9 +211,9 @@ def _job_name(job: Job) -> str:
     return str(job.toolkit.get("sagemaker_job_name") or job.environ.get("TRAINING_JOB_NAME") or "")
 
 
-def _plain_names(job: Job) -> dict[str, str]:
+def _unprefixed_variables(job: Job) -> dict[str, str]:
     environ = job.environ
-    # The code comes first; this launcher's own sys.path stays out of it: the script may run another Python.
+    # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
     path = [job.code_dir, *filter(None, [environ.get("PYTHONPATH", "")])]
     return {
         "CURRENT_HOST": job.cluster.current_host,

@@ -1,13 +1,13 @@
-"""How `train --explain` shows a plan: as text, or as JSON. Secrets are masked."""
+"""Formats a plan for `train --explain`, as text or JSON, with masked secrets."""
 
 from __future__ import annotations
 
-from shoal_toolkit.logs import redact
+from shoal_toolkit import redact
 from shoal_toolkit.plan.plan import LaunchPlan
 
 
-def as_dict(plan: LaunchPlan) -> dict[str, object]:
-    """Return the plan for `train --explain --json`, secrets masked."""
+def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
+    """Returns the plan for `train --explain --json`, with masked secrets."""
     return {
         "launcher": plan.launcher,
         "hosts": list(plan.hosts),
@@ -17,37 +17,37 @@ def as_dict(plan: LaunchPlan) -> dict[str, object]:
         "world_size": plan.world_size,
         "interface": plan.interface,
         "cwd": plan.cwd,
-        "setup": [redact.arguments(command) for command in plan.setup],
-        "companions": [redact.arguments(companion.command) for companion in plan.companions],
-        "script": redact.arguments(plan.script),
-        "command": redact.arguments(plan.command),
-        "environment": redact.environment(plan.env),
+        "setup": [redact.mask_arguments(command) for command in plan.setup],
+        "sidecars": [redact.mask_arguments(sidecar.command) for sidecar in plan.sidecars],
+        "script": redact.mask_arguments(plan.script),
+        "command": redact.mask_arguments(plan.command),
+        "environment": redact.mask_environment(plan.env),
         "notes": [*plan.notes, *plan.reasons],
     }
 
 
-def as_text(plan: LaunchPlan) -> str:
-    """Return the plan for `train --explain`, secrets masked."""
+def plan_to_text(plan: LaunchPlan) -> str:
+    """Returns the plan for `train --explain`, with masked secrets."""
     import shlex
 
     role = "first host" if plan.is_first else f"worker of {plan.hosts[0]}"
     lines = [
         f"launcher     {plan.launcher}",
-        f"hosts        {', '.join(f'{host} ({_part(plan, host)})' for host in plan.hosts)}",
+        f"hosts        {', '.join(f'{host} ({_describe_ranks(plan, host)})' for host in plan.hosts)}",
         f"this host    {plan.current_host} ({role})",
         f"world size   {plan.world_size}",
         f"interface    {plan.interface}",
         f"directory    {plan.cwd}",
-        *(f"before       {shlex.join(redact.arguments(command))}" for command in plan.setup),
-        *(f"beside       {companion.name}: {shlex.join(companion.command)}" for companion in plan.companions),
-        f"script       {shlex.join(redact.arguments(plan.script))}",
-        f"command      {shlex.join(redact.arguments(plan.command)) or '(the first host starts the ranks here)'}",
+        *(f"set-up       {shlex.join(redact.mask_arguments(command))}" for command in plan.setup),
+        *(f"sidecar      {sidecar.name}: {shlex.join(sidecar.command)}" for sidecar in plan.sidecars),
+        f"script       {shlex.join(redact.mask_arguments(plan.script))}",
+        f"command      {shlex.join(redact.mask_arguments(plan.command)) or '(the first host starts the ranks here)'}",
         *(f"why          {note}" for note in (*plan.notes, *plan.reasons)),
         "environment",
-        *(f"  {name}={value}" for name, value in sorted(redact.environment(plan.env).items())),
+        *(f"  {name}={value}" for name, value in sorted(redact.mask_environment(plan.env).items())),
     ]
     return "\n".join(lines)
 
 
-def _part(plan: LaunchPlan, host: str) -> str:
+def _describe_ranks(plan: LaunchPlan, host: str) -> str:
     return "outside the distribution" if host in plan.outside else f"{plan.ranks.get(host, 0)} ranks"

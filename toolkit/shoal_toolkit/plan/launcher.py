@@ -1,7 +1,7 @@
-"""Which launcher a job asks for, on which hosts it distributes, and how many ranks each of them has. Pure.
+"""Chooses the launcher, the hosts of the distribution, and the number of ranks on each.
 
-Sources: the estimators of the SageMaker SDK write one hyperparameter for each launcher; their order of precedence is
-that of the stock framework toolkits.
+Sources: the estimators of the SageMaker SDK set one hyperparameter for each launcher. Their precedence is the same as
+in the stock framework toolkits.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job.contract import Cluster, Job, flag, whole_number
+from shoal_toolkit.job.contract import Cluster, Job, read_count, read_flag
 from shoal_toolkit.job.machine import Machine
 
 PROCESS, MPI, DATAPARALLEL, PYTORCH_DDP = "process", "mpi", "smdataparallel", "pytorchddp"
 TORCH_DISTRIBUTED = "torch_distributed"
 PARAMETER_SERVER, MULTI_WORKER_MIRRORED = "parameter_server", "multi_worker_mirrored_strategy"
 
-# The hyperparameter that asks for a launcher; the first that is true counts.
-ASKED_BY = {
+# The hyperparameter that selects a launcher. The first that is true counts.
+LAUNCHER_OF = {
     "sagemaker_mpi_enabled": MPI,
     "sagemaker_pytorch_ddp_enabled": PYTORCH_DDP,
     "sagemaker_torch_distributed_enabled": TORCH_DISTRIBUTED,
@@ -27,9 +27,9 @@ ASKED_BY = {
 }
 _UNSUPPORTED = {"sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla (AWS Trainium)"}
 BY_MPIRUN = frozenset({MPI, DATAPARALLEL, PYTORCH_DDP})
-# Several ranks a host; the others run the script once on each.
+# These start several ranks per host; the others run the script once on each.
 SEVERAL_RANKS = BY_MPIRUN | {TORCH_DISTRIBUTED}
-# The hyperparameters that tune launchers, and which of them.
+# Hyperparameters that tune launchers → the launchers.
 _TUNES = {
     "sagemaker_mpi_num_of_processes_per_host": SEVERAL_RANKS,
     "sagemaker_mpi_num_processes": BY_MPIRUN,
@@ -38,39 +38,56 @@ _TUNES = {
 }
 
 
-def choose(job: Job, machine: Machine) -> tuple[str, list[str]]:
-    """Return the launcher, why, and what was asked for in vain. Raises ContractError for one that is not supported."""
-    chosen, why = _chosen(job, machine)
-    in_vain = [
+def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
+    """Returns the launcher, and notes: why it is chosen, and which hyperparameters have no effect.
+
+    Args:
+        job: The job, with the hyperparameters that select a launcher.
+        machine: This host's machine: a bare `docker run` uses MPI if it has several GPUs.
+
+    Raises:
+        ContractError: If the job asks for a launcher that is not supported.
+    """
+    chosen, why = _find_launcher(job, machine)
+    without_effect = [
         f"{key} has no effect: it is for {', '.join(sorted(launchers))}, and the launcher is {chosen}"
         for key, launchers in _TUNES.items()
         if job.framework.get(key) and chosen not in launchers
     ]
-    return chosen, why + in_vain
+    return chosen, why + without_effect
 
 
-def _chosen(job: Job, machine: Machine) -> tuple[str, list[str]]:
-    """Return the launcher, and why. Raises ContractError for one that is not supported."""
+def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
+    """Returns the launcher, and why it is chosen."""
     for key, name in _UNSUPPORTED.items():
-        if flag(job.framework, key):
+        if read_flag(job.framework, key):
             raise ContractError(
                 f"hyperparameters.json: {key} asks for the launcher {name}, which is not supported. "
-                f"Supported are {', '.join(ASKED_BY)}."
+                f"Supported are {', '.join(LAUNCHER_OF)}."
             )
-    asked = [key for key in ASKED_BY if flag(job.framework, key)]
+    asked = [key for key in LAUNCHER_OF if read_flag(job.framework, key)]
     if asked:
-        why = [f"launcher {ASKED_BY[asked[0]]}: {asked[0]} is true"]
-        return ASKED_BY[asked[0]], why + [f"{key} is true as well, and is ignored" for key in asked[1:]]
+        why = [f"launcher {LAUNCHER_OF[asked[0]]}: {asked[0]} is true"]
+        return LAUNCHER_OF[asked[0]], why + [f"{key} is true too, and is ignored" for key in asked[1:]]
     if not job.configured and machine.gpus > 1 and len(job.cluster.hosts) == 1:
         return MPI, [f"launcher mpi: no hyperparameters.json and {machine.gpus} GPUs: one process for each"]
-    return PROCESS, ["launcher process: no distribution is asked for"]
+    return PROCESS, ["launcher process: no distribution is configured"]
 
 
-def members(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the hosts that take part in the distribution, the first of which leads the job.
+def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
+    """Returns the hosts of the distribution. The first one leads the job.
 
-    All hosts, unless sagemaker_distribution_instance_groups names some of the instance groups: then those of these
-    groups, in the order of `hosts`. Raises ContractError for a group that resourceconfig.json does not have.
+    These are all hosts, or the hosts of the groups in sagemaker_distribution_instance_groups.
+
+    Args:
+        cluster: The hosts and instance groups of the job.
+        framework: The hyperparameters for the launcher.
+
+    Returns:
+        Host names, in the order of resourceconfig.json.
+
+    Raises:
+        ContractError: If a group is not in resourceconfig.json.
     """
     named = framework.get("sagemaker_distribution_instance_groups")
     groups = {str(group.get("instance_group_name")): group.get("hosts", []) for group in cluster.instance_groups}
@@ -87,15 +104,25 @@ def members(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...
                 f"hyperparameters.json: sagemaker_distribution_instance_groups names {name!r}, and resourceconfig.json "
                 f"has the instance groups {list(groups)}.{did_you_mean(str(name), groups)}"
             )
-    taking_part = {host for name in named for host in groups[name]}
-    return tuple(host for host in cluster.hosts if host in taking_part) or cluster.hosts
+    selected = {host for name in named for host in groups[name]}
+    return tuple(host for host in cluster.hosts if host in selected) or cluster.hosts
 
 
-def ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...]) -> dict[str, int]:
-    """Return how many ranks each of these hosts has, filled in order."""
+def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...]) -> dict[str, int]:
+    """Returns the number of ranks on each host. Hosts are filled in order; a host without ranks is left out.
+
+    Args:
+        job: The job.
+        machine: This host's machine. Its GPUs limit the ranks per host.
+        launcher: The launcher of the job.
+        hosts: The hosts of the distribution.
+
+    Raises:
+        ContractError: If the job asks for more ranks than there are GPUs or places.
+    """
     if launcher not in SEVERAL_RANKS:
         return dict.fromkeys(hosts, 1)
-    asked = whole_number(job.framework, "sagemaker_mpi_num_of_processes_per_host")
+    asked = read_count(job.framework, "sagemaker_mpi_num_of_processes_per_host")
     per_host = asked or machine.gpus or 1
     if machine.gpus and per_host > machine.gpus:
         raise ContractError(
@@ -105,7 +132,7 @@ def ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...]) -> 
     most = per_host * len(hosts)
     total = most
     if launcher in BY_MPIRUN:
-        total = whole_number(job.framework, "sagemaker_mpi_num_processes") or most
+        total = read_count(job.framework, "sagemaker_mpi_num_processes") or most
     if total > most:
         raise ContractError(
             f"sagemaker_mpi_num_processes is {total}, and {len(hosts)} hosts of {per_host} processes hold "

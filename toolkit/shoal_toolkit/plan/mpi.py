@@ -1,22 +1,22 @@
-"""The mpirun command: our default options, merged with the user's custom ones. Pure.
+"""Builds the mpirun command: default options, merged with the user's custom options.
 
-Why each default (the names are those of Open MPI 4.1; for 5.0 they are renamed, see data/mpirun.json):
+Why each default (names of Open MPI 4.1; data/mpirun.json has the names in 5.0):
 
-- `btl_vader_single_copy_mechanism none`: no cross-memory attach in an unprivileged container; the log floods
-  otherwise.
-- `pml ob1`, `btl ^openib,ofi`: TCP and shared memory. On one host TCP is left out too: no rank opens a port. (Merely
-  looking for libfabric's networks makes MPI_Init take a second longer.)
-- `orte_abort_on_non_zero_status 1`: one rank's failure ends the job. 5.0 does that anyway.
-- `odls_base_sigkill_timeout 0`: the other ranks of a failed job are killed at once, not after a second for each step of
-  it (seconds, on two hosts). 5.0 has no such wait.
-- `state_base_verbose 1`: says which rank failed first (see daemonlog.py).
-- `bind-to none`, `map-by slot`: no pinning, hosts are filled one after the other.
-- `mpi_yield_when_idle 1` where ranks outnumber cores: a waiting rank gives its core away.
-- `plm_rsh_agent`, `plm_rsh_no_tree_spawn 1`, `--leave-session-attached`: daemons start over our agents, all from the
-  first host, and stay their children, so that their end is seen.
-- `plm_rsh_num_concurrent`, the number of hosts: daemons that stay children must all be started at once, and mpirun
-  would not go beyond 128.
-- no `-x` for SM_*: each host's daemon hands its own host's variables on, so that they are right on every host.
+- `btl_vader_single_copy_mechanism none`: an unprivileged container has no cross-memory attach, and the log would fill
+  with warnings.
+- `pml ob1`, `btl ^openib,ofi`: TCP and shared memory. On one host TCP is left out too, so that no rank opens a port.
+  (Searching for libfabric's networks alone makes MPI_Init take a second longer.)
+- `orte_abort_on_non_zero_status 1`: one rank's failure ends the job. 5.0 does that by default.
+- `odls_base_sigkill_timeout 0`: the other ranks of a failed job are killed at once. By default, each step takes a
+  second (several seconds on two hosts). 5.0 has no such wait.
+- `state_base_verbose 1`: logs which rank failed first (see output/mpirun_log.py).
+- `bind-to none`, `map-by slot`: no pinning; hosts are filled one after the other.
+- `mpi_yield_when_idle 1` if there are more ranks than cores: a waiting rank yields its core.
+- `plm_rsh_agent`, `plm_rsh_no_tree_spawn 1`, `--leave-session-attached`: all daemons are started from the first host
+  through our agents, and stay child processes, so that their end is noticed.
+- `plm_rsh_num_concurrent`, the number of hosts: daemons that stay child processes must start all at once, but by
+  default mpirun starts at most 128.
+- no `-x` for SM_*: the daemon of each host passes on its own host's variables, so that they are right on every host.
 """
 
 from __future__ import annotations
@@ -26,43 +26,38 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs import daemonlog
-from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, Mca, Options, parse, renamed
-from shoal_toolkit.tables import read_table
+from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, McaValue, MpiOptions, parse_mpi_options, translate_parameter
 
-TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1, and of 5.0
+TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1 and of 5.0
 AGENT_PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
-ANY = "\0"  # no argument of a process can hold it
+ANY = "\0"  # any value: no argument of a process can contain it
 
 
-class Mpirun(NamedTuple):
-    """The command for the first host, what every other one expects its daemon to be started with, and what to say.
-
-    `daemon`: MCA parameter → its value, or ANY.
-    """
+class MpirunCommand(NamedTuple):
+    """The command for the first host, and the parameters that other hosts accept from it."""
 
     command: tuple[str, ...]
-    daemon: Mapping[str, str]
-    notes: tuple[str, ...]
+    daemon: Mapping[str, str]  # MCA parameter → value or ANY, which mpirun may pass to its daemons
+    notes: tuple[str, ...]  # for the log
 
 
 class Setting(NamedTuple):
-    """What sets an MCA parameter: the name of a variable, or an option."""
+    """How an MCA parameter is set: by a variable or an option."""
 
     name: str
     value: str
 
 
-class _User(NamedTuple):
-    """What the user has set, and the table by which to read it."""
+class _UserOptions(NamedTuple):
+    """The user's options and variables, and the table of all options."""
 
     key: str  # the hyperparameter
-    options: Options
+    options: MpiOptions
     variables: Mapping[str, Setting]  # MCA parameter → what sets it
     table: Mapping[str, Any]
 
 
-def mpirun(
+def build_mpirun_command(
     machine: Machine,
     hosts: Mapping[str, int],
     text: str,
@@ -70,44 +65,56 @@ def mpirun(
     environ: Mapping[str, str],
     program: Sequence[str],
     oversubscribe: bool = False,
-) -> Mpirun:
-    """Return the command. `hosts`: name → ranks there, in the order in which they are filled. `program`: of each rank.
+) -> MpirunCommand:
+    """Returns the mpirun command of a job.
 
-    `text` holds the user's options, the hyperparameter `key`. Raises ContractError for one that cannot be.
+    Args:
+        machine: This host's machine.
+        hosts: Host name → number of ranks, in the order in which hosts are filled.
+        text: The user's custom options.
+        key: The hyperparameter that holds them.
+        environ: The environment of `train`.
+        program: The command of each rank.
+        oversubscribe: Whether to allow more ranks than cores.
+
+    Raises:
+        ContractError: If a custom option is unknown, or would break the job.
     """
-    table = read_table("mpirun")
-    options = parse(text, key, machine.open_mpi, table)
-    user = _User(key, options, _mca_variables(environ, machine.open_mpi, table), table)
-    named, named_notes = _named(user, len(hosts) > 1, oversubscribe)
-    mca, mca_notes = _mca(user, _defaults(machine, hosts, table), _agents(machine, hosts, table))
-    words = [machine.mpirun, *_places(hosts)]
+    table = machine.mpirun_options
+    options = parse_mpi_options(text, key, machine.open_mpi, table)
+    user = _UserOptions(key, options, _read_mca_variables(environ, machine.open_mpi, table), table)
+    named, named_notes = _merge_named(user, len(hosts) > 1, oversubscribe)
+    mca, mca_notes = _merge_mca(user, _default_parameters(machine, hosts), _agent_parameters(machine, hosts))
+    words = [machine.mpirun, *_format_hosts(hosts)]
     for name, values in named.items():
         words += [f"--{name}" if len(name) > 1 else f"-{name}", *values]
     for parameter, (option, value) in mca.items():
         words += [f"--{option}", parameter, value]
     for export in options.exports.values():
         words += ["-x", export]
-    return Mpirun(
+    return MpirunCommand(
         command=(*words, *program),
-        daemon=_daemon(user, named, mca),
-        notes=(*options.notes, *named_notes, *mca_notes, *_missing(user, machine)),
+        daemon=_daemon_parameters(user, named, mca),
+        notes=(*options.notes, *named_notes, *mca_notes, *_note_missing_efa(user, machine)),
     )
 
 
-def _places(hosts: Mapping[str, int]) -> list[str]:
+def _format_hosts(hosts: Mapping[str, int]) -> list[str]:
     total = sum(hosts.values())
     places = [f"{host}:{count}" for host, count in hosts.items()] if len(hosts) > 1 else [f"localhost:{total}"]
     return ["--host", ",".join(places), "-np", str(total)]
 
 
-def _named(user: _User, several: bool, oversubscribe: bool) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the options that are no MCA parameters, and what the user's replaced of ours."""
+def _merge_named(
+    user: _UserOptions, several: bool, oversubscribe: bool
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Returns the options other than MCA parameters, and notes on replaced defaults."""
     ours: dict[str, tuple[str, ...]] = {"allow-run-as-root": ()}
     ours.update({"oversubscribe": ()} if oversubscribe and "nooversubscribe" not in user.options.named else {})
     ours.update({"leave-session-attached": ()} if several else {})
     notes = []
     for name, value in (("bind-to", "none"), ("map-by", "slot")):
-        instead = _instead(user, name)
+        instead = _find_replacement(user, name)
         if not instead:
             ours[name] = (value,)
         elif instead != f"--{name} {value}":
@@ -115,8 +122,8 @@ def _named(user: _User, several: bool, oversubscribe: bool) -> tuple[dict[str, t
     return {**ours, **user.options.named}, notes
 
 
-def _instead(user: _User, name: str) -> str:
-    """Return what the user set in the place of an option of ours, empty for nothing."""
+def _find_replacement(user: _UserOptions, name: str) -> str:
+    """Returns the user's setting that replaces a default option; empty for none."""
     known = user.table["options"]
     for given, values in user.options.named.items():
         if given == name or name in known[given].get("replaces", ()):
@@ -129,39 +136,41 @@ def _instead(user: _User, name: str) -> str:
     return ""
 
 
-def _mca(user: _User, defaults: Mapping[str, str], agents: Mapping[str, str]) -> tuple[dict[str, Mca], list[str]]:
-    """Return each MCA parameter once, as mpirun refuses a second mention, and what replaced what.
+def _merge_mca(
+    user: _UserOptions, defaults: Mapping[str, str], agents: Mapping[str, str]
+) -> tuple[dict[str, McaValue], list[str]]:
+    """Returns each MCA parameter once, because mpirun refuses a second mention, and notes on replaced ones.
 
-    The user's option wins over a variable, and that over our default; `agents` are not the user's to set.
+    The user's option beats a variable, and that beats a default. Users can't change `agents`.
     """
-    left, notes = _left_to_us(user, defaults)
-    # A variable works by itself, unless the installed series knows the parameter by another name.
+    kept, notes = _keep_defaults(user, defaults)
+    # A variable takes effect by itself, unless the installed series has another name for the parameter.
     renamed_variables = {
-        parameter: Mca("mca", found.value)
+        parameter: McaValue("mca", found.value)
         for parameter, found in user.variables.items()
         if not found.name.endswith(f"_{parameter}")
     }
     for parameter, value in agents.items():
-        if user.options.mca.get(parameter, Mca("", value)).value != value:
+        if user.options.mca.get(parameter, McaValue("", value)).value != value:
             notes.append(f"{user.key}: --mca {parameter} is left out: it must be {value} with this toolkit's agents")
-    ours, last = ({name: Mca("mca", value) for name, value in settings.items()} for settings in (left, agents))
+    ours, last = ({name: McaValue("mca", value) for name, value in settings.items()} for settings in (kept, agents))
     return {**ours, **renamed_variables, **user.options.mca, **last}, notes
 
 
-def _left_to_us(user: _User, defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return our defaults that nothing of the user's replaces, and what replaces the others."""
-    left, notes = {}, []
+def _keep_defaults(user: _UserOptions, defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the defaults that the user did not replace, and notes on the others."""
+    kept, notes = {}, []
     for parameter, value in defaults.items():
-        given = _given(user, parameter)
+        given = _find_setting(user, parameter)
         if given is None:
-            left[parameter] = value
+            kept[parameter] = value
         elif given.value != value:
             notes.append(f"{given.name} {given.value} replaces the default --mca {parameter} {value}")
-    return left, notes
+    return kept, notes
 
 
-def _given(user: _User, parameter: str) -> Setting | None:
-    """Return how the user sets an MCA parameter. Open MPI takes either a list to include or one to exclude."""
+def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
+    """Returns how the user sets an MCA parameter. A list to exclude also replaces a default list to include."""
     for name in (parameter, parameter.replace("_if_include", "_if_exclude")):
         if name in user.options.mca:
             return Setting(f"{user.key}: --mca {name}", user.options.mca[name].value)
@@ -170,78 +179,82 @@ def _given(user: _User, parameter: str) -> Setting | None:
     return None
 
 
-def _daemon(user: _User, named: Mapping[str, Sequence[str]], mca: Mapping[str, Mca]) -> dict[str, str]:
-    """Return the MCA parameters that mpirun hands on: those of options, of variables, and those that are set."""
+def _daemon_parameters(
+    user: _UserOptions, named: Mapping[str, Sequence[str]], mca: Mapping[str, McaValue]
+) -> dict[str, str]:
+    """Returns the MCA parameters that mpirun passes to its daemons: from options, variables and defaults."""
     by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
     by_variable = {parameter: found.value for parameter, found in user.variables.items()}
     return {**by_option, **by_variable, **{parameter: each.value for parameter, each in mca.items()}}
 
 
-def _missing(user: _User, machine: Machine) -> list[str]:
-    """AWS's own scripts ask for EFA wherever they run."""
+def _note_missing_efa(user: _UserOptions, machine: Machine) -> list[str]:
+    """Returns a note if FI_PROVIDER=efa is set without EFA: AWS's own scripts set it everywhere."""
     if user.options.exports.get("FI_PROVIDER") != "FI_PROVIDER=efa" or any(nic.driver == "efa" for nic in machine.nics):
         return []
     return [f"{user.key}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing"]
 
 
-def _defaults(machine: Machine, hosts: Mapping[str, int], table: Mapping[str, Any]) -> dict[str, str]:
-    """Return our MCA parameters, under the names of what is installed."""
+def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
+    """Returns the default MCA parameters, with the names of the installed series."""
     defaults = {
         "pml": "ob1",
         "btl": "^openib,ofi" if len(hosts) > 1 else "^openib,ofi,tcp",
         "btl_vader_single_copy_mechanism": "none",
         "orte_abort_on_non_zero_status": "1",
         "odls_base_sigkill_timeout": "0",
-        **daemonlog.VERBOSITY,
+        "state_base_verbose": "1",
     }
     if max(hosts.values()) > machine.cpus:
         defaults["mpi_yield_when_idle"] = "1"
     if len(hosts) > 1:
         defaults.update(btl_tcp_if_include=machine.interface, oob_tcp_if_include=machine.interface)
-        if machine.open_mpi == 5:  # it would not know the first host's name for its own (an alias, as in containers)
+        if machine.open_mpi == 5:  # it would not recognise an alias of the first host, as in containers
             defaults["prte_do_not_resolve"] = "0"
-    elif machine.open_mpi == 4:  # 5.0 does not take this interface, and uses it by itself where there is no other
+    elif machine.open_mpi == 4:  # 5.0 refuses this interface, and uses it by itself if there is no other
         defaults["oob_tcp_if_include"] = "lo"
     if any("." in host for host in hosts):
         defaults["orte_keep_fqdn_hostnames"] = "1"
-    return _renamed(defaults, machine, table)
+    return _translate(defaults, machine)
 
 
-def _agents(machine: Machine, hosts: Mapping[str, int], table: Mapping[str, Any]) -> dict[str, str]:
-    """Return the MCA parameters that start daemons over our agents. These are not the user's."""
-    # On one host too: mpirun looks for ssh even when it has no host to reach, and fails where there is none.
-    parameters = {"plm_rsh_agent": launch_agent(machine.python)}
+def _agent_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
+    """Returns the MCA parameters that start daemons through our agents."""
+    # On one host too: mpirun searches ssh even if it connects to no host, and fails without it.
+    parameters = {"plm_rsh_agent": build_launch_agent(machine.python)}
     if len(hosts) > 1:
         parameters.update(plm_rsh_no_tree_spawn="1", plm_rsh_num_concurrent=str(len(hosts)))
-    return _renamed(parameters, machine, table)
+    return _translate(parameters, machine)
 
 
-def _renamed(parameters: Mapping[str, str], machine: Machine, table: Mapping[str, Any]) -> dict[str, str]:
-    there = (renamed(table, parameter, value, machine.open_mpi) for parameter, value in parameters.items())
-    return dict(parameter for parameter in there if parameter is not None)
+def _translate(parameters: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    """Returns MCA parameters with the names of the installed series, without those that it does not have."""
+    table, series = machine.mpirun_options, machine.open_mpi
+    translated = (translate_parameter(table, parameter, value, series) for parameter, value in parameters.items())
+    return dict(parameter for parameter in translated if parameter is not None)
 
 
-def _mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return the MCA parameters that variables set, under the names of what is installed."""
+def _read_mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
+    """Returns the MCA parameters that variables set, with the names of the installed series."""
     found = {}
     for name, value in environ.items():
         for prefix in MCA_VARIABLES:
-            if name.startswith(prefix) and (new := renamed(table, name[len(prefix) :], value, series)):
+            if name.startswith(prefix) and (new := translate_parameter(table, name[len(prefix) :], value, series)):
                 found[new[0]] = Setting(name, new[1])
     return found
 
 
-def launch_agent(python: str) -> str:
-    """Return what mpirun starts where it would start ssh. mpirun splits it at spaces."""
+def build_launch_agent(python: str) -> str:
+    """Returns the command that mpirun runs instead of ssh. mpirun splits it at spaces."""
     script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hosts", "rsh.py")
     return f"{python} -I -S {script}"
 
 
-def session_variables(directory: str) -> dict[str, str]:
-    """Return the variables that put Open MPI's own files into a directory of this job's, with either series.
+def set_session_directory(directory: str) -> dict[str, str]:
+    """Returns the variables that make either series of Open MPI keep its files in a directory of this job.
 
-    In /tmp they bear a name made of the host's and a PID, as those of a job that was killed: in a container that is
-    started again both repeat, and Open MPI 5.0 gives up when it finds them.
+    By default they are in /tmp, and their names contain the host name and a PID. In a restarted container both repeat,
+    and Open MPI 5.0 fails if it finds the files of a killed job.
     """
     prefixes = ("OMPI_MCA_", "PRTE_MCA_")
     return {f"{prefix}{parameter}": directory for prefix, parameter in zip(prefixes, TMPDIR_PARAMETERS)}

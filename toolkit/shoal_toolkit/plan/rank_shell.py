@@ -1,36 +1,37 @@
-"""What stands in front of the command of each rank, in the place of a second Python: a small shell script.
+"""Builds the small shell script that starts each rank under mpirun or torchrun. A second Python would start slower.
 
-It names the rank in torch's terms, tells `train` that the rank starts (and later with which exit code it ended), gives
-it its own stdout and stderr, and enters its own host's code directory (mpirun knows that of the first host).
+The shell sets the rank's variables, and gives it stdout and stderr of its own. It enters the code directory of its
+host: mpirun only knows the directory of the first host. It reports the start of the rank to `train`, and later its exit
+code.
 
-A rank of smdistributed.dataparallel has SMDATAPARALLEL_LOCAL_RANK too, which scripts and transformers read. A rank of
-smdistributed.modelparallel under mpirun has no LOCAL_RANK: AWS's toolkit sets none, and published scripts add it to
-their seed, so that the stages of one model would be initialised from different seeds. There, smp.local_rank() tells it.
+A rank of smdistributed.dataparallel also has SMDATAPARALLEL_LOCAL_RANK, which scripts and transformers read. A rank of
+smdistributed.modelparallel under mpirun has no LOCAL_RANK, as with AWS's toolkit. Published scripts add that to their
+seed, and the stages of one model would be initialised from different seeds. Such scripts call smp.local_rank().
 
-The shell outlives the script: it traps the signals that stop a job, which the script gets all the same, as both are in
-one process group. So it can say how the script ended, and when the job is being stopped it waits: a rank that leaves
-at once would otherwise make mpirun or torchrun kill those that still save a checkpoint. `train` then ends all of it.
+The shell outlives the script: it traps the signals that stop a job. The script gets them too, because both are in one
+process group. So the shell can report how the script ended. While the job is being stopped, it waits: if a rank ended
+at once, mpirun or torchrun would kill ranks that still save a checkpoint. `train` then ends all shells.
 
-What the shell itself would say of a command that a signal ends ("Terminated") is not the script's, and is dropped. For
-a simple command dash redirects its own stderr, and would say it there: a subshell redirects and becomes the script.
+The message of a shell about a command that a signal ended ("Terminated") is dropped. For a simple command, dash would
+write it to the redirected stderr; therefore a subshell redirects, and execs the script.
 
-`-p`: an unforeseen local rank writes through the launcher instead. `1<>`: opening a FIFO for both never blocks, so that
-no shell hangs where `train` itself was killed.
+`-p`: if there is no FIFO for a local rank, its output goes through the launcher. `1<>`: opening a FIFO for both reading
+and writing never blocks, so that no shell hangs after `train` was killed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-EVENTS = "events"
+EVENTS = "events"  # a FIFO in the run directory
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
-STOPPING = "stopping"  # exists once the job is being stopped, and holds the pid of `train`
+STOPPING = "stopping"  # a file that exists while the job is being stopped; holds the pid of `train`
 
 TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
 MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 
-# A shell exports what it was given exported: a LOCAL_RANK of the container's goes first.
+# A shell exports variables that it got exported. Therefore a LOCAL_RANK of the container is unset first.
 _OPEN_MPI = (
     "unset LOCAL_RANK\n"
     "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
@@ -55,14 +56,19 @@ _RUN = (
 )
 
 
-def under_mpirun(script: Sequence[str], names: Sequence[str] = TORCH) -> list[str]:
-    """Return the command of each rank that mpirun starts. `names`: the variables that it finds, of those above."""
+def wrap_for_mpirun(script: Sequence[str], names: Sequence[str] = TORCH) -> list[str]:
+    """Returns the command that mpirun starts for each rank.
+
+    Args:
+        script: The command of the script.
+        names: The variables that it gets: TORCH, DATA_PARALLEL or MODEL_PARALLEL.
+    """
     return ["/bin/sh", "-c", f"{_OPEN_MPI}{' '.join(names)}\n{_RUN}", "shoal-rank", *script]
 
 
-def under_torchrun(script: Sequence[str]) -> list[str]:
-    """Return the command of each rank that torchrun starts: it has named the rank already, in torch's terms.
+def wrap_for_torchrun(script: Sequence[str]) -> list[str]:
+    """Returns the command that torchrun starts for each rank. torchrun itself sets the rank's variables.
 
-    torchrun takes its arguments for templates, in which `$$` stands for a dollar: they arrive as they were given.
+    torchrun treats its arguments as templates, in which `$$` is a dollar sign.
     """
     return [word.replace("$", "$$") for word in ("/bin/sh", "-c", _TORCHRUN + _RUN, "shoal-rank", *script)]

@@ -1,6 +1,6 @@
-"""A rehearsal: the job runs without GPUs, planned as if this host had those of its instance type. Pure.
+"""Plans a rehearsal: the job runs on CPU, as if this host had the GPUs of its instance type.
 
-The library stands in for the GPUs, in each rank; the two meet in SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
+`shoal_rehearsal` emulates the GPUs in each rank. It reads SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
 """
 
 from __future__ import annotations
@@ -8,59 +8,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.job.contract import Job, whole_number
+from shoal_toolkit.job.contract import Job, read_count
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.plan.fabric import instance, instance_type_of
 
 SWITCH, GPUS = "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"
-MOST_GPUS = 128
+MAX_GPUS = 128
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
-def is_asked_for(environ: Mapping[str, str]) -> bool:
-    """Whether SHOAL_REHEARSE is true."""
+def is_rehearsal(environ: Mapping[str, str]) -> bool:
+    """Whether SHOAL_REHEARSE is true. Raises ContractError if it is neither true nor false."""
     word = environ.get(SWITCH, "").lower()
     if word not in (*_TRUE, *_FALSE):
         raise ContractError(
-            f"The variable {SWITCH} is {environ[SWITCH]!r}; allowed are {', '.join(_TRUE)} to rehearse, and "
-            f"{', '.join(filter(None, _FALSE))} not to."
+            f"The variable {SWITCH} is {environ[SWITCH]!r}; allowed are {', '.join(_TRUE)} for a rehearsal, "
+            f"and {', '.join(filter(None, _FALSE))} for none."
         )
     return word in _TRUE
 
 
-def pretended(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]:
-    """Return the machine with the GPUs that a rehearsal pretends, the variables that tell the ranks, and a remark.
+def emulate_gpus(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]:
+    """Adds emulated GPUs to a machine.
 
-    As many as SHOAL_REHEARSE_GPUS says, else as the instance type has, else one for each process that is asked for.
+    Their number is SHOAL_REHEARSE_GPUS, or the number of the instance type, or one for each configured process.
+
+    Args:
+        job: The job.
+        machine: This host's machine.
+
+    Returns:
+        The machine with these GPUs, variables for the ranks, and a note for the log.
+
+    Raises:
+        ContractError: If SHOAL_REHEARSE_GPUS is wrong.
     """
-    instance_type = instance_type_of(job)
-    known = instance(instance_type).get("gpus")
+    known = machine.instance.get("gpus")
     if given := job.environ.get(GPUS, ""):
-        gpus, why = _number(given), GPUS
+        gpus, why = _parse_gpus(given), GPUS
     elif known:
-        gpus, why = known, f"as an instance {instance_type} has"
+        gpus, why = known, f"as an instance {job.instance_type} has"
     else:
-        gpus = whole_number(job.framework, "sagemaker_mpi_num_of_processes_per_host") or machine.gpus or 1
+        gpus = read_count(job.framework, "sagemaker_mpi_num_of_processes_per_host") or machine.gpus or 1
         why = f"one for each process; {GPUS} sets how many"
     real = f"; the {machine.gpus} real ones are not used" if machine.gpus else ""
     note = (
-        f"REHEARSAL, because {SWITCH}={job.environ[SWITCH]}: GPUs are pretended, on the CPU. "
-        f"This host pretends to have {gpus} GPUs ({why}){real}"
+        f"REHEARSAL, because {SWITCH}={job.environ[SWITCH]}: GPUs are emulated on the CPU. "
+        f"This host emulates {gpus} GPUs ({why}){real}"
     )
     return machine._replace(gpus=gpus), {SWITCH: "1", GPUS: str(gpus)}, note
 
 
-def slots(open_mpi: int) -> dict[str, str]:
-    """Return the variable by which a script's own mpirun has a place for each emulated GPU; `open_mpi`: its series.
+def allow_oversubscription(open_mpi: int) -> dict[str, str]:
+    """Returns the variable that lets a script's own mpirun start a rank for each emulated GPU.
 
-    By itself it has one for each core, of which an instance with GPUs has more than it has GPUs, and a laptop fewer.
+    By default mpirun starts at most one rank per core. A laptop has fewer cores than an instance has GPUs.
+
+    Args:
+        open_mpi: The series of Open MPI, 4 or 5.
     """
     if open_mpi == 5:
         return {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     return {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
-        raise ContractError(f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MOST_GPUS}.")
+def _parse_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GPUS:
+        raise ContractError(f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MAX_GPUS}.")
     return int(text)

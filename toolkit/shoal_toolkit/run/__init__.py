@@ -1,1 +1,1 @@
-"""What runs: the loop, processes, ranks, and the two roles of a host."""
+"""Runs a plan on this host: its processes and ranks, and the two roles of a host."""

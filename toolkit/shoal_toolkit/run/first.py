@@ -1,446 +1,369 @@
-"""The first host: finds the others, launches, watches, and decides for all. A job of one host has only this one.
+"""The first host: connects to the others, launches, watches, and decides for all. A job of one host has only this role.
 
-It launches once every host is ready: connected, and set up. In the end: mpirun's exit code is that of the rank that
-failed first; where every host starts its own command, the first rank or host that fails decides. Only then are the
-others told, and the first host ends after they have heard it.
+It launches once every host is ready: connected, and set up. The result: mpirun ends with the exit code of the rank that
+failed first. If every host starts its own command, the first rank or host that fails decides. The other hosts get the
+result then, and the first host ends after they have confirmed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from time import monotonic
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.outcome import verdict
-from shoal_toolkit.outcome.verdict import Failure, Verdict
+from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
-from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.host import Host, Task, companion_failure
-from shoal_toolkit.run.ranks import STDERR, STDOUT
+from shoal_toolkit.result.result import Failure, Result
+from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
+from shoal_toolkit.run.rank_table import RankTable, explain
 
-if TYPE_CHECKING:  # imported when they are needed: sockets and hashes cost a job of one host too much
-    from shoal_toolkit.hosts.connect import Search
-    from shoal_toolkit.hosts.daemons import Answer, DaemonRequests
-    from shoal_toolkit.hosts.messages import Ended
+if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
+    from shoal_toolkit.hosts.connect import WorkerSearch
+    from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
+    from shoal_toolkit.hosts.messages import CommandEnded
     from shoal_toolkit.hosts.wire import Channel
-    from shoal_toolkit.logs.daemonlog import DaemonLog
+    from shoal_toolkit.output.mpirun_log import MpirunLog
 
-_LAST_WORDS_SECONDS = 5.0  # for the workers' last output after mpirun has ended, and for their farewell
-_SAY_EVERY_SECONDS = 15.0
+_FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun, and to confirm the result
+_PROGRESS_SECONDS = 15.0
 _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch
 
 
 class FirstHost(Host):
-    """Decides for all hosts."""
+    """Leads the job."""
+
+    _ranks: RankTable  # from the launch on
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._search: Search | None = None
+        self._search: WorkerSearch | None = None
         self._requests: DaemonRequests | None = None
         self._channels: dict[str, Channel] = {}
-        self._daemons: dict[str, Answer] = {}  # hosts on which mpirun's daemon runs
-        self._facts: dict[str, Mapping[str, int]] = {}  # of workers: see oom.py
-        self._launcher: DaemonLog | None = None
-        self._failed_rank: int | None = None  # as a worker's daemon says
-        self._host_of: dict[int, str] = {}  # ranks that have started
-        self._codes: dict[int, int] = {}  # ranks that have ended → exit code
-        self._pending: set[str] = set()  # hosts whose own command has not ended
+        self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon of mpirun runs
+        self._mpirun_log: MpirunLog | None = None
+        self._failed_rank: int | None = None  # as the daemon of a worker logged
+        self._pending: set[str] = set()  # hosts with a command of their own that has not ended
         self._unready: set[str] = set(task.hosts)
         self._launched = False
         self._first_start = 0.0
-        self._early: Verdict | None = None  # a failure before the launch, which all hosts shall hear
-        self._told_to_stop: set[str] = set()
-        self._launcher_code: int | None = None
-        self._mpi_over = False
-        self._unrecorded = ""  # why a worker could not record a success
+        self._early: Result | None = None  # a failure before the launch, to be sent to all hosts
+        self._stopped_hosts: set[str] = set()
+        self._mpirun_code: int | None = None
+        self._unrecorded = ""  # why a worker can't write a success
 
-    # Finding the others
+    # Connecting and setting up
 
     def begin(self) -> None:
         task = self.task
         if len(task.hosts) > 1:
-            from shoal_toolkit.hosts.connect import Search
+            from shoal_toolkit.hosts.connect import WorkerSearch
 
-            settings = task.settings
-            self._search = Search(
+            self._search = WorkerSearch(
                 self.loop,
                 task.hosts,
-                settings.port,
-                settings.secret,
-                self._found,
-                lambda reason: self.decide(self._early or verdict.of_error(LaunchError(reason))),
-                settings.hosts_timeout,
+                task.settings.port,
+                task.settings.secret,
+                self._on_found,
+                lambda reason: self.set_result(self._early or Result.from_error(LaunchError(reason))),
+                task.settings.hosts_timeout,
             )
-            self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
+            self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
         if isinstance(task.plan, TrainError):
-            self._fail_early(verdict.of_error(task.plan))
-        elif self.work is not None:
-            self.work.set_up(task.settings.setup_timeout, self._set_up)
+            self._fail_early(Result.from_error(task.plan))
+        elif self.processes is not None:
+            self.processes.set_up(task.settings.setup_timeout, self._on_set_up)
 
-    def _set_up(self, error: LaunchError | None) -> None:
+    def _on_set_up(self, error: LaunchError | None) -> None:
         if error is not None:
-            self._fail_early(verdict.of_error(error))
+            self._fail_early(Result.from_error(error))
         else:
-            self._ready(self.task.cluster.current_host)
+            self._on_ready(self.name)
 
-    def _ready(self, host: str) -> None:
-        """A host can launch. The last one starts the job: nowhere does a script run in vain."""
+    def _on_ready(self, host: str) -> None:
+        """Notes that a host can launch. The last one starts the job, so that no script runs if a host fails before."""
         self._unready.discard(host)
-        if not self._unready and self.verdict is None and self._early is None:
-            self._launch()
+        if not self._unready and self.result is None and self._early is None:
+            try:
+                self._launch()
+            except TrainError as error:
+                self.set_result(Result.from_error(error))
 
-    def _say_who_sets_up(self) -> None:
-        """Connected, but not ready: a worker installs what the code asks for."""
+    def _log_setup_progress(self) -> None:
         waiting = sorted(self._unready & self._channels.keys())
         if waiting:
             more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
             limit = self.task.settings.setup_timeout
-            say(f"{', '.join(waiting[:10])}{more} still set up, for at most {limit} s (SHOAL_SETUP_TIMEOUT)")
+            write_log(f"{', '.join(waiting[:10])}{more} still set up, for at most {limit} s (SHOAL_SETUP_TIMEOUT)")
         if self._unready:
-            self.loop.call_later(_SAY_EVERY_SECONDS, self._say_who_sets_up)
+            self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
 
-    def _fail_early(self, failed: Verdict) -> None:
-        """Decide, but let the hosts that are missing come and hear it: nobody shall wait for this one in vain."""
-        if self.verdict is not None:
+    def _fail_early(self, result: Result) -> None:
+        """Ends the job before the launch. Missing hosts have 30 s to connect, so that no host waits out its timeout."""
+        if self.result is not None:
             return
         if self._search is None or not self._search.missing:
-            self.decide(failed)
+            self.set_result(result)
         elif self._early is None:
-            self._early = failed
-            self._search.limit(_DELIVERY_SECONDS)
-            say(f"{failed.message}\nTelling the other hosts, for at most {_DELIVERY_SECONDS} s.")
-            self.loop.call_later(_DELIVERY_SECONDS, lambda: self.decide(failed))
+            self._early = result
+            self._search.announce_limit(_DELIVERY_SECONDS)
+            write_log(
+                f"{result.message}\nWaiting for the other hosts, to report this to them, at most {_DELIVERY_SECONDS} s."
+            )
+            self.loop.call_later(_DELIVERY_SECONDS, lambda: self.set_result(result))
 
-    def _found(self, host: str, channel: Channel) -> None:
-        channel.on_message = partial(self._message, host)
-        channel.on_lost = partial(self._lost, host)
+    def _on_found(self, host: str, channel: Channel) -> None:
+        channel.on_message = partial(self._on_message, host)
+        channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        if self._search is not None and not self._search.missing and self.verdict is None and self._early is not None:
-            self.decide(self._early)
+        if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
+            self.set_result(self._early)
 
     # Launching
 
     def _launch(self) -> None:
-        try:
-            self._start()
-        except TrainError as error:
-            self.decide(verdict.of_error(error))
-
-    def _start(self) -> None:
-        plan, work = self.task.plan, self.work
-        assert isinstance(plan, LaunchPlan) and work is not None
+        plan, processes = self.plan, self.processes
+        assert processes is not None
         self._launched = True
-        self._pending = {host for host in plan.hosts if plan.starts_alone(host)}
-        self._tell_to_go()
-        if plan.has_ranks:
-            from shoal_toolkit.logs.daemonlog import DaemonLog
-
-            self._launcher = DaemonLog()
-        if not plan.by_mpirun:
-            work.start()
-            return
-        work.prepare_ranks()
-        if len(plan.ranks) > 1:
-            from shoal_toolkit.hosts.daemons import DaemonRequests
-
-            self._requests = DaemonRequests(self.loop, work.directory, self._daemon_asked)
-        from shoal_toolkit.plan.mpi import session_variables
-
-        work.start_launcher(plan.command, session_variables(work.directory))
-
-    def _tell_to_go(self) -> None:
-        """The others that start their own command."""
+        self._ranks = RankTable(plan, self.output, self.task.paths)
+        self._pending = {host for host in plan.hosts if plan.runs_own_command(host)}
         for host, channel in self._channels.items():
             if host in self._pending:
                 from shoal_toolkit.hosts.messages import GO
 
                 channel.send(GO)
+        if plan.has_ranks:
+            from shoal_toolkit.output.mpirun_log import MpirunLog
 
-    def _daemon_asked(self, host: str, command: str, answer: Answer) -> None:
+            self._mpirun_log = MpirunLog()
+        if not plan.by_mpirun:
+            processes.start()
+            return
+        processes.prepare_ranks()
+        if len(plan.ranks) > 1:
+            from shoal_toolkit.hosts.daemons import DaemonRequests
+
+            self._requests = DaemonRequests(self.loop, processes.directory, self._on_daemon_request)
+        from shoal_toolkit.plan.mpi import set_session_directory
+
+        processes.start_launcher(plan.command, set_session_directory(processes.directory))
+
+    def _on_daemon_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
         from shoal_toolkit.hosts.messages import Start
 
         channel = self._channels.get(host)
         if channel is None or host in self._daemons:
-            say(f"mpirun asked for a daemon on {host!r}, which is lost, unknown or has one")
-            answer(255)
+            write_log(f"mpirun requested a daemon on {host!r}, which is lost, unknown or has one")
+            send_exit_code(255)
             return
-        self._daemons[host] = answer
+        self._daemons[host] = send_exit_code
         channel.send(Start(command))
 
     # While it runs
 
-    def rank_started(self, rank: int) -> None:
-        self._rank_started(self.task.cluster.current_host, rank)
+    def on_rank_started(self, rank: int) -> None:
+        self._note_start(self.name, rank)
 
-    def _rank_started(self, host: str, rank: int) -> None:
-        self._host_of[rank] = host
+    def _note_start(self, host: str, rank: int) -> None:
+        self._ranks.host_of[rank] = host
         if not self._first_start:
             self._first_start = monotonic()
             self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
 
-    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        self.output.rank(stream, rank, self._host_of.get(rank, "?"), data)
+    def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        self.output.write_rank(stream, rank, self._ranks.host_of.get(rank, "?"), data)
 
-    def launcher_said(self, stream: int, data: bytes) -> None:
-        words = self._launcher.feed(stream, data) if self._launcher is not None else data
-        self.output.launcher(stream, self.task.cluster.current_host, words)
+    def on_launcher_output(self, stream: int, data: bytes) -> None:
+        kept = self._mpirun_log.feed(stream, data) if self._mpirun_log is not None else data
+        self.output.write_launcher(stream, self.name, kept)
 
-    def _message(self, host: str, said: Any) -> None:
-        """What a worker says, which has proved the secret. ProtocolError: it says what is not due."""
+    def _on_message(self, host: str, message: Any) -> None:
+        """Handles a message from an authenticated worker. Raises ProtocolError if it is wrong at this time."""
         from shoal_toolkit.hosts import messages
 
-        if isinstance(said, messages.Failed):
-            self._fail_early(Verdict(said.code or 1, f"On {host}: {said.message}"))
-        elif isinstance(said, messages.Stopping):
-            self._signalled_by(host, said.signal)
-        elif said == messages.READY:
+        if isinstance(message, messages.HostFailed):
+            self._fail_early(Result(message.code or 1, f"On {host}: {message.message}"))
+        elif isinstance(message, messages.StopReceived):
+            self._on_stopped_host(host, message.signal)
+        elif message == messages.READY:
             if host not in self._unready:
                 raise messages.ProtocolError("it is ready for the second time")
-            self._ready(host)
+            self._on_ready(host)
         elif self._launched:
-            self._work_message(host, said)
+            self._on_rank_message(host, message)
         else:
-            raise messages.ProtocolError(f"{type(said).__name__} before the launch")
+            raise messages.ProtocolError(f"{type(message).__name__} before the launch")
 
-    def _work_message(self, host: str, said: Any) -> None:
-        """What a worker says of its ranks, or of its own command."""
+    def _on_rank_message(self, host: str, message: Any) -> None:
+        """Handles a worker's message about its ranks, or about its own command."""
         from shoal_toolkit.hosts import messages
 
-        if isinstance(said, messages.Output):
-            self.rank_output(said.stream, said.rank, said.data)
-        elif isinstance(said, messages.Started):
-            self._rank_started(host, said.rank)
-        elif isinstance(said, messages.RankEnded):
-            self._facts[host] = said.facts or self._facts.get(host, {})
-            self.rank_ended(said.rank, said.code)
-        elif isinstance(said, messages.Ended):
-            self._worker_ended(host, said)
+        if isinstance(message, messages.Output):
+            self.on_rank_output(message.stream, message.rank, message.data)
+        elif isinstance(message, messages.RankStarted):
+            self._note_start(host, message.rank)
+        elif isinstance(message, messages.RankEnded):
+            self._ranks.add_facts(host, message.facts)
+            self._note_end(message.rank, message.code)
+        elif isinstance(message, messages.CommandEnded):
+            self._on_worker_ended(host, message)
         else:
-            raise messages.ProtocolError(f"{type(said).__name__}, which a worker does not say")
+            raise messages.ProtocolError(f"{type(message).__name__}, which a worker does not send")
 
-    def _lost(self, host: str, reason: str) -> None:
+    def _on_lost(self, host: str, reason: str) -> None:
         self.flow.remove(self._channels.pop(host))
-        answer = self._daemons.pop(host, None)
-        if answer:
-            answer(255)
-        if self.verdict is None:
-            self._fail_early(Verdict(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
+        send_exit_code = self._daemons.pop(host, None)
+        if send_exit_code:
+            send_exit_code(255)
+        if self.result is None:
+            self._fail_early(Result(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
 
     # The end
 
-    def _worker_ended(self, host: str, said: Ended) -> None:
-        self._facts[host] = said.facts or self._facts.get(host, {})
-        if said.unrecorded:
-            self._unrecorded = self._unrecorded or f"On {host}: {said.unrecorded}"
-        answer = self._daemons.pop(host, None)
-        if answer:
+    def _on_worker_ended(self, host: str, message: CommandEnded) -> None:
+        self._ranks.add_facts(host, message.facts)
+        if message.unrecorded:
+            self._unrecorded = self._unrecorded or f"On {host}: {message.unrecorded}"
+        send_exit_code = self._daemons.pop(host, None)
+        if send_exit_code:
             if self._failed_rank is None:
-                self._failed_rank = said.failed_rank
-            answer(said.code)
-            self._end_of_mpi()
+                self._failed_rank = message.failed_rank
+            send_exit_code(message.code)
+            self._check_mpirun_end()
         elif host in self._pending:
-            self._command_ended(host, said.code, said.stderr)
+            self._on_host_command_ended(host, message.code, message.stderr)
 
-    def work_ended(self, code: int) -> None:
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
-        if not plan.by_mpirun:
-            self._command_ended(self.task.cluster.current_host, code, self._launcher.text() if self._launcher else "")
+    def on_command_ended(self, code: int) -> None:
+        if not self.plan.by_mpirun:
+            self._on_host_command_ended(self.name, code, self._mpirun_log.text() if self._mpirun_log else "")
             return
-        self._launcher_code = code
-        self.loop.call_later(_LAST_WORDS_SECONDS, self._daemons_are_late)
-        self._end_of_mpi()
+        self._mpirun_code = code
+        self.loop.call_later(_FAREWELL_SECONDS, self._give_up_daemons)
+        self._check_mpirun_end()
 
-    def _command_ended(self, host: str, code: int, stderr: str) -> None:
-        """A host's own command has ended: the script, or torchrun after its ranks."""
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
+    def _on_host_command_ended(self, host: str, code: int, stderr: str) -> None:
+        """Handles the end of a host's own command: the script, or torchrun after its ranks."""
+        plan = self.plan
         self._pending.discard(host)
-        if plan.launcher in SEVERAL_RANKS and host not in plan.outside:
-            if code and not self.stopped_by:
-                self.decide(
-                    verdict.of_failure(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True))
-                )
-        else:
+        if plan.launcher not in SEVERAL_RANKS or host in plan.outside:
             rank = plan.rank_of(host)
-            self.output.remember(rank, stderr)
-            self.rank_ended(rank, code)
+            self.output.add_tail(rank, stderr)
+            self._note_end(rank, code)
+        elif code and not self.stopped_by:
+            self.set_result(explain(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True)))
         self._check_end()
 
-    def rank_ended(self, rank: int, code: int) -> None:
-        """A rank has ended. mpirun sees that too, and ends the others; where it is not at work, that is up to us."""
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
-        self._codes[rank] = code
-        if self.stopped_by:
-            if self._host_of.keys() <= self._codes.keys():
-                self.decide(verdict.of_stop(self.stopped_by))
-        elif code and (not plan.by_mpirun or rank >= plan.world_size):
-            self.decide(self._rank_failure(plan, rank, code))
+    def on_rank_ended(self, rank: int, code: int) -> None:
+        self._note_end(rank, code)
 
-    def companion_ended(self, name: str, code: int) -> None:
-        host = self.task.cluster.current_host
+    def _note_end(self, rank: int, code: int) -> None:
+        """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here."""
+        self._ranks.add_end(rank, code)
+        if self.stopped_by:
+            if self._ranks.all_ended:
+                self.set_result(Result.from_signal(self.stopped_by))
+        elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
+            self.set_result(self._explain_rank(rank, code))
+
+    def _explain_rank(self, rank: int, code: int) -> Result:
+        if self._ranks.host_of.get(rank) == self.name:
+            self._ranks.add_facts(self.name, self.collect_facts())
+        return self._ranks.explain_rank(rank, code)
+
+    def on_sidecar_ended(self, name: str, code: int) -> None:
         if not self.stopped_by:
-            self.decide(Verdict(code or 1, companion_failure(name, host, code)))
+            self.set_result(Result(code or 1, describe_sidecar_end(name, self.name, code)))
 
     def _check_end(self) -> None:
-        """The job is done once every host's own command, and mpirun, have ended."""
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
-        if self._pending or self.verdict is not None or (plan.by_mpirun and not self._mpi_over):
+        """Sets the result once every host's own command has ended; mpirun's end is handled before."""
+        if self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
             return
         if self.stopped_by:
-            self.decide(verdict.of_stop(self.stopped_by))
-        elif not self._all_started(plan):
-            self.decide(Verdict(1, self._not_started(plan)))
+            self.set_result(Result.from_signal(self.stopped_by))
+        elif not self._ranks.all_started:
+            self.set_result(self._ranks.explain_missing())
         elif self._unrecorded:
-            self.decide(Verdict(1, self._unrecorded))
+            self.set_result(Result(1, self._unrecorded))
         else:
-            self._warn_of_a_failure_that_a_shell_hides(plan)
-            self.decide(Verdict(0))
+            self._ranks.warn_about_hidden_failure()
+            self.set_result(Result(0))
 
-    def _warn_of_a_failure_that_a_shell_hides(self, plan: LaunchPlan) -> None:
-        """A shell goes on after a command that fails, and its exit code is that of its last one."""
-        if not plan.script[0].endswith("sh"):
-            return
-        raised = (tail for tail in map(self.output.tail, range(plan.world_size)) if "Traceback (most" in tail)
-        if tail := next(raised, ""):
-            from shoal_toolkit.outcome import diagnosis
+    @property
+    def _mpirun_over(self) -> bool:
+        """Whether mpirun and all of its daemons have ended, so that their last output was read."""
+        return self._mpirun_code is not None and not self._daemons
 
-            say(
-                f"the script has ended with exit code 0, and a command in it with an exception: "
-                f"{diagnosis.last_words(tail, 1).head}\nFix: begin the script with `set -euo pipefail`, or handle it."
-            )
-
-    def _all_started(self, plan: LaunchPlan) -> bool:
-        """Whether every rank has started. Under torchrun each host has as many as its own GPUs: it is asked for one."""
-        if plan.by_mpirun:
-            return all(rank in self._host_of for rank in range(plan.world_size))
-        return set(plan.ranks) <= set(self._host_of.values())
-
-    def _not_started(self, plan: LaunchPlan) -> str:
-        program = "mpirun" if plan.by_mpirun else plan.launcher
-        return f"{program} ended with exit code 0, and {len(self._host_of)} of {plan.world_size} ranks had started."
-
-    def _daemons_are_late(self) -> None:
+    def _give_up_daemons(self) -> None:
         for host in list(self._daemons):
-            say(f"mpirun has ended, and its daemon on {host} has not within {_LAST_WORDS_SECONDS:.0f} s")
+            write_log(f"mpirun has ended, but its daemon on {host} has not within {_FAREWELL_SECONDS:.0f} s")
             self._daemons.pop(host)(255)
-        self._end_of_mpi()
+        self._check_mpirun_end()
 
-    def _end_of_mpi(self) -> None:
-        """mpirun has ended, and every daemon's last output has come."""
-        plan, code = self.task.plan, self._launcher_code
-        if code is None or self._daemons or self.verdict is not None:
+    def _check_mpirun_end(self) -> None:
+        code, log = self._mpirun_code, self._mpirun_log
+        if code is None or log is None or self._daemons or self.result is not None:
             return
-        assert isinstance(plan, LaunchPlan)
-        self._mpi_over = True
-        rank = self._rank_that_failed()
-        if (code or rank is not None) and not self.stopped_by:
-            self.decide(self._mpi_failure(plan, rank, code or 1))  # MPI_Abort(256) ends mpirun with 0
+        rank = self._failed_rank if log.failed_rank is None else log.failed_rank
+        if (code or rank is not None) and not self.stopped_by:  # MPI_Abort(256) ends mpirun with 0
+            if rank is not None and self._ranks.host_of.get(rank) == self.name:
+                self._ranks.add_facts(self.name, self.collect_facts())
+            self.set_result(self._ranks.explain_mpirun(log, rank, code or 1))
         self._check_end()
-
-    def _rank_that_failed(self) -> int | None:
-        """Return the rank that failed first, as mpirun's state log has it."""
-        assert self._launcher is not None
-        return self._failed_rank if self._launcher.failed_rank is None else self._launcher.failed_rank
-
-    def _mpi_failure(self, plan: LaunchPlan, rank: int | None, code: int) -> Verdict:
-        assert self._launcher is not None
-        if rank is None:
-            said, reason = self._launcher.text(), self._launcher.reason()
-            return verdict.of_failure(Failure(code, "mpirun", plan.command, said, launcher=True, reason=reason))
-        cause = "" if self.output.tail(rank).strip() else self._launcher.cause()
-        if cause:  # the rank's MPI spoke through mpirun
-            from shoal_toolkit.logs import daemonlog
-
-            why = daemonlog.reason(cause)
-            return verdict.of_failure(Failure(code, self._where(plan, rank), plan.script, cause, reason=why))
-        return self._rank_failure(plan, rank, code)
-
-    def _rank_failure(self, plan: LaunchPlan, rank: int, code: int) -> Verdict:
-        host = self._host_of.get(rank, "")
-        own = verdict.words_of_script(self.task.paths) if host == self.task.cluster.current_host else ""
-        said, reason = own or self.output.tail(rank), own.partition("\n")[0]
-        where, facts = self._where(plan, rank), self._facts_of(host)
-        return verdict.of_failure(Failure(code, where, plan.script, said, facts, reason=reason))
-
-    def _where(self, plan: LaunchPlan, rank: int) -> str:
-        if rank >= plan.world_size:
-            return f"the script on {self._host_of.get(rank, 'an unknown host')}, outside the distribution,"
-        return f"rank {rank} on {self._host_of.get(rank, 'an unknown host')}"
-
-    def _facts_of(self, host: str) -> Mapping[str, int]:
-        return self.facts() if host == self.task.cluster.current_host else self._facts.get(host, {})
 
     # Stopping
 
-    def _signalled_by(self, host: str, number: int) -> None:
-        if host in self._told_to_stop:
-            say(f"{host} was told to stop again: killing the ranks now")
-            self.stop_again()
+    def _on_stopped_host(self, host: str, number: int) -> None:
+        if host in self._stopped_hosts:
+            write_log(f"{host} received a second signal: killing the ranks now")
+            self.kill()
             return
-        self._told_to_stop.add(host)
-        say(f"{host} was told to stop")
+        self._stopped_hosts.add(host)
+        write_log(f"{host} received a signal to stop")
         if self.note_stop(number):
             self.stop(number)
 
     def stop(self, number: int) -> None:
-        plan, work = self.task.plan, self.work
-        if work is None or not self._launched or not isinstance(plan, LaunchPlan):
-            self.decide(verdict.of_stop(number))
+        if self.processes is None or not self._launched:
+            self.set_result(Result.from_signal(number))
             return
-        self._signal_all(number)
-        if plan.has_ranks and not self._all_started(plan):
-            work.signal_launcher(number)  # ranks that have not started must not start any more
-        self.loop.call_later(self.task.settings.stop_grace, self.stop_again)
-
-    def stop_again(self) -> None:
-        if self.verdict is None:
-            self.decide(verdict.of_stop(self.stopped_by))
-
-    def _signal_all(self, number: int) -> None:
         if self._channels:
-            from shoal_toolkit.hosts.messages import Signal
+            from shoal_toolkit.hosts.messages import PassSignal
 
             for channel in self._channels.values():
-                channel.send(Signal(number))
-        if self.work is not None:
-            self.work.stop(number)
+                channel.send(PassSignal(number))
+        self.processes.stop(number)
+        if self.plan.has_ranks and not self._ranks.all_started:
+            self.processes.signal_launcher(number)  # so that no more ranks start
+        self.loop.call_later(self.task.settings.stop_grace, self.kill)
 
-    # Afterwards
+    def kill(self) -> None:
+        if self.result is None:
+            self.set_result(Result.from_signal(self.stopped_by))
 
-    def decide(self, decided: Verdict) -> None:
-        if self.verdict is None:
+    def set_result(self, result: Result) -> None:
+        if self.result is None:
             if self._first_start:
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
-            if self._launcher is not None:
+            if self._mpirun_log is not None:
                 for stream in (STDOUT, STDERR):
-                    self.output.launcher(stream, self.task.cluster.current_host, self._launcher.flush(stream))
-        super().decide(decided)
+                    self.output.write_launcher(stream, self.name, self._mpirun_log.flush(stream))
+        super().set_result(result)
 
-    def tell(self, decided: Verdict) -> None:
-        """Give every worker the verdict, and wait until they have it: they end after the launcher, with its code."""
+    def send_result(self, result: Result) -> None:
+        """Sends every worker the result, and waits until they have confirmed it: they end after the launcher."""
         if self._search is not None:
             self._search.close()
         if not self._channels:
             return
-        from shoal_toolkit.hosts.messages import Decided
+        from shoal_toolkit.hosts.messages import JobResult
 
-        shared: dict[str, Any] = {
-            key: value for key, value in self.report.items() if key not in ("current_host", "began")
-        }
+        shared = {key: value for key, value in self.report.items() if key not in ("current_host", "began")}
         for channel in self._channels.values():
-            channel.send(Decided(decided.exit_code, decided.message, shared))
-        late: list[bool] = []
-        self.loop.call_later(_LAST_WORDS_SECONDS, lambda: late.append(True))
-        self.loop.run_until(lambda: not self._channels or bool(late))
+            channel.send(JobResult(result.exit_code, result.message, shared))
+        self._run_until(lambda: not self._channels, _FAREWELL_SECONDS)
         for host in self._channels:
-            say(f"{host} has not confirmed the verdict within {_LAST_WORDS_SECONDS:.0f} s")
+            write_log(f"{host} has not confirmed the result within {_FAREWELL_SECONDS:.0f} s")
 
     def close(self) -> None:
         if self._search is not None:

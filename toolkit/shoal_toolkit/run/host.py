@@ -1,36 +1,38 @@
-"""What the first host and a worker have in common: the work of this host, its output, and the way to an orderly end."""
+"""The common part of the first host and a worker: processes, output, and an orderly end with one result."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from shoal_toolkit import redact
 from shoal_toolkit.errors import TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import Settings
-from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
-from shoal_toolkit.logs import redact
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.logs.output import Output, defines_metrics
-from shoal_toolkit.logs.streams import Flow
-from shoal_toolkit.outcome import disks, oom, verdict
-from shoal_toolkit.outcome.verdict import Verdict
+from shoal_toolkit.light_typing import Any, NamedTuple, Protocol
+from shoal_toolkit.log import write_log
+from shoal_toolkit.output.output import Output
+from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.work import Events, Work
+from shoal_toolkit.result.result import (
+    METRICS,
+    Result,
+    describe_exit_code,
+    write_provisional_failure,
+    write_result,
+)
+from shoal_toolkit.run.processes import HostEvents, HostProcesses
+from shoal_toolkit.system.loop import STOP_SIGNALS, Loop
+from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 
-if TYPE_CHECKING:  # few jobs have them
-    from shoal_toolkit.logs.metrics import Metrics
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
-_LEAST_DRAIN_SECONDS = 1.0  # for a last upload, where the script took all of the grace period
+_MIN_DRAIN_SECONDS = 1.0  # for a last upload if the script took the whole grace period
 
 
 class Task(NamedTuple):
-    """What this host has to do: a plan, or the reason why there is none, which the other hosts are told too."""
+    """The task of this host: a plan, or the error that prevented one and is reported to the other hosts."""
 
     paths: Paths
     cluster: Cluster
@@ -38,125 +40,156 @@ class Task(NamedTuple):
     plan: LaunchPlan | TrainError
     settings: Settings
     environ: Mapping[str, str]
-    began: float  # time.monotonic() at which `train` started
+    began: float  # time.monotonic() when `train` started
 
 
-class Host:
-    """One host's run, from its start to its verdict. The two roles fill in what they do on each event."""
+class Role(HostEvents, Protocol):
+    """The differences between the two roles of a host, first host and worker."""
+
+    def begin(self) -> None:
+        """Starts to connect to the other hosts, and to set up this one."""
+
+    def stop(self, number: int) -> None:
+        """Stops the job after a signal; the script has the grace period to end."""
+
+    def kill(self) -> None:
+        """Ends a job that is being stopped at once."""
+
+    def send_result(self, result: Result) -> None:
+        """Sends the result to the other hosts, or confirms it."""
+
+    def close(self) -> None:
+        """Closes connections and sockets."""
+
+
+class Host(Role):
+    """One host's run, from its start to its result."""
 
     def __init__(self, task: Task) -> None:
-        task, metrics = _with_metrics(task)
-        plan = task.plan
-        secrets = {**task.environ, "SHOAL_JOB_SECRET": task.settings.secret}
-        redact.learn({**secrets, **(plan.env if isinstance(plan, LaunchPlan) else {})})
         self.task = task
+        self.name = task.cluster.current_host
+        self.has_plan = isinstance(task.plan, LaunchPlan)
+        secrets = {**task.environ, "SHOAL_JOB_SECRET": task.settings.secret}
+        redact.learn_secrets({**secrets, **(self.plan.env if self.has_plan else {})})
         self.loop = Loop()
-        self.flow = Flow()
-        self.output = Output(self.loop, self.flow, _marks(task), task.settings.log_format == "json", metrics)
-        self._kills = oom.kills()
-        self.work: Work | None = None
-        self.verdict: Verdict | None = None
-        self.report: dict[str, Any] = first_report(task)
-        self.stopped_by = 0
+        self.flow = FlowControl()
+        self.output = self._make_output()
+        self._oom_kills = count_oom_kills()
+        self.processes: HostProcesses | None = None
+        self.result: Result | None = None
+        self.report: dict[str, Any] = make_report(task)
+        self.stopped_by = 0  # the signal that stops the job
         self._grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
-        self._signalled_here = self._hurried = False
-        self._over = False
-        if isinstance(task.plan, LaunchPlan):
-            events = Events(
-                self.rank_started,
-                self.rank_ended,
-                self.rank_output,
-                self.launcher_said,
-                self.work_ended,
-                self.companion_ended,
-            )
-            self.work = Work(self.loop, self.flow, task.plan, task.environ, events, self.output.reads_all)
+        self._signalled_here = self._hurried = self._gave_up = False
+        if self.has_plan:
+            self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """The plan of this host. Only for hosts that have one."""
+        assert isinstance(self.task.plan, LaunchPlan)
+        return self.task.plan
+
+    def _make_output(self) -> Output:
+        as_json, metrics = self.task.settings.log_format == "json", None
+        if not self.has_plan:
+            return Output(self.loop, self.flow, False, as_json, None)
+        if self.plan.metrics:
+            from shoal_toolkit.output.metrics import MetricsFile
+
+            metrics = MetricsFile(f"{self.task.paths.output}/{METRICS}", self.plan.metrics)
+        # Lines need a prefix if several ranks share the log.
+        prefixed = self.plan.has_ranks and self.plan.world_size > 1
+        return Output(self.loop, self.flow, prefixed, as_json, metrics)
 
     def run(self) -> int:
-        """Run to the verdict; returns the exit code of `train`."""
-        self.loop.on_signals(STOP_SIGNALS, self._signalled)
+        """Runs the job to its result; returns the exit code of `train`."""
+        self.loop.on_signals(STOP_SIGNALS, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             self.begin()
-            self.loop.run_until(lambda: self.verdict is not None and (self._over or not self._work_runs()))
+            self.loop.run_until(lambda: self.result is not None and (self._gave_up or not self._runs()))
             return self._finish()
         finally:
-            if self.work is not None:
-                self.work.kill()
-                self.work.close()
+            if self.processes is not None:
+                self.processes.kill()
+                self.processes.close()
             self.close()
             self.output.close()
             self.loop.close()
 
-    def decide(self, decided: Verdict) -> None:
-        """The job is over: the first verdict counts. What still runs here is ended."""
-        if self.verdict is not None:
+    def set_result(self, result: Result) -> None:
+        """Ends the job with a result, and kills what still runs here. Only the first result counts."""
+        if self.result is not None:
             return
-        self.verdict = decided
-        if self._work_runs() and self.work is not None:
-            self.work.kill()
+        self.result = result
+        if self._runs() and self.processes is not None:
+            self.processes.kill()
             self.loop.call_later(_KILL_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        say("a process does not end although it was killed; ending without it")
-        self._over = True
+        write_log("a process does not end although it was killed; ending without it")
+        self._gave_up = True
 
-    def _work_runs(self) -> bool:
-        return self.work is not None and self.work.running
-
-    def _drain_companions(self) -> None:
-        """What runs beside the script may finish what it has begun: in the grace period, of which a stop leaves a rest.
-
-        A second signal ends that too.
-        """
-        if self.work is None or not self.work.draining:
-            return
-        self.work.end_companions()
-        late: list[bool] = []
-        rest = min(self.task.settings.stop_grace, self._grace_ends - time.monotonic())
-        timer = self.loop.call_later(max(_LEAST_DRAIN_SECONDS, rest), lambda: late.append(True))
-        work = self.work
-        self.loop.run_until(lambda: not work.draining or bool(late) or self._hurried)
-        timer.cancel()
+    def _runs(self) -> bool:
+        return self.processes is not None and self.processes.running
 
     def _finish(self) -> int:
-        assert self.verdict is not None
-        self._drain()
-        code = verdict.conclude(self.task.paths, self.verdict, self.report)
-        if code != self.verdict.exit_code:
-            here = self.task.cluster.current_host
-            self.verdict = Verdict(code, f"On {here} the verdict could not be written: its log says why.")
-        self.tell(self.verdict)
-        self._drain_companions()
-        self._drain()  # what others said while they ended
+        assert self.result is not None
+        self._write_output()
+        code = write_result(self.task.paths, self.result, self.report)
+        if code != self.result.exit_code:
+            self.result = Result(code, f"On {self.name} the result could not be written: its log says why.")
+        self.send_result(self.result)
+        self._drain_sidecars()
+        self._write_output()  # log lines about the end
         return code
 
-    def _drain(self) -> None:
-        """Write all output, for as long as it takes. The loop goes on: the other hosts still hear from this one."""
-        self.output.flush()
+    def _run_until(self, finished: Callable[[], bool], seconds: float) -> bool:
+        """Serves events until `finished()` or the time limit; returns whether the limit was reached."""
         late: list[bool] = []
-        if self.stopped_by:  # nobody may be reading any more
-            self.loop.call_later(_UNREAD_SECONDS, lambda: late.append(True))
-        self.loop.run_until(lambda: self.output.empty or bool(late))
-        if late:
+        timer = self.loop.call_later(seconds, lambda: late.append(True))
+        self.loop.run_until(lambda: finished() or bool(late))
+        timer.cancel()
+        return bool(late)
+
+    def _drain_sidecars(self) -> None:
+        """Lets sidecars finish within what remains of the grace period. A second signal ends that."""
+        processes = self.processes
+        if processes is None or not processes.draining:
+            return
+        processes.end_sidecars()
+        remaining = min(self.task.settings.stop_grace, self._grace_ends - time.monotonic())
+        self._run_until(lambda: not processes.draining or self._hurried, max(_MIN_DRAIN_SECONDS, remaining))
+
+    def _write_output(self) -> None:
+        """Writes all output, as long as that takes: a stopped job waits only shortly for the reader of its log.
+
+        Meanwhile the loop serves the connections to the other hosts.
+        """
+        self.output.flush()
+        if not self.stopped_by:
+            self.loop.run_until(lambda: self.output.empty)
+        elif self._run_until(lambda: self.output.empty, _UNREAD_SECONDS):
             self.output.drop()
 
-    def facts(self) -> dict[str, int]:
-        """Return what explains a failure here, beside the script's own words."""
-        plan = self.task.plan
-        gpus = int(plan.env.get("SM_NUM_GPUS", 0)) if isinstance(plan, LaunchPlan) else 0
-        return {**oom.facts(self._kills), **disks.facts(), "gpus": gpus}
+    def collect_facts(self) -> dict[str, int]:
+        """Returns facts about this host that may explain a failure."""
+        from shoal_toolkit.system.disks import collect_disk_facts
 
-    def _signalled(self, number: int) -> None:
-        """One signal stops, a second one to this host kills. (All hosts may be told at once: one each.)"""
+        gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0
+        return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}
+
+    def _on_signal(self, number: int) -> None:
+        """The first signal to this host stops the job, the second one kills it. All hosts may get one at once."""
         name = signal.Signals(number).name
         if self._signalled_here:
-            say(f"received {name} again: killing the ranks now")
+            write_log(f"received {name} again: killing the ranks now")
             self._hurried = True
-            self.stop_again()
+            self.kill()
             return
         self._signalled_here = True
-        say(
+        write_log(
             f"received {name}: stopping; the script has {self.task.settings.stop_grace} s to end "
             "(SHOAL_STOP_GRACE), if the container is given as long"
         )
@@ -164,95 +197,38 @@ class Host:
             self.stop(number)
 
     def note_stop(self, number: int) -> bool:
-        """From now on the job is being stopped; returns whether it was not before."""
+        """Marks the job as stopped, and writes a provisional failure file. Returns False if it was already."""
         if self.stopped_by:
             return False
         self.stopped_by = number
         self._grace_ends = time.monotonic() + self.task.settings.stop_grace
-        if self.verdict is None:
-            verdict.foretell(self.task.paths, verdict.of_stop(number))
+        if self.result is None:
+            write_provisional_failure(self.task.paths, Result.from_signal(number))
         return True
 
-    # What a role does.
 
-    def begin(self) -> None:
-        raise NotImplementedError
+def describe_sidecar_end(name: str, host: str, code: int) -> str:
+    """Returns the message for a sidecar that ended before the job.
 
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def tell(self, decided: Verdict) -> None:
-        raise NotImplementedError
-
-    def stop(self, number: int) -> None:
-        raise NotImplementedError
-
-    def stop_again(self) -> None:
-        raise NotImplementedError
-
-    def rank_started(self, rank: int) -> None:
-        raise NotImplementedError
-
-    def rank_ended(self, rank: int, code: int) -> None:
-        raise NotImplementedError
-
-    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        raise NotImplementedError
-
-    def launcher_said(self, stream: int, data: bytes) -> None:
-        raise NotImplementedError
-
-    def work_ended(self, code: int) -> None:
-        raise NotImplementedError
-
-    def companion_ended(self, name: str, code: int) -> None:
-        raise NotImplementedError
+    Args:
+        name: The name of the sidecar.
+        host: The host on which it ran.
+        code: Its exit code.
+    """
+    return f"{name} on {host} {describe_exit_code(code)} before the job was over. Its output is in the log."
 
 
-def _marks(task: Task) -> bool:
-    """Whether lines need the mark of their rank: several ranks share a log."""
-    plan = task.plan
-    return isinstance(plan, LaunchPlan) and plan.has_ranks and plan.world_size > 1
-
-
-def metrics_of(paths: Paths, plan: LaunchPlan) -> Metrics | None:
-    """Return the metrics that a job defines, if any. Raises ContractError."""
-    if not defines_metrics(paths, plan.cwd):
-        return None
-    from shoal_toolkit.logs.metrics import read_metrics
-
-    return read_metrics(paths, plan.cwd)
-
-
-def _with_metrics(task: Task) -> tuple[Task, Metrics | None]:
-    """Read the definitions of metrics. Where they are wrong, that is why there is no plan."""
-    plan = task.plan
-    if not isinstance(plan, LaunchPlan):
-        return task, None
-    try:
-        return task, metrics_of(task.paths, plan)
-    except TrainError as error:
-        return task._replace(plan=error), None
-
-
-def companion_failure(name: str, host: str, code: int) -> str:
-    """Say that what should have run as long as the job has ended before."""
-    return f"{name} on {host} {verdict.exit_description(code)} before the job was over. Its output is in the log."
-
-
-def first_report(task: Task) -> dict[str, Any]:
-    """The job.json of a job that has just begun."""
-    report: dict[str, Any] = {
+def make_report(task: Task) -> dict[str, Any]:
+    """Returns the first content of job.json."""
+    plan = task.plan if isinstance(task.plan, LaunchPlan) else None
+    return {
         "hosts": list(task.cluster.hosts),
         "current_host": task.cluster.current_host,
-        "ranks": None,
-        "launcher": None,
-        "interface": None,
+        "ranks": plan.world_size if plan else None,
+        "launcher": plan.launcher if plan else None,
+        "interface": plan.interface if plan else None,
         "launch_seconds": None,
         "training_seconds": None,
         "exit_code": None,
         "began": round(time.time() - (time.monotonic() - task.began), 3),
     }
-    if isinstance(task.plan, LaunchPlan):
-        report.update(ranks=task.plan.world_size, launcher=task.plan.launcher, interface=task.plan.interface)
-    return report

@@ -1,7 +1,7 @@
-"""The ranks that run on this host under mpirun or its daemon: their start, their output, their end.
+"""Watches the ranks on this host: their start, their output and their end.
 
-A private directory holds a FIFO for each rank's stdout and stderr and one on which ranks say that they start and end,
-so that output keeps its rank, its bytes and its order without passing through mpirun's or torchrun's tags.
+The run directory has a FIFO for each rank's stdout and stderr, and one on which ranks report their start and end. So
+the output keeps its rank, bytes and order, and does not need the prefixes of mpirun or torchrun.
 """
 
 from __future__ import annotations
@@ -10,21 +10,40 @@ import os
 from collections.abc import Callable
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.logs.streams import Flow, Source
+from shoal_toolkit.light_typing import Protocol
+from shoal_toolkit.log import STDERR, STDOUT
+from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell
-from shoal_toolkit.run.loop import Loop
-from shoal_toolkit.run.process import descendants, orphans_run, signal_group, signal_process, start_time
+from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.process import find_descendants, has_orphans, read_start_time, signal_group, signal_process
 
-STDOUT, STDERR = 1, 2
-SOCKET = "rsh.sock"
+_MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
+_POLL_SECONDS = 0.1
+
+
+class RankEvents(Protocol):
+    """Called for events of the ranks on this host."""
+
+    def on_rank_started(self, rank: int) -> None:
+        """A rank has started."""
+
+    def on_rank_ended(self, rank: int, code: int) -> None:
+        """A rank that a launcher started has ended with an exit code."""
+
+    def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        """A rank wrote something to stdout (1) or stderr (2)."""
 
 
 def make_run_directory() -> str:
-    """Make a directory that only this user can enter, with a short path (a socket's has 107 characters at most)."""
+    """Makes a directory with a short path that only this user can enter.
+
+    Raises:
+        LaunchError: If there is no directory for temporary files.
+    """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/dev/shm", "/var/tmp"]
     problem: OSError | None = None
     for parent in candidates:
-        if not parent or len(parent) > 60:
+        if not parent or len(parent) > _MAX_PARENT_LENGTH:
             continue
         path = os.path.join(parent, f"shoal-{os.urandom(8).hex()}")
         try:
@@ -36,121 +55,108 @@ def make_run_directory() -> str:
 
 
 def remove_run_directory(path: str) -> None:
-    """Remove the directory: FIFOs, a socket, Open MPI's files. A script that cleaned up /tmp has done it already."""
+    """Removes a run directory with everything in it. A script that cleaned up /tmp may have removed it already."""
     for directory, _, names in os.walk(path, topdown=False):
         for name in names:
-            _remove(os.unlink, os.path.join(directory, name))
-        _remove(os.rmdir, directory)
+            _try_remove(os.unlink, os.path.join(directory, name))
+        _try_remove(os.rmdir, directory)
 
 
-def _remove(remove: Callable[[str], None], path: str) -> None:
+def _try_remove(remove: Callable[[str], None], path: str) -> None:
     try:
         remove(path)
     except OSError:
-        return  # it is gone, or a process that was left behind still writes there
-
-
-_LOOK_AGAIN_SECONDS = 0.1
+        return  # it is gone, or a process still writes there
 
 
 class LocalRanks:
-    """The ranks of this host, as many as `count`."""
+    """The ranks of this host, at most `count`."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        flow: Flow,
-        directory: str,
-        count: int,
-        on_start: Callable[[int], None],
-        on_end: Callable[[int, int], None],
-        on_output: Callable[[int, int, bytes], None],
-    ) -> None:
+    def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: RankEvents) -> None:
         self._loop = loop
         self._flow = flow
         self._directory = directory
-        self._on_start = on_start
-        self._on_end = on_end
-        self._on_output = on_output
-        self._rank_of: dict[int, int] = {}
-        self._pids: dict[int, str] = {}  # pid → start time
-        self._announced = b""
-        self._stopped_by = 0
+        self._on = events
+        self._rank_of: dict[int, int] = {}  # by local rank
+        self._start_times: dict[int, str] = {}  # by the pid of the rank's shell
         self._shell_of: dict[int, int] = {}  # rank → pid of its shell
-        self._holders: list[int] = []
-        self._events = self._open(os.path.join(directory, rank_shell.EVENTS), self._announce)
+        self._partial = b""  # an incomplete line of a report
+        self._stopped_by = 0
+        self._writers: list[int] = []
+        self._reports = self._open_fifo(rank_shell.EVENTS, self._read_reports)
         self._outputs = [
-            self._open(os.path.join(directory, f"{name}.{local}"), self._reader(local, stream))
+            self._open_fifo(f"{name}.{local}", self._reader_of(local, stream))
             for local in range(count)
             for name, stream in (("out", STDOUT), ("err", STDERR))
         ]
 
     def signal(self, number: int) -> None:
-        """Signal every rank that still runs, with the processes in its group."""
-        for pid, started in self._pids.items():
-            # mpirun makes each rank the leader of a group, torchrun does not: then the rank is all below its shell.
-            if started and start_time(pid) == started and not signal_group(pid, number):
-                for process in (*descendants(pid), pid):
+        """Signals every running rank and the processes in its group."""
+        for pid, started in self._start_times.items():
+            # mpirun makes each rank the leader of a group. torchrun does not: then the processes below the shell count.
+            if started and read_start_time(pid) == started and not signal_group(pid, number):
+                for process in (*find_descendants(pid), pid):
                     signal_process(process, number)
 
     def stop(self, number: int) -> None:
-        """Signal every rank, those too that start only now, and let those that leave at once wait for the others."""
+        """Signals every rank, also those that start later. From now on a rank that ends keeps its shell running."""
         self._stopped_by = number
         try:
             with open(os.path.join(self._directory, rank_shell.STOPPING), "w", encoding="ascii") as file:
                 file.write(f"{os.getpid()}\n")
-        except OSError:  # a script that cleaned up /tmp: its ranks are told all the same
+        except OSError:  # a script that cleaned up /tmp removed the directory: signal the ranks anyway
             pass
         self.signal(number)
 
     def finish(self) -> None:
-        """Read to the end what the ranks wrote: they have all ended."""
-        for source in (self._events, *self._outputs):
+        """Reads the last output of the ranks, and closes the FIFOs. Call it after all ranks have ended."""
+        for source in (self._reports, *self._outputs):
             source.finish()
-        for holder in self._holders:
-            os.close(holder)
-        self._holders = []
+        for writer in self._writers:
+            os.close(writer)
+        self._writers = []
 
-    def _open(self, path: str, on_data: Callable[[bytes], None]) -> Source:
+    def _open_fifo(self, name: str, on_data: Callable[[bytes], None]) -> Source:
+        path = os.path.join(self._directory, name)
         os.mkfifo(path, 0o600)
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # A writer of our own, or the FIFO would be at its end before the first rank comes and between two of them.
-        self._holders.append(os.open(path, os.O_WRONLY))
+        # A writer of our own: otherwise the FIFO would end before the first rank opens it, and between two ranks.
+        self._writers.append(os.open(path, os.O_WRONLY))
         return Source(self._loop, self._flow, reader, on_data)
 
-    def _reader(self, local: int, stream: int) -> Callable[[bytes], None]:
+    def _reader_of(self, local: int, stream: int) -> Callable[[bytes], None]:
         def read(data: bytes) -> None:
             if local not in self._rank_of:
-                self._events.poll()  # a rank says that it starts before it writes
-            self._on_output(stream, self._rank_of.get(local, local), data)
+                self._reports.poll()  # a rank reports its start before it writes
+            self._on.on_rank_output(stream, self._rank_of.get(local, local), data)
 
         return read
 
-    def _announce(self, data: bytes) -> None:
-        """Lines of the ranks' shells; each is shorter than PIPE_BUF, so that they never mix."""
-        *lines, self._announced = (self._announced + data).split(b"\n")
+    def _read_reports(self, data: bytes) -> None:
+        """Reads lines of the ranks' shells. Each is shorter than PIPE_BUF, so that they don't mix."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             event, *words = line.decode().split()
             numbers = [int(word) for word in words]
             if event == rank_shell.STARTED:
-                self._started(*numbers)
+                self._on_started(*numbers)
             else:
-                self._ended(*numbers)
+                self._on_ended(*numbers)
 
-    def _started(self, rank: int, local: int, pid: int) -> None:
+    def _on_started(self, rank: int, local: int, pid: int) -> None:
         self._rank_of[local] = rank
-        self._pids[pid] = start_time(pid)
+        self._start_times[pid] = read_start_time(pid)
         self._shell_of[rank] = pid
-        self._on_start(rank)
+        self._on.on_rank_started(rank)
         if self._stopped_by:
             self.signal(self._stopped_by)
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _on_ended(self, rank: int, code: int) -> None:
         shell = self._shell_of.get(rank, 0)
-        if self._stopped_by and start_time(shell) == self._pids.get(shell) and orphans_run(shell):
-            # A script that is itself a shell dies of the signal at once; what it has started may be saving.
-            self._loop.call_later(_LOOK_AGAIN_SECONDS, lambda: self._ended(rank, code))
+        if self._stopped_by and read_start_time(shell) == self._start_times.get(shell) and has_orphans(shell):
+            # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
+            self._loop.call_later(_POLL_SECONDS, lambda: self._on_ended(rank, code))
             return
         for output in self._outputs:
-            output.poll()  # its last words came before
-        self._on_end(rank, code)
+            output.poll()  # its last output came before the report
+        self._on.on_rank_ended(rank, code)

@@ -1,4 +1,4 @@
-"""Every host but the first: lets the first host in, runs what it asks for, and ends with its verdict."""
+"""A worker, every host but the first: waits for the first host, starts processes for it, and ends with its result."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import signal
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
-from shoal_toolkit.hosts.daemons import daemon_command
-from shoal_toolkit.light_typing import TYPE_CHECKING, Any
-from shoal_toolkit.logs.daemonlog import DaemonLog
-from shoal_toolkit.logs.log import say
-from shoal_toolkit.outcome import verdict
-from shoal_toolkit.outcome.verdict import Verdict
-from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.host import Host, Task, companion_failure
-from shoal_toolkit.run.ranks import STDERR
-
-if TYPE_CHECKING:
-    from shoal_toolkit.hosts.wire import Channel
-    from shoal_toolkit.run.work import Work
+from shoal_toolkit.hosts.daemons import build_daemon_command
+from shoal_toolkit.hosts.wire import Channel
+from shoal_toolkit.light_typing import Any
+from shoal_toolkit.log import STDERR, write_log
+from shoal_toolkit.output.mpirun_log import MpirunLog
+from shoal_toolkit.result.result import Result, check_writable
+from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
+from shoal_toolkit.run.processes import HostProcesses
 
 
 class Worker(Host):
@@ -29,145 +24,127 @@ class Worker(Host):
         super().__init__(task)
         self._agent: Agent | None = None
         self._channel: Channel | None = None
-        self._daemon = DaemonLog()
+        self._daemon_log = MpirunLog()
         self._first_host = task.hosts[0]
-        self._has_ranks = isinstance(task.plan, LaunchPlan) and task.plan.has_ranks
+        self._has_ranks = self.has_plan and self.plan.has_ranks
         self._is_set_up = self._is_started = False
-        self._problem: TrainError | None = None  # why this host cannot take part
+        self._problem: TrainError | None = None  # why this host can't take part
 
     def begin(self) -> None:
-        task = self.task
-        current = task.cluster.current_host
-        self._agent = Agent(
-            self.loop, task.settings.port, task.settings.secret, task.hosts, current, self._first_host_came
-        )
-        self.loop.call_later(task.settings.hosts_timeout, self._too_late)
-        if isinstance(task.plan, TrainError):
-            self._set_up(task.plan)
-        elif self.work is not None:
-            self.work.set_up(task.settings.setup_timeout, self._set_up)
+        settings, hosts = self.task.settings, self.task.hosts
+        self._agent = Agent(self.loop, settings.port, settings.secret, hosts, self.name, self._on_first_host)
+        self.loop.call_later(settings.hosts_timeout, self._on_timeout)
+        if isinstance(self.task.plan, TrainError):
+            self._on_set_up(self.task.plan)
+        elif self.processes is not None:
+            self.processes.set_up(settings.setup_timeout, self._on_set_up)
 
-    def _set_up(self, error: TrainError | None) -> None:
-        """This host is ready, or will never be."""
+    def _on_set_up(self, error: TrainError | None) -> None:
         self._is_set_up, self._problem = error is None, error
         if error is not None and self._channel is None:
-            say(f"{error}\nTelling the first host {self._first_host}.")
-        self._report()
+            write_log(f"{error}\nReporting this to the first host {self._first_host}.")
+        self._report_state()
 
-    def _report(self) -> None:
-        """Tell the first host whether this one is ready, once both are known."""
+    def _report_state(self) -> None:
+        """Reports to the first host, if it is connected, that this host is ready or has failed, once that is known."""
         if self._problem is not None:
-            self._failed(self._problem)
+            self._report_failure(self._problem)
         elif self._is_set_up:
             self._send(messages.READY)
 
-    def _too_late(self) -> None:
+    def _on_timeout(self) -> None:
         if self._channel is None:
-            seconds = self.task.settings.hosts_timeout
             refused = self._agent.refused if self._agent is not None else ""
-            late = LaunchError(
-                f"The first host {self._first_host} has not connected within {seconds} s"
-                + (f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; ")
-                + ("" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit.")
-            )
-            self.decide(verdict.of_error(self._problem or late))
+            why = f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; "
+            advice = "" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
+            seconds = self.task.settings.hosts_timeout
+            late = f"The first host {self._first_host} has not connected within {seconds} s{why}{advice}"
+            self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
-    def _first_host_came(self, channel: Channel) -> None:
+    def _on_first_host(self, channel: Channel) -> None:
         self._channel = channel
-        channel.on_message = self._message
-        channel.on_lost = self._lost
+        channel.on_message = self._on_message
+        channel.on_lost = self._on_lost
         channel.on_held = lambda held: self.flow.report(channel, held)
-        self._report()
+        self._report_state()
 
-    def _lost(self, reason: str) -> None:
-        self.decide(
-            Verdict(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
+    def _on_lost(self, reason: str) -> None:
+        self.set_result(
+            Result(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
         )
 
-    # What the first host says
-
-    def _message(self, said: Any) -> None:
-        """What the first host says, which has proved the secret. ProtocolError: it says what is not due."""
-        if said == messages.GO:
-            self._asked(None)
-        elif isinstance(said, messages.Start):
-            self._asked(said.command)
-        elif isinstance(said, messages.Signal):
-            self._pass_on(said.number)
-        elif isinstance(said, messages.Decided):
-            self.report.update(said.report)
-            self.decide(Verdict(said.code, said.message))
+    def _on_message(self, message: Any) -> None:
+        """Handles a message from the authenticated first host. Raises ProtocolError if it is wrong at this time."""
+        if message == messages.GO:
+            self._start(None)
+        elif isinstance(message, messages.Start):
+            self._start(message.command)
+        elif isinstance(message, messages.PassSignal):
+            self.note_stop(message.number)
+            if self.processes is not None:
+                self.processes.stop(message.number)
+        elif isinstance(message, messages.JobResult):
+            self.report.update(message.report)
+            self.set_result(Result(message.code, message.message))
         else:
-            raise messages.ProtocolError(f"{type(said).__name__}, which a first host does not say")
+            raise messages.ProtocolError(f"{type(message).__name__}, which a first host does not send")
 
-    def _asked(self, command: str | None) -> None:
-        """Start the script, or with a command mpirun's daemon: once, and only that of the two which the plan has."""
-        plan, work = self.task.plan, self.work
-        if work is None or self._problem is not None:
-            return  # this host cannot, and has said so: the first host had not heard it yet
-        assert isinstance(plan, LaunchPlan)
+    def _start(self, command: str | None) -> None:
+        """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan."""
+        if self.processes is None or self._problem is not None:
+            return  # the first host sent this before it got our failure
         if not self._is_set_up or self._is_started:
             raise messages.ProtocolError("a start for the second time, or before this host is ready")
-        if plan.starts_alone(plan.current_host) != (command is None):
-            raise messages.ProtocolError("a start of what is not in this host's plan")
+        if self.plan.runs_own_command(self.name) != (command is None):
+            raise messages.ProtocolError("a start of something that is not in this host's plan")
         self._is_started = True
         try:
-            self._start(plan, work, command)
+            self._start_processes(self.processes, command)
         except TrainError as error:
-            self._failed(error)
+            self._report_failure(error)
 
-    def _start(self, plan: LaunchPlan, work: Work, command: str | None) -> None:
+    def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
         if command is None:
-            work.start()
+            processes.start()
             return
-        work.prepare_ranks()
-        argv, variables = daemon_command(command, plan.daemon, self.task.environ, work.directory)
-        work.start_launcher(argv, variables)
+        processes.prepare_ranks()
+        directory = processes.directory
+        argv, variables = build_daemon_command(command, self.plan.daemon, self.task.environ, directory)
+        processes.start_launcher(argv, variables)
 
-    def _failed(self, error: TrainError) -> None:
-        self._send(messages.Failed(error.exit_code, str(error)))
+    def _report_failure(self, error: TrainError) -> None:
+        self._send(messages.HostFailed(error.exit_code, str(error)))
 
-    def _pass_on(self, number: int) -> None:
-        self.note_stop(number)
-        if self.work is not None:
-            self.work.stop(number)
+    def on_rank_started(self, rank: int) -> None:
+        self._send(messages.RankStarted(rank))
 
-    # What this host's work says
+    def on_rank_ended(self, rank: int, code: int) -> None:
+        self._send(messages.RankEnded(rank, code, self.collect_facts() if code else {}))
 
-    def rank_started(self, rank: int) -> None:
-        self._send(messages.Started(rank))
+    def on_sidecar_ended(self, name: str, code: int) -> None:
+        if self.result is None and not self.stopped_by:
+            self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
 
-    def rank_ended(self, rank: int, code: int) -> None:
-        self._send(messages.RankEnded(rank, code, self.facts() if code else {}))
-
-    def companion_ended(self, name: str, code: int) -> None:
-        if self.verdict is not None or self.stopped_by:
-            return
-        message = companion_failure(name, self.task.cluster.current_host, code)
-        self._send(messages.Failed(code or 1, message))
-
-    def rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        """Output of ranks goes to the first host; that of a plain process stays here, as on SageMaker."""
+    def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
+        """Sends output of ranks to the first host. The output of a plain process stays here, as on SageMaker."""
         if self._has_ranks:
             self._send(messages.Output(stream, rank, data))
-            return
-        self.output.rank(stream, rank, self.task.cluster.current_host, data)
+        else:
+            self.output.write_rank(stream, rank, self.name, data)
 
-    def launcher_said(self, stream: int, data: bytes) -> None:
-        self.output.launcher(STDERR, self.task.cluster.current_host, self._daemon.feed(stream, data))
+    def on_launcher_output(self, stream: int, data: bytes) -> None:
+        self.output.write_launcher(STDERR, self.name, self._daemon_log.feed(stream, data))
 
-    def work_ended(self, code: int) -> None:
-        plan = self.task.plan
-        assert isinstance(plan, LaunchPlan)
-        stderr = self._daemon.text() if self._has_ranks else self.output.tail(plan.rank_of(plan.current_host))
-        failed, facts = self._daemon.failed_rank, self.facts() if code else {}
-        unrecorded = "" if code else self._rehearse()
-        self._send(messages.Ended(code, stderr, failed, facts, unrecorded))
+    def on_command_ended(self, code: int) -> None:
+        stderr = self._daemon_log.text() if self._has_ranks else self.output.stderr_tail(self.plan.rank_of(self.name))
+        facts = self.collect_facts() if code else {}
+        unrecorded = "" if code else self._check_writable()
+        self._send(messages.CommandEnded(code, stderr, self._daemon_log.failed_rank, facts, unrecorded))
 
-    def _rehearse(self) -> str:
-        """A host on which a success cannot be recorded says so, and why, while all of them can still fail."""
+    def _check_writable(self) -> str:
+        """Returns why a success can't be written on this host, while the job can still fail on all; empty if it can."""
         try:
-            verdict.rehearse(self.task.paths, self.report)
+            check_writable(self.task.paths, self.report)
         except LaunchError as error:
             return str(error)
         return ""
@@ -176,20 +153,18 @@ class Worker(Host):
         if self._channel is not None:
             self._channel.send(message)
 
-    # Stopping
-
     def stop(self, number: int) -> None:
-        """The first host decides for all; without one there is nothing to stop."""
+        """Reports the signal to the first host, which decides. Without a first host the job just ends."""
         if self._channel is None:
-            self.decide(verdict.of_stop(number))
+            self.set_result(Result.from_signal(number))
         else:
-            self._send(messages.Stopping(number))
+            self._send(messages.StopReceived(number))
 
-    def stop_again(self) -> None:
-        self._send(messages.Stopping(self.stopped_by or signal.SIGTERM))
+    def kill(self) -> None:
+        self._send(messages.StopReceived(self.stopped_by or signal.SIGTERM))
 
-    def tell(self, decided: Verdict) -> None:
-        """Closing the connection says that the verdict has been written here."""
+    def send_result(self, result: Result) -> None:
+        """Closes the connection, which confirms that the result has been written here."""
         if self._channel is not None:
             self._channel.close()
 

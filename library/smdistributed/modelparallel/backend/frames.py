@@ -30,7 +30,7 @@ Message = tuple[bytes, "list[bytearray]"]
 
 
 class FrameError(ConnectionError):
-    """The bytes are no message of the other side, or not the next one."""
+    """The bytes are not the next message of the other side."""
 
 
 class Writer:
@@ -40,7 +40,7 @@ class Writer:
         self._key, self._count = key, 0
 
     def frame(self, head: bytes, bodies: Sequence[memoryview]) -> bytes:
-        """Return the bytes that go before the bodies."""
+        """Returns the bytes that go before the bodies."""
         sizes = struct.pack(f"!{len(bodies)}Q", *[body.nbytes for body in bodies])
         rest = sizes + head
         tag = _tag(self._key, self._count, len(head), len(bodies), rest)
@@ -68,11 +68,11 @@ class Reader:
         return len(self._part) - self._filled
 
     def buffer(self) -> memoryview:
-        """Return the buffer to read the next bytes into."""
+        """Returns the buffer to read the next bytes into."""
         return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
 
     def advance(self, count: int) -> None:
-        """So many bytes were read into `buffer()`. Raises FrameError if they are no message, or not the next one."""
+        """Takes `count` bytes that were read into `buffer()`. Raises FrameError if they are not the next message."""
         ahead = self._ahead
         if self.missing >= _READ_BYTES:
             ahead, self._filled = ahead[:0], self._filled + count
@@ -98,7 +98,7 @@ class Reader:
         self._part[: self._filled] = ahead[at:]
 
     def take(self) -> list[Message]:
-        """Return the messages that were completed since the last call."""
+        """Returns the messages that were completed since the last call."""
         complete, self._complete = self._complete, []
         return complete
 

@@ -1,9 +1,8 @@
-"""Which transfer between devices a rank takes part in: one at a time, reserved on both ranks before either begins.
+"""Reservations of ranks for transfers between devices: one at a time, and both ranks before either begins.
 
-A transfer between devices needs both ranks at once, and while one waits for the other, its device may be blocked. So
-each rank can be reserved for one transfer. Every transfer first reserves the rank with the lower number, and then the
-other. A rank that waits for a higher one is never waited for by it, so that no ranks wait in a circle. Three signals do
-this:
+A transfer needs both ranks at once. While one waits for the other, its device may be blocked. So each rank can be
+reserved for one transfer at a time. Every transfer first reserves the rank with the lower number, then the other. A
+reserved rank only waits for a higher one, so that ranks never wait in a circle. There are three signals:
 
 - OFFER: the higher rank, which sends, has tensors for the lower one. A lower rank that sends needs no offer.
 - RESERVED: the lower rank is reserved for this transfer.
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 
 class Signal(enum.IntEnum):
-    """What two ranks tell each other about a transfer."""
+    """Signals between the two ranks of a transfer."""
 
     OFFER = 0
     RESERVED = 1
@@ -65,7 +64,7 @@ class Reservations:
             self._signal(transfer.receiver, Signal.OFFER, transfer)
 
     def take(self, signal: Signal, transfer: Transfer) -> None:
-        """Take a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
+        """Takes a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
         is_lower = self._rank < transfer.peer_of(self._rank)
         if signal is Signal.OFFER and is_lower:
             self._waiting.append(transfer)
@@ -83,7 +82,7 @@ class Reservations:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Reserve this rank for the next transfer, if it is free. Those that hold another rank come first."""
+        """Reserves this rank for the next transfer, if it is free. Those that hold another rank come first."""
         waiting = self._urgent or self._waiting
         if self._current is not None or not waiting:
             return

@@ -104,14 +104,14 @@ class Transport:
         threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
     def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
-        """Set where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
+        """Sets where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
         self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)
         for incoming in list(self._in.values()):
             self._connect_back(incoming.source)
 
     def send(self, to: int, head: bytes, bodies: Sequence[Any] = ()) -> None:
-        """Send a message to a rank. Returns when the kernel has taken it all. After an error, no more can be sent.
+        """Sends a message to a rank. Returns when the kernel has taken it all. After an error, no more can be sent.
 
         Args:
             to: The rank.
@@ -135,7 +135,7 @@ class Transport:
                 raise
 
     def wait(self, waiter: Waiter) -> None:
-        """Wait until `wake` is called with this waiter. Receives messages meanwhile if no other thread does."""
+        """Waits until `wake` is called with this waiter. Receives messages meanwhile if no other thread does."""
         if not waiter.receives:
             waiter.lock.acquire()
         while not waiter.is_ready:
@@ -151,7 +151,7 @@ class Transport:
             waiter.lock.acquire()
 
     def wake(self, waiter: Waiter) -> None:
-        """Wake the thread that waits with this."""
+        """Wakes the thread that waits with this."""
         waiter.is_ready = True
         self._woken += 1
         with suppress(RuntimeError):  # it has been woken to receive
@@ -160,7 +160,7 @@ class Transport:
             self._interrupt_poll()
 
     def close(self) -> None:
-        """Close all connections. To the other ranks this rank is lost."""
+        """Closes all connections. To the other ranks this rank is lost."""
         self._closed = True
         self._interrupt_poll()
         for outgoing in list(self._out.values()):
@@ -172,7 +172,7 @@ class Transport:
     # --- receiving, on one thread at a time
 
     def _receive_until(self, waiter: Waiter) -> None:
-        """Receive until this waiter is ready, and let another thread go on then. The caller holds `_receiving`."""
+        """Receives until this waiter is ready, and lets another thread go on then. The caller holds `_receiving`."""
         try:
             self._receiver = waiter
             while not waiter.is_ready:
@@ -188,7 +188,7 @@ class Transport:
                 return
 
     def _receive_when_idle(self) -> None:
-        """Thread: receive while no other thread does. It stops when a waiter is woken, which may then receive."""
+        """Thread: receives while no other thread does. It stops when a waiter is woken, which may then receive."""
         while not self._closed:
             if self._receiving.acquire(blocking=False):
                 woken = self._woken
@@ -200,7 +200,7 @@ class Transport:
             time.sleep(_IDLE_SECONDS)
 
     def _poll(self) -> None:
-        """Wait for the next bytes of any connection, and deliver messages that are complete."""
+        """Waits for the next bytes of any connection, and delivers messages that are complete."""
         for descriptor, _ in self._epoll.poll():
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -211,7 +211,7 @@ class Transport:
                 self._read_from(self._in[descriptor])
 
     def _accept(self) -> None:
-        """Accept a connection, to be authenticated. Of too many such connections, the oldest is closed."""
+        """Accepts a connection, to be authenticated. Of too many such connections, the oldest is closed."""
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
@@ -233,7 +233,7 @@ class Transport:
             self._close_incoming(oldest)
 
     def _read_from(self, incoming: _Incoming) -> None:
-        """Deliver the messages that have arrived on a connection, without waiting for more."""
+        """Delivers the messages that have arrived on a connection, without waiting for more."""
         reader, ended = incoming.reader, None
         try:
             if reader is None:
@@ -261,7 +261,7 @@ class Transport:
             self._lost(incoming.source)
 
     def _continue_handshake(self, incoming: _Incoming) -> None:
-        """Take the next bytes of a handshake."""
+        """Takes the next bytes of a handshake."""
         data = incoming.sock.recv(incoming.handshake.missing_bytes)
         if not data:
             raise EOFError
@@ -277,7 +277,7 @@ class Transport:
             self._connect_back(incoming.source)
 
     def _connect_back(self, source: int) -> None:
-        """Connect, on a new thread, to a rank that has connected to this one.
+        """Connects, on a new thread, to a rank that has connected to this one.
 
         A lost host is noticed on an idle connection. One that waits for acknowledgements is not idle.
         """
@@ -297,12 +297,12 @@ class Transport:
         incoming.sock.close()
 
     def _interrupt_poll(self) -> None:
-        """Let `_poll` return on the thread that receives."""
+        """Lets `_poll` return on the thread that receives."""
         with suppress(BlockingIOError):  # the pipe is full: it returns anyway
             os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """Return the connection to a rank. Connects if there is none."""
+        """Returns the connection to a rank. Connects if there is none."""
         found = self._out.get(to)
         if found is None:
             with self._connect_locks[to]:
@@ -314,7 +314,7 @@ class Transport:
         return found
 
     def _connect(self, to: int) -> _Outgoing:
-        """Connect to a rank. Raises ConnectionError or TimeoutError."""
+        """Connects to a rank. Raises ConnectionError or TimeoutError."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             sock = socket.create_connection(self._peers[to], LOSS_SECONDS)  # answered by the kernel there
@@ -358,12 +358,12 @@ class _Outgoing:
         self.sock, self.writer, self.lock = sock, writer, threading.Lock()
 
     def end(self) -> None:
-        """Shut it down, also for a thread that sends."""
+        """Shuts it down, also for a thread that sends."""
         with suppress(OSError):  # has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shut it down, and close the socket."""
+        """Shuts it down, and closes the socket."""
         self.end()
         self.sock.close()
 
@@ -378,12 +378,12 @@ class _Incoming:
         self._low_water_bytes = 1
 
     def receive(self, reader: Reader) -> None:
-        """Give the reader the bytes that have arrived.
+        """Gives the reader the bytes that have arrived.
 
         Raises:
             BlockingIOError: If none have.
             EOFError: At the end of the connection.
-            FrameError: If they are no message of the other side.
+            FrameError: If they are not the next message of the other side.
         """
         count = self.sock.recv_into(reader.buffer())
         if not count:
@@ -398,7 +398,7 @@ class _Incoming:
             self._low_water_bytes = low
 
     def close(self) -> None:
-        """Shut it down, and close the socket."""
+        """Shuts it down, and closes the socket."""
         with suppress(OSError):  # has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

@@ -1,6 +1,6 @@
 """Tensors from one stage's device to another's, by torch's process group of that device: NCCL for GPUs.
 
-`Carrier` does what the device is asked for. Which transfer is carried out when, `transfers` decides.
+`Carrier` does the work on the device. `transfers` decides when.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE = "SMP_STAGE_TRANSFERS"
 CHOICES = ("host", "auto", "nccl")
 _LEAST_BYTES = 256 << 10  # below, signals cost more than copies through the host; not measured on a GPU
 _WARM_UP_BYTES = 1 << 20
-_TIMEOUTS = 2  # torch's own limit, which ends the process, is so many times that of a transfer
+_TIMEOUTS = 2  # torch's own limit, which ends the process, as a multiple of the limit of a transfer
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 
 
@@ -34,7 +34,7 @@ class Carrier:
     """Sends and receives tensors of one device. One thread at a time may use it.
 
     Args:
-        group: A process group of torch of all stages, whose ranks are the stages' numbers.
+        group: A process group of torch with the stages as its ranks.
         device: Where this stage has its tensors.
         least_bytes: Shorter tensors are not for this.
     """
@@ -46,11 +46,11 @@ class Carrier:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device, long enough, and a plain array."""
+        """Whether a tensor is on this very device, long enough, and a plain array."""
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized
         return (
             is_plain
-            and tensor.device.type == self.device.type
+            and tensor.device == self.device
             and tensor.numel() * tensor.element_size() >= max(self._least_bytes, 1)
         )
 
@@ -86,7 +86,7 @@ class Carrier:
 
         Raises:
             InterruptedError: If `stopped` was set.
-            TimeoutError: After so many seconds.
+            TimeoutError: After `seconds`.
             RuntimeError: If the process group fails.
         """
         self._exchange(self.group.recv, tensors, source, stopped, seconds)
@@ -94,7 +94,7 @@ class Carrier:
     def warm_up(self, stage: int, stages: int, seconds: float) -> None:
         """Lets each pair of stages connect and load the kernels of transfers, while nothing else runs.
 
-        All stages call it. Pairs go one after the other, in the same order everywhere, each within so many seconds.
+        All stages call it. Pairs go one after the other, in the same order everywhere. `seconds` is the limit of each.
         """
         never = threading.Event()
         tensor = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)

@@ -46,10 +46,9 @@ class ReceivedTensor(NamedTuple):
         """The tensor on this thread's GPU, if it came from a GPU."""
         if not self.meta[3]:
             return self.tensor
-        here = move_here(self.tensor)
-        if here is self.tensor:  # its memory belongs to the stream that received it
-            here.record_stream(torch.cuda.current_stream())
-        return here
+        if self.tensor.is_cuda:  # its memory belongs to the stream that received it
+            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+        return move_here(self.tensor)
 
 
 class PendingTensors(NamedTuple):
@@ -83,7 +82,7 @@ class Message(NamedTuple):
         """Whether all its tensors have arrived."""
         return not (self.pending and self.pending.metas)
 
-    def set_torch_environment(self, tensors: Sequence[torch.Tensor]) -> None:
+    def fill_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Puts the transferred tensors into their places, which completes the message."""
         assert self.pending is not None
         for (place, meta), tensor in zip(self.pending.metas.items(), tensors):

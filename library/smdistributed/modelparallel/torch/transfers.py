@@ -179,8 +179,8 @@ class Transfers:
                 self._complete(self._incomplete.pop(transfer), tensors)
 
     def _complete(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Delivers a message whose tensors have arrived, and the complete messages behind it."""
-        message.set_torch_environment(tensors)
+        """Fills a message with its tensors, and delivers it and the complete messages behind it."""
+        message.fill_tensors(tensors)
         behind = self._behind[message.source]
         while behind and behind[0].is_complete:
             self._deliver(behind.popleft())

@@ -1,0 +1,1 @@
+"""Builds images, bundles the inputs of builds for offline hosts, and pushes images to a registry."""

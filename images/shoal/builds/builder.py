@@ -1,0 +1,331 @@
+"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, Literal
+
+import docker
+import docker.errors
+import requests
+from docker.types import CancellableStream
+from rich.console import Console
+from rich.progress import Progress
+
+from shoal import docker_client
+from shoal.builds import base_image, buildkit, bundled, debian_lock, graph
+from shoal.builds.base_image import BaseImage, Say
+from shoal.builds.progress import BuildProgress, make_display
+from shoal.docker_client import archive
+from shoal.docker_client.images import find_image, remove_replaced
+from shoal.errors import BuildError, DiskError
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
+from shoal.network.settings import NetworkSettings, read_network_settings
+from shoal.sources import context, debian, provenance
+from shoal.sources.context import Sources
+from shoal.sources.record import Plan, Record, make_plan
+from shoal.sources.steps import one_line
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """How the build of an image ended. Only a build that was tried has `seconds`, only a success an `image_id`."""
+
+    tag: str
+    state: Literal["built", "up to date", "failed", "not tried"]
+    seconds: float | None = None
+    image_id: str | None = None
+    error: Exception | None = None
+
+    def __str__(self) -> str:
+        if self.state == "up to date":
+            return f"✓ {self.tag} up to date ({str(self.image_id)[7:19]})"
+        if self.image_id:
+            return f"✓ {self.tag} {self.state} in {self.seconds:.1f} s ({self.image_id[7:19]})"
+        if self.state == "not tried":
+            return f"- {self.tag} not built: {self.error}"
+        first, *_ = str(self.error).removeprefix(f"{self.tag}: ").splitlines() or [type(self.error).__name__]
+        return f"✗ {self.tag} failed: {first[:160]}"
+
+
+@dataclass(frozen=True)
+class _Session:
+    """The shared state of one command's builds; `bases` are by system, `sources` by tag."""
+
+    project: Project
+    spec: BuildSpec
+    bases: Mapping[System, BaseImage]
+    sources: Mapping[str, Sources]
+    display: Progress
+    streams: _Streams
+    read_settings: Callable[[], NetworkSettings]
+    network: Literal["none", "default"]
+    read_provenance: Callable[[], provenance.Provenance]
+
+    def log_path(self, image: ImageSpec) -> Path:
+        return self.project.cache / "logs" / f"{image.directory}.log"
+
+
+class _Streams:
+    """Docker's answers to the builds in progress. If one is closed, Docker stops that build and removes its rest."""
+
+    def __init__(self) -> None:
+        self._open: set[CancellableStream[bytes]] = set()
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def reading(self, response: requests.Response) -> Iterator[None]:
+        """Register an answer while it is read. Raises `BuildError` after `stop_all`."""
+        stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
+        self._open.add(stream)
+        try:
+            if self._stopped:
+                raise BuildError("stopped")
+            yield
+        finally:
+            self._open.discard(stream)
+
+    def stop_all(self) -> None:
+        """Close all answers that are being read, and let no further one begin."""
+        self._stopped = True
+        for stream in tuple(self._open):
+            # It ended meanwhile, or is an SSH channel, which closes with this process.
+            with contextlib.suppress(OSError, docker.errors.DockerException):
+                stream.close()
+
+
+def build_images(
+    project: Project,
+    spec: BuildSpec,
+    images: Iterable[ImageSpec],
+    console: Console,
+    jobs: int,
+    bundle: Path | None = None,
+    bundle_digest: str | None = None,
+) -> list[BuildResult]:
+    """Bring images and those that they extend up to date, and return how each build ended. An interrupt stops all.
+
+    Args:
+        jobs: The number of builds at once.
+        bundle: A directory that `shoal bundle` filled. Its files are checked; then builds take all from it, offline.
+        bundle_digest: The digest that `shoal bundle` printed.
+
+    Raises:
+        ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`,
+            or `BuildError` for a module of our packages that is not Python.
+    """
+    wanted = {image.tag: image for image in spec.with_parents(images)}
+    client = docker_client.connect()
+    docker_client.check_buildkit(client)
+    sources = _gather_sources(project, spec, wanted.values())
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    systems = list(dict.fromkeys(image.system for image in wanted.values()))
+    read_settings = read_network_settings
+    if bundle:
+        _load_bundle(client, bundle, bundle_digest, systems, say)
+        read_settings = functools.cache(functools.partial(bundled.read_settings, bundle))
+    bases = {
+        system: _provide_base(client, project, system, read_settings, say, check=bundle is None) for system in systems
+    }
+    origin = functools.cache(functools.partial(provenance.read_provenance, project))
+    with make_display(console, wanted) as display:
+        network: Literal["none", "default"] = "none" if bundle else "default"
+        session = _Session(project, spec, bases, sources, display, _Streams(), read_settings, network, origin)
+        return _run_builds(session, wanted, jobs)
+
+
+def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -> list[BuildResult]:
+    """Build images, which are by tag, up to `jobs` at once. An interrupt stops all and is raised."""
+    seconds: dict[str, float] = {}
+
+    def build_timed(tag: str) -> BuildResult:
+        started = time.monotonic()
+        try:
+            return _build(session, images[tag])
+        finally:
+            seconds[tag] = round(time.monotonic() - started, 3)
+
+    # The largest first, variants last. A variant shares most steps with its runtime image: built at the same time, it
+    # would wait for them.
+    ordered = sorted(images.values(), key=lambda image: (image.variant != "runtime", -image.disk_gib))
+    parents = {image.tag: image.extends for image in ordered}
+    results = graph.run_tasks(parents, build_timed, session.streams.stop_all, jobs)
+    return [_finish_result(tag, results[tag], seconds.get(tag)) for tag in images]
+
+
+def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
+    if isinstance(result, BuildResult):
+        return replace(result, seconds=seconds)
+    return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
+
+
+def _load_bundle(
+    client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
+) -> None:
+    digest = bundled.check_bundle(bundle, expected)
+    hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
+    say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
+    bundled.load_bases(client, bundle, systems)
+
+
+def _provide_base(
+    client: docker.DockerClient,
+    project: Project,
+    system: System,
+    read_settings: Callable[[], NetworkSettings],
+    say: Say,
+    *,
+    check: bool,
+) -> BaseImage:
+    """Return a system's base image; if `check`, say where it differs from the lock."""
+    lock = debian.read_lock(project, system.suite)
+    pin = lock.bases.get(system.upstream, "")
+    found = base_image.provide_base(client, system, read_settings, project.cache, say, pin=pin)
+    for words in debian_lock.describe_differences(client, found, system, lock) if check else ():
+        say(f"! {words}")
+    return found
+
+
+def _build(session: _Session, image: ImageSpec) -> BuildResult:
+    """Bring one image up to date; the image that it extends is there.
+
+    Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
+    """
+    client = docker_client.connect()  # one for each thread
+    parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
+    record = session.sources[image.tag].make_record(parent.identity)
+    present = find_image(client, image.tag)
+    if present is not None and record.matches(present.labels):
+        return BuildResult(image.tag, "up to date", image_id=str(present.id))
+    if present is None:
+        docker_client.check_disk(client, image.disk_gib)
+    _run_build(session, client, image, parent, record)
+    result = find_image(client, image.tag)
+    if result is None or not record.matches(result.labels):
+        raise BuildError(
+            f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}"
+        )
+    if present is not None and present.id != result.id:
+        remove_replaced(client, str(present.id))
+    return BuildResult(image.tag, "built", image_id=str(result.id))
+
+
+def _run_build(
+    session: _Session, client: docker.DockerClient, image: ImageSpec, parent: BaseImage, record: Record
+) -> None:
+    """Have BuildKit build an image. Raises `BuildError` or `DiskError` if it fails."""
+    settings = session.read_settings()
+    log = session.log_path(image)
+    with TemporaryFile() as files, BuildProgress(image.tag, log, session.display) as progress:
+        for words in settings.left_out:
+            progress.log_note(f"not used in builds: {words}")
+        archive.write_tar(session.sources[image.tag].context_files(session.spec, settings), files)
+        files.seek(0)
+        inherited = client.images.get(parent.reference).labels
+        oci_labels = provenance.make_oci_labels(parent.name, parent.digest, inherited, session.read_provenance())
+        options = {
+            "t": image.tag,
+            "version": "2",  # BuildKit
+            "rm": "1",
+            "forcerm": "1",
+            "buildargs": json.dumps({"BASE": parent.reference, **dict(settings.proxies)}),
+            "networkmode": session.network,
+            "labels": json.dumps({**record.labels(), **oci_labels}),
+        }
+        _send(client, files, options, progress, session.streams)
+    if progress.not_locked:
+        words = debian_lock.describe_drift(image.tag, image.system, progress.not_locked)
+        session.display.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
+    if progress.failure or progress.failed_step:
+        raise _failure(image.tag, progress, log)
+
+
+def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
+    """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases."""
+    client = docker_client.connect()
+    systems = dict.fromkeys(image.system for image in images)
+    ids: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
+    found = filter(None, (base_image.find_base(client, system) for system in systems))
+    return ids | {base.reference: base.image_id for base in found} | {one.tag: one.image_id for one in results}
+
+
+def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
+    """Return the work of `build_images` for each image, without doing it. Raises the same errors before any build."""
+    wanted = spec.with_parents(images)
+    client = docker_client.connect()
+    bases = {image.system: base_image.find_base(client, image.system) for image in wanted}
+    plans: dict[str, Plan] = {}
+    docker_client.check_buildkit(client)
+    sources = _gather_sources(project, spec, wanted)
+    for image in wanted:
+        if image.extends is None:
+            found = bases[image.system]
+            identity = found.identity if found else f"{image.system.upstream} (Docker does not have it yet)@"
+        elif plans[image.extends].state == "up to date":
+            identity = _find_parent(client, image.extends).identity
+        else:
+            identity = f"{image.extends} (rebuilt)@"
+        present = find_image(client, image.tag)
+        record = sources[image.tag].make_record(identity)
+        plans[image.tag] = make_plan(image.tag, present.labels if present else None, record)
+    return list(plans.values())
+
+
+def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
+    install = functools.cache(functools.partial(context.install_own_packages, project))
+    return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}
+
+
+def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:
+    image = find_image(client, tag)
+    if image is None:
+        raise BuildError(f"{tag}: Docker no longer has this image, which another extends. Fix: build again")
+    return BaseImage(tag, str(image.id), tag)
+
+
+def _send(
+    client: docker.DockerClient,
+    files: IO[bytes],
+    options: Mapping[str, str],
+    progress: BuildProgress,
+    streams: _Streams,
+) -> None:
+    """Send the context and show the answer. The SDK's own `build` can neither ask for BuildKit nor hang up."""
+    api = client.api
+    url = f"{api.base_url}/v{api.api_version}/build"
+    headers = {"Content-Type": "application/x-tar"}
+    with api.post(url, params=options, data=files, headers=headers, stream=True) as response:
+        if response.status_code != requests.codes.ok:
+            raise BuildError(f"{options['t']}: Docker refused the build: {response.text.strip()}")
+        with streams.reading(response):
+            for event in buildkit.read_events(_json_lines(response)):
+                progress.show(event)
+
+
+def _json_lines(response: requests.Response) -> Iterator[Mapping[str, Any]]:
+    # chunk_size=None hands over each chunk as it comes; Docker ends each object with a line end.
+    rest = b""
+    for chunk in response.iter_content(chunk_size=None):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (json.loads(line) for line in lines if line.strip())
+    if rest.strip():
+        yield json.loads(rest)
+
+
+def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:
+    step = progress.failed_step
+    lines = [f"{tag}: the build failed"]
+    if step:
+        lines = [f"{tag}: step {step.number}/{step.total} failed: {one_line(step.command, 400)}"]
+        lines += [f"    {line}" for line in progress.tail]
+    message = progress.failure or (step.error if step else "")
+    text = "\n".join([*lines, message.strip(), f"The whole log: {log}"])
+    return DiskError(f"{text}\nThe disk is full.") if "no space left on device" in text.lower() else BuildError(text)

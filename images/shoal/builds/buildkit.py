@@ -1,0 +1,143 @@
+"""BuildKit's progress stream → events.
+
+BuildKit inside Docker answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
+carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. Six of its fields are needed. They
+are read here from protobuf's wire format: field number and wire type, then a varint, eight, four or N bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Fields = dict[int, list[Any]]
+_STEP = re.compile(r"^\[(?:[\w.-]+ +)?(\d+)/(\d+)\] (.*)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """A step changed its state, after `seconds`. `number` of `total` is 0 of 0 for BuildKit's internal steps."""
+
+    key: str
+    number: int
+    total: int
+    command: str
+    state: Literal["started", "cached", "done", "failed"]
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class OutputLine:
+    """A line that the running command of step `key` printed."""
+
+    key: str
+    line: str
+
+
+@dataclass(frozen=True)
+class BuildFailed:
+    """The build ended in an error."""
+
+    message: str
+
+
+Event = StepEvent | OutputLine | BuildFailed
+
+
+def decode_protobuf(message: bytes) -> Fields:
+    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
+    fields: Fields = defaultdict(list)
+    position = 0
+    while position < len(message):
+        key, position = _varint(message, position)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            value: Any
+            value, position = _varint(message, position)
+        else:
+            size = {1: 8, 5: 4}.get(wire_type)
+            if size is None:
+                if wire_type != 2:
+                    raise ValueError(f"protobuf wire type {wire_type} at byte {position}")
+                size, position = _varint(message, position)
+            value, position = message[position : position + size], position + size
+        fields[number].append(value)
+    return fields
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, position
+
+
+def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Translate Docker's JSON objects into events."""
+    known: set[tuple[str, str]] = set()
+    partial: dict[str, bytes] = {}
+    for entry in stream:
+        if entry.get("id") == "moby.buildkit.trace":
+            status = decode_protobuf(base64.b64decode(entry["aux"]))
+            for log in map(decode_protobuf, status[3]):
+                yield from _lines(log, partial)
+            for vertex in map(decode_protobuf, status[1]):
+                if (step := _step(vertex)) and (step.key, step.state) not in known:
+                    known.add((step.key, step.state))
+                    if step.state != "started":
+                        yield from _last_line(step.key, partial)
+                    yield step
+        elif "error" in entry:
+            yield BuildFailed(str(entry["error"]))
+
+
+def _step(vertex: Fields) -> StepEvent | None:
+    name = _text(vertex, 3)
+    match = _STEP.match(name)
+    number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)
+    started, completed = _seconds(vertex, 5), _seconds(vertex, 6)
+    error = _text(vertex, 7)
+    if started is None:
+        return None
+    elapsed = completed - started if completed is not None else 0.0
+    if error:
+        return StepEvent(_text(vertex, 1), number, total, command, "failed", elapsed, error)
+    if completed is not None:
+        return StepEvent(_text(vertex, 1), number, total, command, "cached" if any(vertex[4]) else "done", elapsed)
+    return StepEvent(_text(vertex, 1), number, total, command, "started")
+
+
+def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
+    """Yield whole lines; keep the rest as bytes, because a chunk may end within a character."""
+    key = _text(log, 1)
+    text = partial.pop(key, b"") + b"".join(log[4][-1:])
+    *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    if rest:
+        partial[key] = rest
+    yield from (OutputLine(key, line.decode(errors="replace")) for line in whole)
+
+
+def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
+    if rest := partial.pop(key, b""):
+        yield OutputLine(key, rest.decode(errors="replace"))
+
+
+def _text(fields: Fields, number: int) -> str:
+    return b"".join(fields[number][-1:]).decode(errors="replace")
+
+
+def _seconds(fields: Fields, number: int) -> float | None:
+    """Read a Timestamp (1 seconds, 2 nanoseconds)."""
+    if not fields[number]:
+        return None
+    stamp = decode_protobuf(fields[number][-1])
+    return float(sum(stamp[1])) + sum(stamp[2]) / 1e9

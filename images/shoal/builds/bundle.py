@@ -1,0 +1,235 @@
+"""Fills a bundle: a directory with all that builds download, so that `shoal build --bundle` needs no network.
+
+It holds the locked wheels, `shoal` itself, and for each suite of Debian, in a directory of its name, the base image and
+packages.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import docker
+from docker.models.containers import Container
+
+from shoal import docker_client
+from shoal.builds import base_image, bundled, debian_lock
+from shoal.builds.base_image import Say
+from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
+from shoal.docker_client import archive, containers
+from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
+from shoal.network.settings import read_network_settings
+from shoal.sources import debian, lock, packages, pins, wheels
+
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
+"""The command that installs `shoal` from a bundle, for users to type."""
+_HOST = "host"
+# Runs in the base image: downloads packages and all that they need there, and writes an index that apt reads.
+_FETCH = """
+mkdir -p /debs/partial &&
+apt-get install -y -qq --no-install-recommends --download-only -o Dir::Cache::archives=/debs {names} &&
+cd /debs && rm -rf partial lock && for file in *.deb; do
+    dpkg-deb --field "$file" && echo "Filename: ./$file" && echo "Size: $(stat -c %s "$file")" &&
+    echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)" && echo
+done > {index}
+"""
+_WHEN_FULL = "Fix: free some, or name a directory on another disk; whole files are not downloaded again"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The content of a bundle that has been filled."""
+
+    directory: Path
+    bases: tuple[str, ...]
+    packages: tuple[str, ...]
+    """Debian's packages, without those that they need."""
+    images: tuple[str, ...]
+    """The images that it has wheels for."""
+    bytes: int
+    digest: str
+    """The digest of `SHA256SUMS`, which lists all other files."""
+
+
+def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
+    """Download what builds of these images, and of those that they extend, need.
+
+    Existing files of a bundle stay. Each file is moved to its place when it is whole, so an interrupt leaves no part.
+
+    Raises:
+        BuildError: With the words of apt or pip.
+        BundleError: If files of the bundle have changed since it was made.
+        UsageError: If `directory` is a file.
+        DiskError, DockerError, BaseImageError: As their names say.
+    """
+    wanted = spec.with_parents(images)
+    _make_directories(directory)
+    _check_unchanged(directory)
+    client = docker_client.connect()
+    bases: list[str] = []
+    installed: set[str] = set()
+    for system in dict.fromkeys(image.system for image in wanted):
+        sets = debian_lock.list_installed(project, (image for image in wanted if image.system == system))
+        names = sorted({name for names in sets for name in names})
+        bases.append(_add_system(client, project, system, names, directory / system.suite, say))
+        installed.update(names)
+    for image in wanted:
+        say(f"wheels: {image.tag}")
+        _add_wheels(project, spec, image, directory / WHEELS)
+    install = INSTALL.format(directory=directory / _HOST)
+    say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
+    add_shoal(project, directory, directory / _HOST)
+    digest = bundled.write_sums(directory)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return Bundle(directory, tuple(bases), tuple(sorted(installed)), tuple(image.tag for image in wanted), size, digest)
+
+
+def _add_system(
+    client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
+) -> str:
+    """Add a system's base image and packages; return the reference of the base image."""
+    pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
+    found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
+    (directory / DEBS).mkdir(parents=True, exist_ok=True)
+    say(f"base: {found.reference}")
+    _save_image(client, found.reference, directory / BASE)
+    say(f"Debian packages: {' '.join(names)}, and their dependencies")
+    _add_debs(client, found.reference, system.suite, names, directory)
+    return found.reference
+
+
+def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
+    """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
+
+    Versions are pinned as for the project's tests, if they are pinned there. Raises BuildError with pip's words.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    pinned = project.root / "requirements" / "dev.txt"
+    constraint = [f"--constraint={pinned}"] if pinned.is_file() else []
+    with _scratch(scratch_parent) as scratch:
+        (scratch / "own").mkdir()
+        own = packages.build_wheel(project.root / "images", scratch / "own")
+        result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
+        if result.returncode:
+            raise _failure(f"pip cannot download the dependencies of shoal:\n{result.stderr.strip()[-2000:]}")
+        _move(scratch / "wheels", target)
+
+
+def _make_directories(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
+    (directory / WHEELS).mkdir(parents=True, exist_ok=True)
+
+
+def _check_unchanged(directory: Path) -> None:
+    """Raise BundleError if a file of an earlier bundle has been changed, for it would be listed as made here.
+
+    An interrupted `shoal bundle` leaves files missing or unlisted; both are allowed.
+    """
+    if not (directory / SUMS).exists():
+        return
+    if changed := [name for name, what in bundled.find_differences(directory).items() if what == "changed"]:
+        raise BundleError(
+            f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; missing"
+            " files are downloaded again"
+        )
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory on the bundle's own disk, so that whole files can be moved out of it."""
+    try:
+        with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
+            yield Path(name)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskError(f"{directory}: {error.strerror}. {_WHEN_FULL}") from error
+        raise
+
+
+def _failure(text: str) -> BuildError | DiskError:
+    """Return the failure of another program: `DiskError` if its words say that the disk is full."""
+    return DiskError(f"{text}\n{_WHEN_FULL}") if os.strerror(errno.ENOSPC) in text else BuildError(text)
+
+
+def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None:
+    with _scratch(path.parent) as scratch:
+        with (scratch / path.name).open("wb") as file:
+            for chunk in client.images.get(reference).save(named=True):
+                file.write(chunk)
+        (scratch / path.name).replace(path)
+
+
+def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
+    script = _FETCH.format(names=" ".join(names), index=INDEX)
+    try:
+        with (
+            debian_lock.run_in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
+            _scratch(directory) as scratch,
+        ):
+            _fetch(container, f"/{DEBS}", scratch)
+            _index_others(scratch / DEBS, directory / DEBS)
+            _move(scratch / DEBS, directory / DEBS, last=INDEX)
+    except BuildError as error:
+        raise _failure(str(error)) from error
+
+
+def _index_others(new: Path, old: Path) -> None:
+    """Add the existing packages that are not among the new ones to the index of these."""
+    index = old / INDEX
+    entries = index.read_text().split("\n\n") if index.is_file() else []
+    with (new / INDEX).open("a") as file:
+        for entry in entries:
+            name = "".join(re.findall(r"^Filename: \./(.+)$", entry, re.MULTILINE))
+            if name and not (new / name).exists() and (old / name).exists():
+                file.write(f"{entry.strip()}\n\n")
+
+
+def _fetch(container: Container, path: str, directory: Path) -> None:
+    with containers.read_archive(container, path, directory) as file:
+        if left_out := list(archive.unpack_safely(file, directory)):
+            raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
+
+
+def _move(source: Path, target: Path, last: str = "") -> None:
+    """Move the files to `target`. `last` is moved last: it says that the others are there."""
+    for path in sorted(source.iterdir(), key=lambda path: path.name == last):
+        path.replace(target / path.name)
+
+
+def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
+    wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
+    present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}
+    if not (missing := [pin for pin in wanted if pin not in present]):
+        return
+    with _scratch(directory.parent) as scratch:
+        # `===`: pip may have a file for the CPU at hand that has the same version.
+        lines = [f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in missing]
+        (scratch / "requirements.txt").write_text("".join(lines))
+        options = ["--no-deps", "--require-hashes", *lock.target_options(image.python_version)]
+        options.append(f"--requirement={scratch / 'requirements.txt'}")
+        result = _pip_download(scratch, options)
+        if result.returncode and image.index:  # only if pip's own configuration does not have the file
+            result = _pip_download(scratch, [*options, "--extra-index-url", spec.indexes[image.index]])
+        if result.returncode:
+            raise _failure(f"{image.tag}: pip cannot download its wheels:\n{result.stderr.strip()[-2000:]}")
+        _move(scratch / "wheels", directory)
+
+
+def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Download into `scratch`/wheels. Temporary files are in `scratch` too: an interrupt stops pip at once."""
+    for name in ("wheels", "temporary"):
+        (scratch / name).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
+    environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,149 @@
+"""Locks the base images and Debian packages that builds get now, and describes changes: `shoal lock --bases`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import docker
+from docker.models.containers import Container
+
+from shoal import docker_client
+from shoal.builds import base_image
+from shoal.builds.base_image import BaseImage, Say
+from shoal.docker_client import archive, containers
+from shoal.errors import BuildError
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec, System
+from shoal.network.settings import read_network_settings
+from shoal.sources import debian, render
+from shoal.sources.debian import DebianLock
+
+FIX = "Fix: .venv/bin/shoal lock --bases, then build again"
+_PRINT = "apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 {names}"
+_LISTED = re.compile(r"'\S+' (\S+\.deb) \d+ (SHA256:[0-9a-f]{64})")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LockResult:
+    """The new lock of a suite: its file, its number of packages, and what changed. `written`: the file has it."""
+
+    suite: str
+    path: Path
+    packages: int
+    changes: tuple[str, ...]
+    written: bool
+
+
+def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[str, ...]]:
+    """Return the sets of Debian packages that steps of these images install, each once."""
+    steps = (step for image in images for step in render.read_steps(project, image))
+    return sorted({names for step in steps for names in step.packages})
+
+
+def lock_systems(
+    project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool
+) -> Iterator[LockResult]:
+    """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
+
+    Raises BuildError with apt's words, DockerError, BaseImageError.
+    """
+    client = docker_client.connect()
+    for system in systems:
+        images = [image for image in spec.images if image.system == system]
+        found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest=True)
+        before = debian.read_lock(project, system.suite)
+        packages = _list_packages(client, found, system, list_installed(project, images))
+        after = DebianLock({**before.bases, **_identity(client, found, system)}, packages)
+        path, changes = debian.lock_path(project, system.suite), tuple(debian.describe_changes(before, after))
+        if changes and write:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(after.text(system.suite))
+        yield LockResult(system.suite, path, len(packages), changes, bool(changes and write))
+
+
+def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> dict[str, str]:
+    """Return the name of a base image and the digest that identifies it: its manifest's if pulled, else its layer's.
+
+    Empty for an image that was loaded: Docker has no digest of its manifest.
+    """
+    if found.digest:
+        return {system.upstream: found.digest}
+    if found.reference == system.upstream:
+        return {}
+    (layer,) = client.images.get(found.reference).attrs["RootFS"]["Layers"]
+    return {f"{base_image.REPOSITORY}:{system.suite}": layer}
+
+
+def describe_differences(
+    client: docker.DockerClient, found: BaseImage, system: System, locked: DebianLock
+) -> Iterator[str]:
+    """Yield a message for each part of a base image or its lock that is not pinned or differs."""
+    file = f"dockerfiles/debian/{system.suite}.txt"
+    if not locked.packages:
+        yield f"Debian {system.suite}: no package versions in {file}. {FIX}"
+    own = _identity(client, found, system)
+    if not own:
+        yield f"base: {found.reference} was loaded, not pulled; it cannot be compared with {file}"
+    for name, digest in own.items():
+        if name not in locked.bases:
+            yield f"base: {found.reference} has no pin in {file}. {FIX}"
+        elif locked.bases[name] != digest:
+            yield (
+                f"base: {found.reference} is {digest[:19]}, and {file} has {locked.bases[name][:19]}. Fix: remove the"
+                " image and what .cache/shoal has of it, or .venv/bin/shoal lock --bases"
+            )
+
+
+def describe_drift(tag: str, system: System, files: Sequence[str]) -> str:
+    """Return a message that names Debian packages which a build installed and the lock lacks."""
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return (
+        f"{tag}: {len(files)} of Debian's packages are not those of dockerfiles/debian/{system.suite}.txt:"
+        f" {', '.join(files[:_SHOWN])}{more}. {FIX}"
+    )
+
+
+@contextmanager
+def run_in_base(
+    client: docker.DockerClient, reference: str, suite: str, script: str, doing: str
+) -> Iterator[Container]:
+    """Run a script in a container of a base image and yield the container. /run/machine has this machine's settings.
+
+    Raises BuildError with the end of its log if it cannot do what `doing` says.
+    """
+    host = read_network_settings()
+    files = io.BytesIO()
+    archive.write_tar({f"machine/{name}": content for name, content in host.build_files(suite).items()}, files)
+    label = containers.unique_name("debian")
+    settings = {"environment": dict(host.proxies), "labels": {containers.JOB_LABEL: label}}
+    script = f"export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive\napt-get update -qq\n{script}"
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, reference, ["sh", "-ec", script], settings)
+        container.put_archive("/run", files.getvalue())
+        container.start()
+        if container.wait()["StatusCode"]:
+            log = container.logs().decode(errors="replace")
+            raise BuildError(f"apt-get cannot {doing}:\n{log[-2000:]}")
+        yield container
+
+
+def _list_packages(
+    client: docker.DockerClient, found: BaseImage, system: System, wanted: Iterable[tuple[str, ...]]
+) -> dict[str, str]:
+    script = "\n".join(_PRINT.format(names=" ".join(names)) for names in wanted)
+    with run_in_base(
+        client, found.reference, system.suite, script, f"list packages of Debian {system.suite}"
+    ) as container:
+        lines = container.logs(stderr=False).decode(errors="replace").splitlines()
+    listed = [_LISTED.fullmatch(line.strip()) for line in lines if line.startswith("'")]
+    if not listed or not all(listed):
+        raise BuildError(
+            f"Debian {system.suite}: apt-get names no packages with their SHA-256:\n" + "\n".join(lines[-5:])
+        )
+    return {match[1]: match[2] for match in listed if match}

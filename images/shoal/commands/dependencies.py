@@ -1,0 +1,114 @@
+"""Commands on the packages in images: `lock` pins them, `bundle` downloads them for offline builds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.builds import bundle, debian_lock
+from shoal.commands.common import AsJson, Images, Skip, app, open_project, print_json, print_line, progress_console
+from shoal.errors import SpecError, UsageError
+from shoal.matrix.project import Project
+from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.sources import lock, pins, render
+
+
+@app.command("lock")
+def lock_images(
+    images: Images = None,
+    skip: Skip = None,
+    bases: Annotated[
+        bool,
+        typer.Option("--bases", help="Lock base images and Debian packages instead, in dockerfiles/debian/."),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --bases: write nothing; fail if Debian has other versions now.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pin the Python packages of images, with hashes, in dockerfiles/requirements/, and render the Dockerfiles.
+
+    Child images are locked too if their locks no longer fit, unless you --skip them.
+    """
+    here, matrix = open_project()
+    if bases:
+        _lock_bases(here, matrix, matrix.choose(images or (), skip or ()), check=check, as_json=as_json)
+        return
+    if check:
+        raise UsageError("--check needs --bases. Fix: shoal lock --bases --check")
+    chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
+    progress = progress_console(as_json)
+    locks = []
+    locked: set[Path] = set()
+    try:
+        for image in matrix.choose(skip=skip or ()):  # parents first
+            if not _needs_lock(here, matrix, image, chosen, locked):
+                continue
+            with progress.status(f"resolving {image.tag}"):
+                paths = lock.lock_image(here, matrix, image)
+            locked.add(here.lock_directory(image))
+            for path in paths:
+                count = len(pins.read_lock(path))
+                locks.append({"tag": image.tag, "path": path, "pins": count})
+                print_line(f"{count:3} pins  {path}", progress)
+    finally:  # if a child cannot be resolved, the images before it stay locked
+        variants = [image for image in matrix.images if here.lock_directory(image) in locked]
+        files = render.write_files(render.render_all(here, variants))
+    if as_json:
+        print_json({"locks": locks, "rendered": files})
+    else:
+        print_line("\n".join(map(str, files)))
+
+
+def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
+    """Lock the base images and Debian packages of `images`; with `check`, write nothing and fail if they changed."""
+    say = functools.partial(print_line, on=progress_console(as_json))
+    systems = list(dict.fromkeys(image.system for image in images))
+    locks = []
+    for made in debian_lock.lock_systems(here, matrix, systems, say, write=not check):
+        locks.append(made)
+        say(f"{made.packages:3} packages  {made.path}{'' if made.changes else ': unchanged'}")
+        for change in made.changes:
+            say(f"    {change}")
+    if as_json:
+        print_json(locks)
+    if check and (changed := [made.suite for made in locks if made.changes]):
+        raise SpecError(f"Debian {', '.join(changed)} has other packages or base images now. Fix: shoal lock --bases")
+
+
+def _needs_lock(
+    here: Project, matrix: BuildSpec, image: ImageSpec, chosen: Collection[str], locked: Collection[Path]
+) -> bool:
+    """Return whether to lock an image: it is chosen, or its lock does not fit its parent's new one.
+
+    Variants of an image share a lock, which is made once.
+    """
+    if here.lock_directory(image) in locked:
+        return False
+    parent = matrix.parent(image)
+    parent_locked = parent is not None and here.lock_directory(parent) in locked
+    return image.tag in chosen or (parent_locked and not pins.are_current(here, matrix, image))
+
+
+@app.command("bundle")
+def bundle_images(
+    directory: Annotated[Path, typer.Argument(help="Output directory; existing files are kept.")],
+    images: Images = None,
+    skip: Skip = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download base images, packages and wheels for offline builds with `shoal build --bundle`.
+
+    Keep the printed digest separately: builds check with it that the bundle was not changed.
+    """
+    here, matrix = open_project()
+    say = functools.partial(print_line, on=progress_console(as_json))
+    made = bundle.fill_bundle(here, matrix, matrix.choose(images or (), skip or ()), directory, say)
+    if as_json:
+        print_json(made)
+    say(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")
+    say(f"to use it: shoal build --bundle {directory} --bundle-digest sha256:{made.digest}")

@@ -1,0 +1,153 @@
+"""Commands on the images of buildspec.yml: list, render, plan, build and push."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import docker
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shoal import docker_client
+from shoal.builds import builder, listing, noop_cache, push
+from shoal.commands.common import (
+    EXPECTED,
+    AsJson,
+    Images,
+    Skip,
+    app,
+    console,
+    open_project,
+    print_json,
+    print_line,
+    progress_console,
+    raise_first,
+    report_builds,
+)
+from shoal.errors import ShoalError, SpecError, UsageError
+from shoal.sources import render
+
+
+@app.command("list")
+def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
+    """List the images of buildspec.yml, and show which are built."""
+    _, matrix = open_project()
+    chosen = matrix.choose(images or (), skip or ())
+    try:
+        client = docker_client.connect(timeout=10)
+    except ShoalError:
+        client = None
+    found = list(listing.list_images(matrix, chosen, client))
+    if as_json:
+        print_json(found)
+        return
+    table = Table("image", "default for", "built", box=None)
+    table.columns[0].no_wrap = True
+    for image in found:
+        built = {"unknown": "?", "not built": "no"}.get(image.state, str(image.image_id)[7:19])
+        table.add_row(image.tag, ", ".join(image.default_for), built)
+    console.print(table, soft_wrap=True)
+
+
+@app.command("render")
+def render_images(
+    images: Images = None,
+    skip: Skip = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a committed file is stale.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Render Dockerfiles to dockerfiles/rendered/, and the JSON schemas of the YAML files."""
+    here, matrix = open_project()
+    outputs = render.render_all(here, matrix.choose(images or (), skip or ()))
+    files = render.check_files(outputs) if check else render.write_files(outputs)
+    if as_json:
+        print_json(files)
+    elif not check:
+        print_line("\n".join(map(str, files)))
+    if stale := [str(file.path) for file in files if file.state == "stale"]:
+        raise SpecError(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
+
+
+@app.command("plan")
+def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
+    """Show which images `build` would build, from which step on and why. Builds nothing."""
+    here, matrix = open_project()
+    plans = builder.plan_images(here, matrix, matrix.choose(images or (), skip or ()))
+    if as_json:
+        print_json(plans)
+    else:
+        print_line("\n".join(map(str, plans)))
+
+
+@app.command("build")
+def build_images(
+    context: typer.Context,
+    images: Images = None,
+    skip: Skip = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of parallel builds.")] = 2,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="DIR", help="Build offline from a directory made by shoal bundle."),
+    ] = None,
+    bundle_digest: Annotated[
+        str | None,
+        typer.Option("--bundle-digest", metavar="SHA256", help="Refuse the bundle unless it has this digest."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build images that are not up to date, and before them the images that they extend, even if you --skip those.
+
+    Example: shoal build 'pytorch-*-cpu-*'
+    """
+    here, matrix = open_project()
+    chosen = matrix.choose(images or (), skip or ())
+    progress = progress_console(as_json)
+    if bundle_digest and not bundle:
+        raise UsageError("--bundle-digest has no effect without a bundle. Fix: add --bundle DIR, or leave it out")
+    try:
+        results = builder.build_images(here, matrix, chosen, progress, jobs, bundle, bundle_digest)
+    except EXPECTED as reason:  # before the first build
+        if as_json:
+            tags = [image.tag for image in matrix.with_parents(chosen)]
+            print_json([builder.BuildResult(tag, "not tried", error=reason) for tag in tags])
+        raise
+    if as_json:
+        print_json(results)
+    report_builds(results, progress)
+    if context.obj and all(result.state == "up to date" for result in results):
+        lines = map(str, results)
+        noop_cache.save_answer(context.obj, lines, builder.find_decisive_ids(matrix.with_parents(chosen), results))
+
+
+@app.command("push")
+def push_images(
+    to: Annotated[
+        str, typer.Option(metavar="REGISTRY[/PREFIX]", help="Where to push, such as registry.example.org/team.")
+    ],
+    images: Images = None,
+    skip: Skip = None,
+    as_json: AsJson = False,
+) -> None:
+    """Push built images to a registry, with the credentials of `docker login`. Network errors are retried."""
+    _, matrix = open_project()
+    targets = {image.tag: push.make_reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
+    client = docker_client.connect()
+    progress = progress_console(as_json)
+    results = [_push_image(client, tag, target, progress) for tag, target in targets.items()]
+    if as_json:
+        print_json(results)
+    raise_first(result.error for result in results)
+
+
+def _push_image(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
+    """Push an image and return the result; an error that a user can act on becomes part of it."""
+    started = time.monotonic()
+    try:
+        pushed = push.push_image(client, tag, target, progress)
+    except EXPECTED as error:
+        return push.Pushed(tag, target, "failed", round(time.monotonic() - started, 3), error=error)
+    print_line(f"✓ {target}@{pushed.digest} in {pushed.seconds:.1f} s", progress)
+    return pushed

@@ -1,0 +1,175 @@
+"""Commands that inspect images: sbom, manifest, audit, report size and report differences."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import docker
+import typer
+from rich.console import Console
+
+from shoal import docker_client
+from shoal.commands import completion
+from shoal.commands.common import (
+    AsJson,
+    app,
+    console,
+    format_json,
+    load_matrix,
+    print_json,
+    print_line,
+    print_written,
+    progress_console,
+    reports,
+    resolve_tag,
+)
+from shoal.docker_client import images
+from shoal.docker_client.containers import strip_controls
+from shoal.errors import ImageError, VulnerabilityError
+from shoal.inspection import advisories, differences, facts, manifest, sbom
+from shoal.report import output_files, size
+
+_SIZE_HELP = "Framework from buildspec.yml, any tag that Docker has, or a .tar file written by docker save."
+AnyImage = Annotated[
+    str,
+    typer.Argument(
+        metavar="IMAGE", help="Framework from buildspec.yml, or any tag.", autocompletion=completion.complete_images
+    ),
+]
+OutputFile = Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: standard output.")]
+
+
+@app.command("sbom")
+def write_sbom(image: AnyImage, file: OutputFile = None) -> None:
+    """Write a CycloneDX bill of materials: Debian packages, Python packages and their licences.
+
+    Example: shoal sbom pytorch -o sbom.json
+    """
+    tag = resolve_tag(image)
+    _check_output(file)
+    document = sbom.make_sbom(facts.read_facts(_connect_with_images(tag), tag))
+    _write_output(format_json(document), file, console)
+
+
+@app.command("manifest")
+def write_manifest(image: AnyImage, file: OutputFile = None, as_json: AsJson = False) -> None:
+    """List the contents of an image as Markdown, and check that its tag is correct."""
+    tag = resolve_tag(image)
+    _check_output(file)
+    matrix = load_matrix()
+    known = next((one for one in (matrix.images if matrix else ()) if one.tag == tag), None)
+    found = manifest.make_manifest(facts.read_facts(_connect_with_images(tag), tag), known)
+    text = format_json(found) if as_json else manifest.format_markdown(found)
+    _write_output(text, file, progress_console(as_json))
+
+
+@app.command("audit")
+def audit_image(
+    image: AnyImage,
+    known: Annotated[Path, typer.Option("--advisories", help="Report written by `pip-audit --format json`.")],
+    allow: Annotated[
+        Path | None, typer.Option(help="YAML file of accepted findings: accepted: [{id, reason, expires}].")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the Python packages of an image against a pip-audit report. Needs no network.
+
+    Example: shoal audit pytorch --advisories audit.json --allow allow.yml
+    """
+    tag = resolve_tag(image)
+    accepted = advisories.read_allow_list(allow)
+    report = advisories.read_report(known)
+    inside = facts.read_facts(_connect_with_images(tag), tag)
+    found = advisories.find_vulnerabilities(inside, report, accepted)
+    unused = advisories.list_unused(found, accepted)
+    unaudited = advisories.list_unaudited(inside, report)
+    today = datetime.date.today()
+    if as_json:
+        findings = [{**vars(finding), "counts": finding.is_unaccepted(today)} for finding in found]
+        print_json({"tag": tag, "findings": findings, "unused": unused, "unaudited": unaudited})
+    progress = progress_console(as_json)
+    for finding in found:
+        print_line(strip_controls(f"{'✗' if finding.is_unaccepted(today) else '-'} {finding}"), progress)
+    for entry in unused:
+        print_line(f"! {allow}: {entry.id} is not in {tag}", progress)
+    if unaudited:
+        print_line(
+            strip_controls(f"! {known} does not cover {len(unaudited)} packages: {' '.join(unaudited)}"), progress
+        )
+    if count := sum(finding.is_unaccepted(today) for finding in found):
+        raise VulnerabilityError(
+            f"{tag}: {count} known vulnerabilities. Fix: use releases without them (dockerfiles/versions.yml, shoal"
+            " lock), or accept them with a reason and an expiry date in a file for --allow"
+        )
+    print_line(f"✓ {tag}: no unaccepted vulnerabilities", progress)
+
+
+def _connect_with_images(*tags: str) -> docker.DockerClient:
+    """Return a Docker client. Raises `ImageError` if Docker lacks one of the images."""
+    client = docker_client.connect()
+    for tag in tags:
+        if images.find_image(client, tag) is None:
+            raise ImageError(images.describe_missing(client, tag, load_matrix()))
+    return client
+
+
+def _check_output(file: Path | None) -> None:
+    """Raise `UsageError` if the output file cannot be written, before the image is read."""
+    if file is not None:
+        output_files.choose_files(file, as_json=False, read=())
+
+
+def _write_output(text: str, file: Path | None, progress: Console) -> None:
+    """Write text to a file, or to standard output if there is none."""
+    if file is None:
+        print(text)
+    else:
+        output_files.write_files(file, {file: text + "\n"})
+        print_written([file], progress)
+
+
+@reports.command("size")
+def report_size(
+    image: Annotated[str, typer.Argument(help=_SIZE_HELP)],
+    other: Annotated[str | None, typer.Argument(help="Another image, to compare with the first.")] = None,
+    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("size.html"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also write the sizes to a .json file next to the page.")
+    ] = False,
+) -> None:
+    """Write an HTML page that shows which layers and packages use the space in an image, or how two images differ.
+
+    Sizes count the layers' tar archives. Compressed sizes are after gzip, as in a registry.
+    """
+    names = [image, other] if other else [image]
+    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, console)
+    size.print_size_report(console, inventories)
+    print_written(written)
+
+
+@reports.command("differences")
+def report_differences(
+    image: AnyImage,
+    other: Annotated[str, typer.Argument(help="Another image, such as the same tag built on another machine.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail if they differ in ways that two builds of one commit do not.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the files in which two images differ, and check whether both can be builds of one commit.
+
+    Compares contents, owners, modes, extended attributes and times. To compare with an image of another machine, run
+    docker save there, then docker load and docker tag here.
+    """
+    tags = resolve_tag(image), resolve_tag(other)
+    client = _connect_with_images(*tags)
+    with progress_console(as_json).status(f"reading {' and '.join(tags)}"):
+        found = differences.compare_images(*tags, *(differences.read_image(client, tag) for tag in tags))
+    if as_json:
+        print_json({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
+    else:
+        print_line(strip_controls("\n".join(differences.format_differences(found))))
+    if check:
+        found.check()

@@ -1,0 +1,209 @@
+"""Commands on training jobs: run, plan-model and report timeline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shoal.builds import builder
+from shoal.commands.common import (
+    AsJson,
+    Image,
+    app,
+    console,
+    open_project,
+    print_json,
+    print_written,
+    progress_console,
+    report_builds,
+    reports,
+    resolve_tag,
+    takes_fields_of,
+)
+from shoal.errors import UsageError
+from shoal.jobs import docker_job, local_job, model_plan, summary
+from shoal.jobs.job import SHM_SIZE, JobRequest
+from shoal.report import timeline
+
+_HYPERPARAMETER_HELP = (
+    "Hyperparameter. VALUE is JSON if it is valid JSON (1.10 is a number, '\"1.10\"' a string), otherwise a string."
+    " Repeatable."
+)
+_GPUS_HELP = "GPUs of the job, divided evenly between hosts: indexes or UUIDs from nvidia-smi -L. Default: all."
+_PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
+
+
+class Engine(StrEnum):
+    """The place in which a job runs: Docker, or this machine without Docker."""
+
+    docker = "docker"
+    none = "none"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `shoal run`."""
+
+    image: Image
+    source: Annotated[Path, typer.Option(help="Directory with the script.")]
+    entry_point: Annotated[str, typer.Option(help="Script, relative to --source.")]
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts (one container each).")] = 1
+    procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
+    channel: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
+    ] = None
+    hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=_HYPERPARAMETER_HELP)] = None
+    distribution: Annotated[
+        str, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
+    ] = "{}"
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for every host. Repeatable.")
+    ] = None
+    jobs: Annotated[Path, typer.Option("--output", help="Directory in which to create the job's directory.")] = Path(
+        "jobs"
+    )
+    shm_size: Annotated[
+        str | None, typer.Option(help="Size of /dev/shm per host, such as 512m or 2g. Default: 1g.")
+    ] = None
+    memory: Annotated[
+        str | None, typer.Option(help="Memory limit per host, such as 512m or 8g. Default: no limit.")
+    ] = None
+    gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=_GPUS_HELP)] = None
+    build: Annotated[bool, typer.Option("--build", help="Build the image first, if it is not up to date.")] = False
+    engine: Annotated[Engine, typer.Option("--engine", help="none: run on this machine, without Docker.")] = (
+        Engine.docker
+    )
+    as_json: AsJson = False
+
+    def to_request(self) -> JobRequest:
+        """Return the job to run, checked. Raises `UsageError`."""
+        request = JobRequest(
+            source=self.source,
+            entry_point=self.entry_point,
+            hosts=self.hosts,
+            procs_per_host=self.procs_per_host,
+            channels={name: Path(value) for name, value in _parse_pairs("--channel", self.channel).items()},
+            hyperparameters=_parse_pairs("--hyperparameter", self.hyperparameter),
+            distribution=_parse_object("--distribution", self.distribution),
+            environment=_parse_pairs("--env", self.env),
+            output=self.jobs,
+            shm_size=self.shm_size or SHM_SIZE,
+            memory=self.memory,
+            gpus=self.gpus,
+        )
+        request.check()
+        return request
+
+
+@app.command("run")
+@takes_fields_of(RunOptions)
+def run_job(options: RunOptions) -> None:
+    """Run a training job, and exit with its exit code.
+
+    Example: shoal run pytorch --source examples/digits --entry-point train.py --hosts 2 --procs-per-host 2
+    """
+    request = options.to_request()
+    progress = progress_console(options.as_json)
+    build_seconds = None
+    if options.engine is Engine.none:
+        resolve_tag(options.image)
+        _refuse_limits({"--shm-size": options.shm_size, "--memory": options.memory})
+        result = local_job.run_job_locally(request, progress)
+    else:
+        if options.build:
+            tag, build_seconds = _build_image(options.image, progress)
+        else:
+            tag = resolve_tag(options.image)
+        result = docker_job.run_job_in_docker(tag, request, progress)
+    summary.print_summary(progress, request, result, build_seconds)
+    if options.as_json:
+        print_json({**vars(result), "build_seconds": build_seconds})
+    raise typer.Exit(result.exit_code)
+
+
+@app.command("plan-model", context_settings={"ignore_unknown_options": True})
+def plan_model(
+    image: Image,
+    factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=_PLAN_HELP)] = None,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="none: use this machine's Python, without Docker.")
+    ] = Engine.docker,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate how model parallelism would split a model, and recommend mp_parameters. Trains nothing.
+
+    Reports memory per stage, idle time and the partition. Models may have any size, as they run on the meta device.
+    """
+    if engine is Engine.none:
+        code = model_plan.run_locally(factory, options or [], as_json=as_json)
+    else:
+        tag, progress = resolve_tag(image), progress_console(as_json)
+        code = model_plan.run_in_container(tag, factory, options or [], progress, as_json=as_json)
+    raise typer.Exit(code)
+
+
+@reports.command("timeline")
+def report_timeline(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="Timelines recorded by the ranks of a job.")
+    ],
+    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("timeline.html"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also write one Chrome trace of all ranks to a .json file next to the page.")
+    ] = False,
+) -> None:
+    """Write an HTML page that shows when ranks computed, communicated and waited, and which rank is slowest.
+
+    Example: shoal report timeline jobs/my-job
+    """
+    analysis, written = timeline.write_timeline_report(paths, page, as_json)
+    timeline.print_timeline_report(console, analysis)
+    print_written(written)
+
+
+def _build_image(name: str, progress: Console) -> tuple[str, float]:
+    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds."""
+    here, matrix = open_project()
+    image = matrix.select(name)
+    started = time.monotonic()
+    report_builds(builder.build_images(here, matrix, [image], progress, jobs=1), progress)
+    return image.tag, time.monotonic() - started
+
+
+def _refuse_limits(limits: Mapping[str, str | None]) -> None:
+    """Raise `UsageError` if an option limits a container, as the job has none."""
+    if options := ", ".join(name for name, value in limits.items() if value):
+        raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")
+
+
+def _parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
+    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
+    pairs = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
+        if key in pairs:
+            raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
+        pairs[key] = value
+    return pairs
+
+
+def _parse_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that is the value of an option. Raises `UsageError`."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{option}: expected a JSON object, found {text}")
+    return document

@@ -1,0 +1,51 @@
+"""Commands to get started: `doctor` checks this machine, `new` creates a project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal import doctor, scaffold
+from shoal.commands.common import AsJson, app, open_project, print_json, print_line, print_written
+
+
+@app.command("doctor")
+def check_machine(
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Fix what can be fixed: start Docker if it does not answer.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check whether this machine can build images and run jobs, and print fixes.
+
+    Checks Docker, disk, memory, network, certificates and GPUs.
+    """
+    site = doctor.Site(Path.cwd())
+    findings = doctor.run_checks(site)
+    if fix and doctor.apply_fixes(site, findings):
+        findings = doctor.run_checks(site)
+    if as_json:
+        print_json(findings)
+    else:
+        print_line(doctor.format_findings(findings))
+    doctor.raise_failures(findings)
+
+
+@app.command("new")
+def create_project(
+    directory: Annotated[Path, typer.Argument(help="Directory to create. Its name becomes the image's name.")],
+    image: Annotated[str, typer.Option(help="Base image: a tag, or a framework from buildspec.yml.")] = "pytorch",
+    as_json: AsJson = False,
+) -> None:
+    """Create a project for your own image: a Dockerfile, a training script and a test.
+
+    Example: shoal new my-training --image tensorflow
+    """
+    _, matrix = open_project()
+    written = scaffold.write_project(directory.absolute(), matrix.select(image))
+    if as_json:
+        print_json(written)
+    else:
+        print_written(written)

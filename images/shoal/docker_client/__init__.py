@@ -1,0 +1,88 @@
+"""Connects to Docker, and checks what a build needs of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import docker
+import docker.errors
+import requests
+from packaging.version import Version
+
+from shoal.errors import DiskError, DockerError
+
+GIB = 1024**3
+LEAST_API = "1.40"
+"""The oldest API of `shoal run`: the first with GPUs (Docker 19.03)."""
+
+
+def connect(timeout: int | None = 600) -> docker.DockerClient:
+    """Return a client for the Docker that the environment names. Each thread needs its own client.
+
+    Args:
+        timeout: The longest silence on a connection, in seconds; None: no limit.
+
+    Raises:
+        DockerError: If no Docker answers.
+    """
+    try:
+        # The annotation of the SDK leaves out None, which it documents as "no limit".
+        return docker.from_env(timeout=timeout)  # type: ignore[arg-type]
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+        raise DockerError(
+            f"no Docker Engine answers at {where}: {error}\n"
+            "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, scripts/engine.sh installs and"
+            " starts it. Without Docker, you can run a job in this environment: make train ENGINE=none"
+        ) from error
+
+
+def check_buildkit(client: docker.DockerClient) -> None:
+    """Raise `DockerError` if BuildKit cannot build images: Docker lacks it, or DOCKER_BUILDKIT=0 forbids it.
+
+    Docker has it since API 1.39. The `Builder-Version` of its ping does not show it: Docker 20.10 names BuildKit
+    there only if it is the command line's default. Podman, which has the same API, names its own component.
+    Why there is no other builder: docs/decisions/buildkit-over-http.md.
+    """
+    if os.environ.get("DOCKER_BUILDKIT") == "0":
+        raise DockerError(
+            "DOCKER_BUILDKIT=0 asks for Docker's classic builder, which Shoal does not use: it keeps the passwords of"
+            " package indexes in untagged images. Fix: unset DOCKER_BUILDKIT"
+        )
+    version = client.version()
+    names = {component["Name"] for component in version.get("Components", ())}
+    if "Engine" not in names or Version(version["ApiVersion"]) < Version("1.39"):
+        raise DockerError(
+            f"this engine has no BuildKit: {', '.join(sorted(names)) or 'unknown'}, API {version['ApiVersion']}; builds"
+            " need Docker Engine 18.09 or later. Fix: point DOCKER_HOST at one"
+        )
+
+
+def has_gpus(client: docker.DockerClient) -> bool:
+    """Return whether Docker can give NVIDIA GPUs to a container: it has NVIDIA's runtime."""
+    return "nvidia" in client.info().get("Runtimes", {})
+
+
+def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
+    """Raise `DiskError` if Docker's disk has less than `needed_gib` GiB free. A remote Docker is not checked."""
+    if root := find_data_root(client):
+        check_free_space(root, needed_gib)
+
+
+def find_data_root(client: docker.DockerClient) -> Path | None:
+    """Return the directory of Docker's data; None if Docker runs on another machine."""
+    root = Path(client.info()["DockerRootDir"])
+    return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
+
+
+def check_free_space(directory: Path, needed_gib: int) -> None:
+    """Raise `DiskError` if the disk of `directory` has less than `needed_gib` GiB free."""
+    free = shutil.disk_usage(directory).free
+    if free < needed_gib * GIB:
+        raise DiskError(
+            f"{directory}: {free / GIB:.1f} GiB free, and this build needs {needed_gib} GiB"
+            " (disk_gib in dockerfiles/versions.yml)."
+            " Fix: docker system df shows what Docker holds; docker image prune, docker builder prune free it."
+        )

@@ -1,0 +1,143 @@
+"""The containers of a job: named, labelled, and removed with their networks at the end, in every case."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import docker
+import docker.errors
+import requests
+from docker.models.containers import Container
+from docker.models.networks import Network
+
+from shoal.errors import DockerError
+
+JOB_LABEL = "shoal.job"
+HANGS = 10
+"""Seconds without an answer after which Docker is considered to hang."""
+
+
+def unique_name(stem: str) -> str:
+    """Return a unique name that begins with `stem`."""
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+@contextlib.contextmanager
+def delay_interrupts() -> Iterator[None]:
+    """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
+
+    A removal must be complete. Docker also completes a request that nobody waits for any longer, and its result can be
+    removed only after that. If a signal has waited for `HANGS` seconds, the next one is raised at once.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
+        yield
+        return
+    came: list[int] = []
+    first = 0.0
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def wait(number: int, _: object) -> None:
+        nonlocal first
+        first = first or time.monotonic()
+        came.append(number)
+        if time.monotonic() - first > HANGS:
+            restore()
+            signal.raise_signal(came.pop())
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    old = {number: signal.signal(number, wait) for number in numbers}
+    try:
+        yield
+    finally:
+        restore()
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
+    """Remove all containers and networks of the job at the end. Its label finds half-made ones too."""
+    try:
+        yield
+    finally:
+        with delay_interrupts():
+            for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
+                with contextlib.suppress(docker.errors.NotFound):
+                    container.remove(force=True, v=True)
+            for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
+                _remove_network(network)
+
+
+def _remove_network(network: Network) -> None:
+    """Remove a network. Foreign containers on it, such as a monitor, are detached."""
+    network.reload()
+    for container in network.attrs["Containers"] or ():
+        with contextlib.suppress(docker.errors.NotFound):  # it has ended meanwhile
+            network.disconnect(container, force=True)
+    network.remove()
+
+
+def create_container(
+    client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]
+) -> Container:
+    """Create a container without starting it. Raises `DockerError` if Docker does not have the image."""
+    try:
+        with delay_interrupts():
+            return client.containers.create(image, command, **settings)
+    except docker.errors.ImageNotFound as error:
+        raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
+
+
+@contextlib.contextmanager
+def read_archive(container: Container, path: str, scratch: Path | None = None) -> Iterator[IO[bytes]]:
+    """Copy a directory of a container into a temporary tar file in `scratch`, and give that file.
+
+    The connection is closed also if an interrupt comes in the middle. The SDK's `get_archive` leaves it open, and until
+    it is closed, Docker locks the container: its removal would wait for 10 minutes, and other commands with it.
+
+    Raises:
+        docker.errors.NotFound: If the container has no such directory.
+    """
+    assert container.client is not None  # the SDK sets it
+    api = container.client.api
+    url = f"{api.base_url}/v{api.api_version}/containers/{container.id}/archive"
+    with contextlib.closing(api.get(url, params={"path": path}, stream=True, timeout=api.timeout)) as response:
+        try:
+            response.raise_for_status()
+        except requests.HTTPError as error:
+            docker.errors.create_api_error_from_http_exception(error)
+        with TemporaryFile(dir=scratch) as file:
+            shutil.copyfileobj(response.raw, file)
+            file.seek(0)
+            yield file
+
+
+def strip_controls(text: str) -> str:
+    """Return a text from an image without control characters, except line ends."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield whole lines. The \\r of a progress bar ends one too."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")

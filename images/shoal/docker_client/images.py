@@ -1,0 +1,41 @@
+"""Images that Docker has."""
+
+from __future__ import annotations
+
+import docker
+import docker.errors
+import docker.models.images
+import requests
+
+from shoal.errors import did_you_mean
+from shoal.matrix.spec import BuildSpec
+
+
+def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
+    """Return the image with the tag, or None."""
+    try:
+        return client.images.get(tag)
+    except docker.errors.ImageNotFound:
+        return None
+
+
+def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | None) -> str:
+    """Return the error text for an image that Docker does not have. Only an image of the matrix can be built."""
+    ours = [image.tag for image in matrix.images] if matrix else []
+    if tag in ours:
+        return f"{tag}: not built yet. Build it: shoal build {tag}"
+    known = [*(matrix.defaults if matrix else ()), *ours, *(tag for of in client.images.list() for tag in of.tags)]
+    hint = did_you_mean(tag, known, limit=3)
+    return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Build or pull it; docker images lists them."
+
+
+def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
+    """Remove an image that lost its tag to a new one, unless another tag or a container still uses it."""
+    try:
+        if not client.images.get(image_id).tags:
+            client.images.remove(image_id)
+    except docker.errors.ImageNotFound:
+        return
+    except docker.errors.APIError as error:
+        if error.status_code != requests.codes.conflict:
+            raise

@@ -1,0 +1,1 @@
+"""Inspects images: their contents, vulnerabilities and differences, and whether their tags are correct."""

@@ -1,0 +1,153 @@
+"""The files of an image, read from the exported archive of a container that is never started."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, cast
+
+import docker
+import pydantic
+
+from shoal.docker_client import containers
+from shoal.layers import owners
+from shoal.layers.saved_image import Chunks, Entry, entry_kind, normalize_path
+
+_BLOCK = 1 << 20
+_HEADER = 16  # bytes of a .pyc header: magic number, flags, time and size of the source, four bytes each
+_XATTR = "SCHILY.xattr."
+_SELINUX = "security.selinux"  # Docker labels each container differently
+_MADE_BY_DOCKER = frozenset(
+    {
+        *(".dockerenv", "dev", "dev/console", "dev/pts", "dev/shm", "proc", "sys"),
+        *("etc/hostname", "etc/hosts", "etc/mtab", "etc/resolv.conf"),
+    }
+)
+"""Files that Docker creates in every container."""
+_TOUCHED = "etc"
+"""The directory that Docker changes in every container, so that its time means nothing."""
+_DPKG_FILE = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/.]+)?\.[^/.]+")
+"""A file that dpkg keeps about a package; the first group is the package's name."""
+_DPKG_DATABASE = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)")
+_TYPES = {
+    tarfile.DIRTYPE: stat.S_IFDIR,
+    tarfile.SYMTYPE: stat.S_IFLNK,
+    tarfile.CHRTYPE: stat.S_IFCHR,
+    tarfile.BLKTYPE: stat.S_IFBLK,
+    tarfile.FIFOTYPE: stat.S_IFIFO,
+}
+
+
+class File(pydantic.BaseModel):
+    """A file, directory or link."""
+
+    mode: int
+    """With the bits of its type."""
+    uid: int
+    gid: int
+    time: int
+    """In ns since 1970."""
+    content: str
+    """The SHA-256 of a file (of bytecode without `source_time`), or the target of a link."""
+    source_time: int
+    """The time of its source that bytecode records, in s since 1970; 0 for other files."""
+    attributes: dict[str, str] = {}
+    """Extended attributes, values in hexadecimal."""
+    package: str = ""
+    """The Debian package that it belongs to; empty if none."""
+
+
+class FileSystem(pydantic.BaseModel):
+    """The file system of an image."""
+
+    files: dict[str, File]
+    """By absolute path."""
+    packages: dict[str, str] = {}
+    """The versions of the Debian packages, by name."""
+
+
+def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
+    """Return the file system of an image, through a container that is not started. Raises `DockerError`."""
+    label = containers.unique_name("files")
+    settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, tag, ["never-started"], settings)
+        chunks: Iterator[bytes] = container.export()  # type: ignore[assignment]  # the SDK's stubs say str
+        return parse_archive(chunks)
+
+
+def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
+    """Return the file system in a tar archive, as `docker export` writes it."""
+    files: dict[str, File] = {}
+    entries: list[Entry] = []
+    with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
+            path = normalize_path(member.name)
+            if path in _MADE_BY_DOCKER or path == ".":
+                continue
+            content = archive.extractfile(member) if member.isfile() else None
+            text = content.read() if content and _DPKG_DATABASE.fullmatch(path) else None
+            files[f"/{path}"] = _make_file(member, [text] if text is not None else _read_blocks(content), files)
+            target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
+            entries.append(Entry(path, entry_kind(member), target, 0, 0, text))
+    status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
+    packages = {package.name: package.version for package in owners.debian_packages(status or b"")}
+    for path, name in _find_packages(entries):
+        files[path] = files[path].model_copy(update={"package": name})
+    return FileSystem(files=files, packages=packages)
+
+
+def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
+    """Yield the paths of Debian packages, each with its package."""
+    claims = owners.Owners([entries])
+    for entry in entries:
+        owner = claims.find_owner(entry)
+        if match := _DPKG_FILE.fullmatch(entry.path):
+            yield f"/{entry.path}", match[1]
+        elif owner.kind == "debian":
+            yield f"/{entry.path}", owner.name
+
+
+def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:
+    """Return the file of an archive member. A hard link gets the content of its target, which `others` has."""
+    content, source_time = "", 0
+    if member.issym():
+        content = member.linkname
+    elif member.islnk():
+        shared = others.get(f"/{normalize_path(member.linkname)}")
+        content, source_time = (shared.content, shared.source_time) if shared else ("", 0)
+    elif member.isfile():
+        content, source_time = _hash(blocks, is_bytecode=member.name.endswith(".pyc"))
+    attributes = {
+        name.removeprefix(_XATTR): value
+        for name, value in member.pax_headers.items()
+        if name.startswith(_XATTR) and name != _XATTR + _SELINUX
+    }
+    return File(
+        mode=member.mode | _TYPES.get(member.type, stat.S_IFREG),
+        uid=member.uid,
+        gid=member.gid,
+        time=0 if normalize_path(member.name) == _TOUCHED else int(member.mtime) * 10**9,
+        content=content,
+        source_time=source_time,
+        attributes={name: value.encode("utf-8", "surrogateescape").hex() for name, value in attributes.items()},
+    )
+
+
+def _read_blocks(content: IO[bytes] | None) -> Iterator[bytes]:
+    while content and (block := content.read(_BLOCK)):
+        yield block
+
+
+def _hash(blocks: Iterable[bytes], *, is_bytecode: bool) -> tuple[str, int]:
+    """Return the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s."""
+    sum_, time = hashlib.sha256(), b""
+    for number, block in enumerate(blocks):
+        if number == 0 and is_bytecode and block[4:8] == bytes(4) and len(block) >= _HEADER:
+            block, time = block[:8] + bytes(4) + block[12:], block[8:12]  # the time only ties it to its source
+        sum_.update(block)
+    return sum_.hexdigest(), int.from_bytes(time, "little")

@@ -1,0 +1,82 @@
+"""Runs a command in a locked-down container of an image that is not trusted, and returns its output.
+
+The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
+read-only file system.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+from docker.types import LogConfig
+
+from shoal.docker_client import containers
+from shoal.docker_client.containers import strip_controls
+from shoal.errors import ImageError
+
+NOBODY = "65534:65534"
+# The working directory has no Python modules of the image. The log is kept whole. The client's proxies are not passed
+# on, because they would look like the image's own.
+_SETTINGS: dict[str, Any] = {
+    "user": NOBODY,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "read_only": True,
+    "pids_limit": 128,
+    "working_dir": "/",
+    "network_mode": "none",
+    "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "1g"}),
+    "use_config_proxy": False,
+}
+
+
+def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str, Any]:
+    """Run one of our Python programs with the image's Python, and return the JSON object that it prints.
+
+    Args:
+        client: Docker.
+        tag: The tag of the image.
+        program: The program; it may use the standard library only.
+
+    Raises:
+        ImageError: If Docker lacks the image, it has no Python, or the output is not a JSON object.
+    """
+    output = run_command(client, tag, ["python3", "-B", "-c", program.read_text()])
+    try:
+        found = json.loads(output)
+    except (ValueError, RecursionError) as error:
+        raise ImageError(f"{tag}: the output of its Python is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ImageError(f"{tag}: the output of its Python is not a JSON object")
+    return found
+
+
+def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
+    """Run a command in a container of the image, which is removed, and return its standard output.
+
+    Raises:
+        ImageError: If Docker lacks the image, it has no such command, or the command fails.
+    """
+    try:
+        client.images.get(tag)
+    except docker.errors.ImageNotFound:
+        raise ImageError(f"{tag}: Docker does not have this image. Fix: build it or pull it") from None
+    program, *arguments = command
+    label = containers.unique_name("inside")
+    settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, tag, arguments, settings)
+        try:
+            container.start()
+        except docker.errors.APIError as error:
+            name = "Python" if program.startswith("python") else program
+            raise ImageError(f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}") from None
+        if container.wait()["StatusCode"]:
+            output = strip_controls(container.logs().decode(errors="replace"))
+            raise ImageError(f"{tag}: cannot be inspected:\n{output}")
+        return container.logs(stderr=False).decode(errors="replace")

@@ -1,0 +1,259 @@
+"""Reads the archive that `docker save` writes, once from begin to end, and keeps the list of entries of each layer.
+
+There are two layouts. Docker before 25 writes a directory for each layer with a `layer.tar`, which may be a symlink to
+another's. The OCI layout has `blobs/sha256/`, with layers that may be compressed. Both have `manifest.json` at the end.
+So everything that looks like a layer is read as one. No layer is held in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import posixpath
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO, Any, Literal, cast
+
+from shoal.errors import ImageError
+from shoal.layers import deflate
+
+Kind = Literal["file", "directory", "symlink", "hardlink"]
+WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
+"""The prefix of a whiteout, and the name of one that hides all that lower layers have in its directory."""
+
+_AT_ONCE = 64 * 1024  # bytes of a read, a multiple of 512; tarfile copies the rest of it for every header
+_MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much smaller
+_NAMES_OF_PACKAGES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
+_EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
+_OTHER_COMPRESSIONS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a layer's tar: its bytes from `begin` to `end`, with header and padding."""
+
+    path: str
+    """Without a leading slash."""
+    kind: Kind
+    """Devices and the like count as files."""
+    target: str
+    """The text of a symlink, or the path that a hard link shares."""
+    begin: int
+    end: int
+    text: bytes | None
+    """The content of a file that describes packages; else None."""
+
+    @property
+    def is_whiteout(self) -> bool:
+        """Whether it removes something of the layers below."""
+        return posixpath.basename(self.path).startswith(WHITEOUT)
+
+
+@dataclass(frozen=True)
+class LayerTar:
+    """A layer: its entries in the tar's order and its compressed size.
+
+    Digest and command are from the image's configuration; empty if that has none.
+    """
+
+    entries: tuple[Entry, ...]
+    measured: deflate.StreamSizes
+    digest: str = ""
+    command: str = ""
+
+
+@dataclass
+class _Members:
+    """The members of the archive by name, until manifest.json tells what they are."""
+
+    texts: dict[str, bytes] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, LayerTar] = field(default_factory=dict)
+    compressions: dict[str, str] = field(default_factory=dict)
+    """The compressions of members that cannot be read."""
+
+
+def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
+    """Return the layers of an image, lowest first, from its archive.
+
+    Raises `ImageError`, with `name`, if it is not an archive of one image.
+    """
+    members = _Members()
+    try:
+        with deflate.make_pool() as pool, tarfile.open(fileobj=Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
+            for member in archive:
+                _keep(archive, member, members, pool)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ImageError(f"{name}: not an image, or cut off ({error}); {_EXPECTED}.") from error
+    return tuple(_layers(name, members))
+
+
+class Chunks(io.RawIOBase):
+    """A readable file over an iterable of bytes."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks, self._rest = iter(chunks), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            try:
+                self._rest = memoryview(next(self._chunks))
+            except StopIteration:
+                return 0
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+class _Metered(io.RawIOBase):
+    """A readable file that passes all that is read to a meter."""
+
+    def __init__(self, source: IO[bytes], meter: deflate.Meter) -> None:
+        self._source, self._meter = source, meter
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        self._meter.write(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
+    name = normalize_path(member.name)
+    if member.issym() or member.islnk():
+        beside = posixpath.dirname(name) if member.issym() else ""
+        members.links[name] = normalize_path(posixpath.join(beside, member.linkname))
+        return
+    content = archive.extractfile(member) if member.isfile() else None
+    if content is None:
+        return
+    buffered = cast(io.BufferedReader, content)
+    begin = buffered.peek(512)[:512]
+    if begin[:2] == b"\x1f\x8b":
+        with gzip.open(buffered) as unpacked:
+            members.layers[name] = _layer(cast(IO[bytes], unpacked), pool)
+    elif _is_tar(begin):
+        members.layers[name] = _layer(buffered, pool)
+    elif found := [word for magic, word in _OTHER_COMPRESSIONS.items() if begin.startswith(magic)]:
+        members.compressions[name] = found[0]
+    elif member.size <= _MOST_TEXT and begin[:1] in (b"{", b"["):
+        members.texts[name] = buffered.read()
+
+
+def _is_tar(begin: bytes) -> bool:
+    return begin[257:262] == b"ustar" or (len(begin) == 512 and not any(begin))
+
+
+def _layer(content: IO[bytes], pool: ThreadPoolExecutor) -> LayerTar:
+    meter = deflate.Meter(pool)
+    source = _Metered(content, meter)
+    with tarfile.open(fileobj=source, mode="r|", bufsize=_AT_ONCE) as archive:
+        entries = tuple(_entries(archive))
+    while source.read(_AT_ONCE):
+        pass  # the padding after the archive's end is part of its size
+    return LayerTar(entries, meter.finish())
+
+
+def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
+    begin = 0
+    while (member := archive.next()) is not None:
+        archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
+        path = normalize_path(member.name)
+        text = None
+        if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
+            content = archive.extractfile(member)
+            text = content.read() if content else None
+        target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
+        yield Entry(path, entry_kind(member), target, begin, archive.offset, text)
+        begin = archive.offset
+
+
+def entry_kind(member: tarfile.TarInfo) -> Kind:
+    """Return the kind of an entry of a tar."""
+    if member.isdir():
+        return "directory"
+    if member.issym():
+        return "symlink"
+    return "hardlink" if member.islnk() else "file"
+
+
+def replace_surrogates(text: str) -> str:
+    """Return a text that can be encoded as UTF-8: other bytes of a path become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def normalize_path(path: str) -> str:
+    """Return the shortest form of a path in a tar, without a leading slash. `.` is the root."""
+    return posixpath.normpath(path).lstrip("/")
+
+
+def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
+    """Yield the layers that manifest.json names."""
+    image = _manifest(name, members)
+    paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
+    config = _json(name, members, normalize_path(str(image.get("Config", ""))))
+    digests, commands = _describe_layers(config if isinstance(config, dict) else {}, len(paths))
+    for path, digest, command in zip(paths, digests, commands, strict=True):
+        found = _follow(normalize_path(path), members.links)
+        if found in members.compressions:
+            raise ImageError(f"{name}: its layer {path} is compressed by {members.compressions[found]}; gzip is read.")
+        if found not in members.layers:
+            raise ImageError(f"{name}: manifest.json names the layer {path}, which is not in it as a tar; {_EXPECTED}.")
+        layer = members.layers[found]
+        yield LayerTar(layer.entries, layer.measured, digest, command)
+
+
+def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
+    images = _json(name, members, "manifest.json")
+    if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
+        raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}.")
+    if len(images) > 1:
+        tags = [tag for image in images for tag in image.get("RepoTags") or ()]
+        raise ImageError(f"{name}: {len(images)} images in it ({', '.join(tags)}). Save one: docker save -o FILE TAG")
+    image: Mapping[str, Any] = images[0]
+    return image
+
+
+def _json(name: str, members: _Members, path: str) -> object:
+    text = members.texts.get(_follow(path, members.links))
+    if text is None:
+        raise ImageError(f"{name}: no {path} in it; {_EXPECTED}.")
+    try:
+        document: object = json.loads(text)
+    except ValueError as error:
+        raise ImageError(f"{name}: its {path} is not JSON ({error}); {_EXPECTED}.") from error
+    return document
+
+
+def _texts(name: str, what: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ImageError(f"{name}: {what}: {value!r} is no list of names; {_EXPECTED}.")
+    return value
+
+
+def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
+    """Return the digest and the command of each layer; empty ones if the numbers do not match."""
+    digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
+    history = [step for step in config.get("history") or [] if not step.get("empty_layer")]
+    commands = [replace_surrogates(str(step.get("created_by", ""))) for step in history]
+    unknown = [""] * layers
+    return digests if len(digests) == layers else unknown, commands if len(commands) == layers else unknown
+
+
+def _follow(path: str, links: Mapping[str, str]) -> str:
+    for _ in links:
+        if path not in links:
+            break
+        path = links[path]
+    return path

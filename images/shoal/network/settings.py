@@ -1,0 +1,224 @@
+"""The network settings of this machine that builds use: package mirrors, pip, credentials, CA bundle, proxies.
+
+A build gets them as files in the context's `machine/` directory, which is mounted only while a step runs. Proxies are
+build arguments too; Docker does not record those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.network import credentials, pip_settings
+
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
+# pip's settings that builds can use. Local paths in them are left out and reported; the wheels of local find-links
+# directories are copied into the context instead.
+_PIP_KEYS = (
+    *("index-url", "extra-index-url", "find-links", "no-index", "proxy", "trusted-host"),
+    *("timeout", "default-timeout", "retries"),
+)
+_UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feature")
+_URL_KEYS = ("index-url", "extra-index-url", "find-links")
+_CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+# The parts of a Debian suite that builds use; not backports, and no suites of other vendors.
+_POCKETS = ("", "-updates", "-security")
+# The package index of a bundle has no signature. The code that sets `debs` has checked its SHA-256.
+_BUNDLED = "deb [trusted=yes] file:/run/machine/debs ./"
+_ADDED_CA = Path("/usr/local/share/ca-certificates")
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """This machine's network settings, as far as builds use them."""
+
+    pip: tuple[tuple[str, str], ...]
+    """pip's options and values. URLs have their credentials."""
+    find_links: tuple[Path, ...]
+    """Local directories with wheels."""
+    apt_sources: tuple[str, ...]
+    """All of apt's sources, in one-line form."""
+    apt_proxies: tuple[str, ...]
+    ca_bundle: bytes | None
+    proxies: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+    """Settings that a build cannot use, each with the reason."""
+    release: str = ""
+    """This machine's own suite, if it runs Debian."""
+    debs: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """By suite, a repository of Debian packages with its index, from a bundle. Builds use it as it is."""
+    ca_origin: str = ""
+    """The setting that names the CA bundle."""
+    ca_missing: tuple[str, ...] = ()
+    """Settings that name a CA bundle that does not exist."""
+    apt_auth: str = ""
+    """apt's credentials for the hosts of its sources, in the form of auth.conf."""
+
+    def select_sources(self, suite: str) -> tuple[str, ...]:
+        """Return the apt sources for builds on a Debian suite.
+
+        A Debian mirror holds all suites at one address. This machine may have sources of its own release only. Their
+        addresses are then used for `suite`: on bookworm, `URL bookworm-security main` becomes
+        `URL trixie-security main`.
+
+        Args:
+            suite: Such as `bookworm`.
+
+        Returns:
+            Sources in one-line form; none: use the sources of the base image.
+        """
+        if suite in self.debs:
+            return (_BUNDLED,)
+        own = tuple(_sources_of_suite(self.apt_sources, suite, suite))
+        return own or tuple(_sources_of_suite(self.apt_sources, self.release, suite))
+
+    def select_auth(self, sources: Iterable[str]) -> str:
+        """Return apt's credentials for the hosts of these sources, in the form of auth.conf."""
+        return credentials.select_auth_entries(self.apt_auth, sources)
+
+    def build_files(self, suite: str) -> dict[str, bytes]:
+        """Return the files of the context's `machine/` directory, by name, for a build on a Debian suite."""
+        sources = self.select_sources(suite)
+        auth = self.select_auth(sources)
+        files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources), bool(auth))}
+        if sources:
+            files["sources.list"] = "\n".join(sources) + "\n"
+        if auth:
+            files["auth.conf"] = auth
+        encoded = {name: text.encode() for name, text in files.items()}
+        return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
+
+    def _pip_conf(self) -> str:
+        lines = ["[global]", *(f"{key} = {value}" for key, value in self.pip)]
+        if self.ca_bundle:
+            lines.append("cert = /run/machine/ca.crt")
+        return "\n".join(lines) + "\n"
+
+    def _apt_conf(self, has_sources: bool, has_auth: bool) -> str:
+        lines = list(self.apt_proxies)
+        if has_sources:
+            lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
+        if has_auth:
+            lines.append('Dir::Etc::Netrc "/run/machine/auth.conf";')
+        if self.ca_bundle:
+            lines.append('Acquire::https::CAInfo "/run/machine/ca.crt";')
+        return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def read_network_settings() -> NetworkSettings:
+    """Read the settings of this machine, once per process. Runs `apt-config`, if it is installed."""
+    pip = pip_settings.read_pip_settings()
+    netrc = credentials.read_netrc()
+    kept, left_out = _select_pip_settings(pip)
+    kept |= {key: " ".join(map(netrc.add_credentials, kept[key].split())) for key in _URL_KEYS if key in kept}
+    sources = tuple(read_apt_sources())
+    apt_auth, unread = credentials.read_apt_auth(sources)
+    find_links = tuple(Path(word) for word in pip.get("find-links", "").split() if Path(word).is_dir())
+    bundles = dict(_ca_bundles(pip))
+    origin, path = next(((name, path) for name, path in bundles.items() if path.is_file()), ("", None))
+    return NetworkSettings(
+        pip=tuple(sorted(kept.items())),
+        find_links=find_links,
+        apt_sources=sources,
+        release=_debian_release(),
+        apt_proxies=tuple(_read_apt_proxies()),
+        ca_bundle=path.read_bytes() if path else None,
+        proxies=tuple(sorted(_proxy_variables())),
+        left_out=(*left_out, *filter(None, [netrc.problem]), *unread),
+        ca_origin=f"{origin} {path}" if path else "",
+        ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
+        apt_auth=apt_auth,
+    )
+
+
+def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return pip's settings that a build can use, and a sentence for each that it cannot."""
+    kept = {}
+    left_out = [f"pip's {key}: not supported in builds" for key in _UNUSABLE_PIP_KEYS if key in pip]
+    for key in _PIP_KEYS:
+        words = pip.get(key, "").split()
+        local = [word for word in words if word.startswith(("file:", "/", "."))]
+        if key != "find-links":
+            left_out += [f"pip's {key} {word}: a local directory, which a container cannot read" for word in local]
+        if remote := [word for word in words if word not in local]:
+            kept[key] = " ".join(remote)
+    return kept, left_out
+
+
+def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yield the CA bundles that pip and the environment name, then the system's if certificates were added to it."""
+    named = {"pip's cert": pip.get("cert"), **{name: os.environ.get(name) for name in _CA_VARIABLES}}
+    for setting, name in named.items():
+        if name:
+            yield setting, Path(name)
+    if _ADDED_CA.is_dir() and any(_ADDED_CA.rglob("*.crt")) and _SYSTEM_CA.is_file():
+        yield "the system's", _SYSTEM_CA
+
+
+def _proxy_variables() -> Iterator[tuple[str, str]]:
+    """Yield the proxy variables that are set, in either case."""
+    for name in _PROXIES:
+        for spelling in (name, name.lower()):
+            if value := os.environ.get(spelling):
+                yield spelling, value
+
+
+def _read_apt_proxies() -> Iterator[str]:
+    """Yield the proxy lines of apt's configuration; none if `apt-config` is not installed."""
+    try:
+        dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return
+    for line in dump.splitlines():
+        if re.match(r"Acquire::https?::Proxy\b", line, re.IGNORECASE):
+            yield line
+
+
+def _debian_release() -> str:
+    """Return the Debian suite of this machine; empty if it runs another system."""
+    with contextlib.suppress(OSError):
+        release = platform.freedesktop_os_release()
+        return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
+    return ""
+
+
+def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
+    """Yield the sources of `suite`, with the suite's name replaced by `wanted`."""
+    for source in sources:
+        kind, uri, name, *components = source.split()
+        if suite and name in {f"{suite}{pocket}" for pocket in _POCKETS}:
+            yield " ".join([kind, uri, wanted + name.removeprefix(suite), *components])
+
+
+def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
+    """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options."""
+    for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
+        if path.suffix == ".list" and path.is_file():
+            yield from _parse_one_line_sources(path.read_text())
+        elif path.suffix == ".sources":
+            yield from _parse_deb822_sources(path.read_text())
+
+
+def _parse_one_line_sources(text: str) -> Iterator[str]:
+    for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
+        yield " ".join(["deb", *words.split()])
+
+
+def _parse_deb822_sources(text: str) -> Iterator[str]:
+    """Yield the sources of a file in deb822 format, in one-line form."""
+    for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
+        fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
+        if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":
+            continue
+        for uri in fields.get("URIs", "").split():
+            for suite in fields.get("Suites", "").split():
+                yield f"deb {uri} {suite} {' '.join(fields.get('Components', 'main').split())}"

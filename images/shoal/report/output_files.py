@@ -1,0 +1,80 @@
+"""The files of a report: an HTML page, a JSON file next to it, or another output file of a command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+
+from shoal.errors import DiskError, UsageError, is_disk_full
+
+
+def choose_files(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path]:
+    """Return the files that a report writes: the page, and with `as_json` a JSON file next to it.
+
+    Args:
+        output: The value of `-o`.
+        as_json: Whether there is a JSON file.
+        read: The files that the report reads.
+
+    Raises:
+        UsageError: If a file cannot be written, or would overwrite another one of the report or one that it reads.
+    """
+    if output.is_dir():
+        raise UsageError(f"-o {output}: is a directory. Fix: name a file in it")
+    written = [output, output.with_suffix(".json")] if as_json else [output]
+    if len(set(written)) < len(written) or any(path.resolve() == other.resolve() for path in written for other in read):
+        raise UsageError(
+            f"-o {output}: would overwrite another file of the report. Fix: choose a name such as page.html"
+        )
+    for path in written:
+        parent = path.parent
+        if not parent.is_dir():
+            raise UsageError(f"-o {output}: {parent} is not a directory. Fix: mkdir -p {parent}")
+        if not os.access(path if path.exists() else parent, os.W_OK):
+            raise UsageError(f"-o {output}: {path}: permission denied. Fix: choose another directory")
+    return written
+
+
+def write_files(output: Path, texts: Mapping[Path, str]) -> None:
+    """Write texts to files.
+
+    Args:
+        output: The value of `-o`, which errors name.
+        texts: The text of each file.
+
+    Raises:
+        DiskError: If the disk is full.
+        UsageError: If a file cannot be written for another reason.
+    """
+    for path, text in texts.items():
+        try:
+            _write(path, text)
+        except OSError as error:
+            kind = DiskError if is_disk_full(error) else UsageError
+            raise kind(f"-o {output}: {path} cannot be written: {error.strerror}. Fix: choose another path") from error
+
+
+def render_page(template: str, **values: object) -> str:
+    """Return an HTML page, rendered from a template of this package."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("shoal.report", "."),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. If an error or an interrupt stops that, a new file is removed."""
+    existed = path.exists()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except BaseException:
+        if not existed:
+            path.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,201 @@
+"""Analyses a timeline: how much communication is hidden by computation, its bandwidth, and which rank is late.
+
+Definitions, per rank:
+
+- *busy*: the times at which its main thread computes: its `compute` spans without its `wait` spans. If it has no
+  `compute` spans, all the time from its first span to its last without its `wait` spans.
+- *communication*: the time in `communication` spans. Spans that overlap count once. The time in which an early rank
+  waits for the others is included.
+- *exposed*: communication while the rank is not busy. It makes training longer; the rest costs nothing.
+- *overlap* = 1 − exposed / communication.
+- *idle*: the fraction of its steps without computation, if both are recorded. In a pipeline, this is the bubble.
+- *bandwidth*: the bytes passed to its collectives, divided by its communication time.
+
+The n-th collective of an operation, bucket and group on one rank matches the n-th on every other rank. It cannot end
+before its last rank has begun. Its *skew* is the time from the first rank's begin to the last rank's begin, in which
+the other ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.report.intervals import Intervals, difference, length, union
+from shoal.report.trace import Rank, Span, Timeline
+
+_SYNCHRONIZING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+_SLOWEST = 10
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The figures of one rank. Times are in nanoseconds."""
+
+    rank: Rank
+    communication: Intervals
+    exposed: Intervals
+    waiting: int
+    bytes: int
+    steps: int
+    step_time: int | None
+    """The median; None: no steps were recorded."""
+    idle: float | None
+    """The fraction of its steps without computation, 0 to 1; None: steps or computation were not recorded."""
+    slowest: Span | None
+    last_to: int
+    """The number of collectives that it was last to begin."""
+    lateness: int
+    """The mean time from the first rank's begin of a collective to this rank's begin."""
+
+    @property
+    def overlap(self) -> float | None:
+        """The fraction of its communication that is hidden, 0 to 1; None: it has none."""
+        total = length(self.communication)
+        return 1 - length(self.exposed) / total if total else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """In GB/s (10⁹ bytes per second); None: no bytes were recorded."""
+        total = length(self.communication)
+        return self.bytes / total if total and self.bytes else None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, with its span on every rank that recorded it."""
+
+    operation: str
+    spans: Mapping[int, Span]
+
+    @property
+    def last(self) -> int:
+        """The rank that begins last."""
+        return max(self.spans, key=lambda rank: self.spans[rank].begin)
+
+    @property
+    def first_begin(self) -> int:
+        """When the first rank begins."""
+        return min(span.begin for span in self.spans.values())
+
+    @property
+    def skew(self) -> int:
+        """From the first rank's begin to the last's, in nanoseconds."""
+        return self.spans[self.last].begin - self.first_begin
+
+    @property
+    def early_end(self) -> int:
+        """How long one rank ended before the last began, in nanoseconds. If not 0, the hosts' clocks differ."""
+        end = min(span.end for span in self.spans.values())
+        return max(0, self.spans[self.last].begin - end) if self.operation in _SYNCHRONIZING else 0
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A timeline with the figures of its ranks and its collectives."""
+
+    timeline: Timeline
+    ranks: tuple[RankReport, ...]
+    collectives: tuple[Collective, ...]
+
+    @cached_property
+    def skew(self) -> int:
+        """The sum of the skews of all collectives, in nanoseconds."""
+        return sum(collective.skew for collective in self.collectives)
+
+    @cached_property
+    def shares(self) -> Mapping[int, float]:
+        """For each rank, the fraction of `skew` in collectives that it was last to begin."""
+        caused: Counter[int] = Counter()
+        for collective in self.collectives:
+            caused[collective.last] += collective.skew
+        return {report.rank.number: caused[report.rank.number] / (self.skew or 1) for report in self.ranks}
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that causes most of the waiting: its share is more than halfway from an even share to 1."""
+        if not self.skew:
+            return None
+        rank = max(self.shares, key=lambda number: self.shares[number])
+        return rank if self.shares[rank] > (1 + 1 / len(self.ranks)) / 2 else None
+
+    @property
+    def slowest(self) -> tuple[tuple[int, Span], ...]:
+        """The longest communication spans, each with its rank, longest first."""
+        spans = [(report.rank.number, span) for report in self.ranks for span in report.rank.spans_of("communication")]
+        return tuple(sorted(spans, key=lambda found: -found[1].duration)[:_SLOWEST])
+
+
+def analyse(timeline: Timeline) -> Analysis:
+    """Analyse a timeline. This module's docstring defines the figures."""
+    found = tuple(match_collectives(timeline.ranks))
+    return Analysis(timeline, tuple(_analyse_rank(rank, found) for rank in timeline.ranks), found)
+
+
+def find_busy_merge_times(rank: Rank) -> Intervals:
+    """Return the times at which the main thread of a rank computes."""
+    recorded = ((rank.spans[0].begin, max(span.end for span in rank.spans)),)
+    return difference(_merge_times(rank.spans_of("compute")) or recorded, _merge_times(rank.spans_of("wait")))
+
+
+def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
+    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them."""
+    found: dict[tuple[object, ...], dict[int, Span]] = defaultdict(dict)
+    for rank in ranks:
+        seen: Counter[tuple[object, ...]] = Counter()
+        for span in rank.spans_of("communication"):
+            kind = (span.args.get("operation", span.name), span.args.get("bucket"), span.args.get("group"))
+            found[(*kind, seen[kind])][rank.number] = span
+            seen[kind] += 1
+    for key, spans in found.items():
+        if len(spans) > 1:
+            yield Collective(str(key[0]), spans)
+
+
+def list_caveats(analysis: Analysis) -> Iterator[str]:
+    """Yield sentences about missing data and differing clocks, which make figures less reliable."""
+    timeline = analysis.timeline
+    if timeline.missing:
+        yield f"Timelines are missing (rank {_join_numbers(timeline.missing)}): the skew covers the other ranks only."
+    cut = tuple(rank.number for rank in timeline.ranks if not rank.complete)
+    if cut:
+        yield f"Incomplete timelines (rank {_join_numbers(cut)}): the process was killed, or is still running."
+    early = max((collective.early_end for collective in analysis.collectives), default=0)
+    hosts = {rank.host for rank in timeline.ranks}
+    if early:
+        yield f"The clocks of the hosts differ by at least {early / 1e6:.3f} ms: skews of that size are not reliable."
+    elif len(hosts) > 1 and not any(rank.clock_offset for rank in timeline.ranks):
+        yield "The clocks of the hosts were not compared: skews of milliseconds are not reliable."
+
+
+def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
+    """Return the figures of a rank, given the collectives of all ranks."""
+    spans = rank.spans_of("communication")
+    communication = _merge_times(spans)
+    steps = sorted(span.duration for span in rank.spans_of("step"))
+    within, computing = _merge_times(rank.spans_of("step")), _merge_times(rank.spans_of("compute"))
+    mine = [collective for collective in found if rank.number in collective.spans]
+    late = sum(collective.spans[rank.number].begin - collective.first_begin for collective in mine)
+    return RankReport(
+        rank=rank,
+        communication=communication,
+        exposed=difference(communication, find_busy_merge_times(rank)),
+        waiting=length(_merge_times(rank.spans_of("wait"))),
+        bytes=sum(span.bytes for span in spans),
+        steps=len(steps),
+        step_time=steps[len(steps) // 2] if steps else None,
+        idle=length(difference(within, computing)) / length(within) if within and computing else None,
+        slowest=max(spans, key=lambda span: span.duration, default=None),
+        last_to=sum(collective.last == rank.number for collective in mine),
+        lateness=late // len(mine) if mine else 0,
+    )
+
+
+def _merge_times(spans: Sequence[Span]) -> Intervals:
+    return union((span.begin, span.end) for span in spans)
+
+
+def _join_numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,79 @@
+"""The log lines of `train` itself, on stderr: the script's stdout stays the script's. Secrets are masked.
+
+With SHOAL_LOG_FORMAT=json each line is an object. The output of ranks has the same form (output/lines.py):
+
+{"time": "2026-01-31T12:00:00.123Z", "host": "algo-1", "rank": 0, "stream": "stdout", "message": "epoch 1"}
+
+`rank` is null for lines of `train` and of the launcher. Bytes that are not UTF-8 become \\xNN.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from json.encoder import encode_basestring
+
+from shoal_toolkit import redact
+
+STDOUT, STDERR = 1, 2
+_STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+
+_host = ""
+_as_json = False
+_writer: Callable[[bytes], None] | None = None
+
+
+def configure_log(host: str, as_json: bool) -> None:
+    """Sets the host and the format of all later log lines."""
+    global _host, _as_json
+    _host, _as_json = host, as_json
+
+
+def set_log_writer(writer: Callable[[bytes], None] | None) -> None:
+    """Sends later log lines to `writer`, which keeps their order with other output; None: directly to stderr."""
+    global _writer
+    _writer = writer
+
+
+def write_log(text: str) -> None:
+    """Writes a message to the log, each of its lines with the prefix `train: `.
+
+    Nothing is buffered, so that a fork writes nothing twice.
+    """
+    lines = [f"train: {line}" for line in redact.mask_text(text).splitlines()]
+    if _as_json:
+        data = format_json_lines(_host, None, STDERR, lines)
+    else:
+        data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+    (_writer or _write_to_stderr)(data)
+
+
+def format_json_lines(host: str, rank: int | None, stream: int, messages: Iterable[str]) -> bytes:
+    """Returns one JSON object per message, each on a line of its own.
+
+    Args:
+        host: The host that wrote the messages.
+        rank: The rank that wrote them, None for `train` and the launcher.
+        stream: 1 for stdout, 2 for stderr.
+        messages: Lines without their ends.
+    """
+    fields = {"time": format_time(), "host": host, "rank": rank, "stream": _STREAM_NAMES[stream]}
+    start = f'{json.dumps(fields, ensure_ascii=False)[:-1]}, "message": '
+    lines = (f"{start}{encode_basestring(message)}}}\n" for message in messages)
+    return "".join(lines).encode("utf-8", "backslashreplace")
+
+
+def format_time() -> str:
+    """Returns the current time in UTC, to the millisecond, such as 2026-01-31T12:00:00.123Z."""
+    now = time.time()
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
+
+
+def _write_to_stderr(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(STDERR, data) :]
+    except OSError:
+        return  # stderr is closed

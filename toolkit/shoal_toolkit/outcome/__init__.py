@@ -1,1 +1,0 @@
-"""How it ended: the verdict, and why."""

@@ -1,0 +1,127 @@
+"""Writes the output of ranks and launchers to the log: with prefixes or as JSON, and keeps the end of each stderr.
+
+A line gets the prefix `[rank,host]` if several ranks share the log. Otherwise bytes pass unchanged. While the job runs,
+everything on stdout and stderr passes through here, so that no two writers share a line.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple, Protocol
+from shoal_toolkit.log import STDERR, STDOUT, set_log_writer
+from shoal_toolkit.output.lines import JsonLines, Lines, Tail
+from shoal_toolkit.output.pipes import FlowControl, Sink
+from shoal_toolkit.system.loop import Loop
+
+if TYPE_CHECKING:  # few jobs define metrics
+    from shoal_toolkit.output.metrics import MetricReader, MetricsFile
+
+
+class Formatter(Protocol):
+    """Brings a stream into the form of the log."""
+
+    def feed(self, data: bytes) -> bytes: ...
+    def flush(self) -> bytes: ...
+
+
+class _Stream(NamedTuple):
+    """The handlers of one stream of a rank, or of the launcher."""
+
+    formatter: Formatter | None
+    tail: Tail | None
+    metrics: MetricReader | None
+
+
+class Output:
+    """stdout and stderr of `train` on this host."""
+
+    def __init__(
+        self, loop: Loop, flow: FlowControl, prefixed: bool, as_json: bool, metrics: MetricsFile | None
+    ) -> None:
+        out = Sink(loop, STDOUT, flow)
+        # One queue if both are the same file (2>&1): a write that ends within a line would let the other stream in.
+        self._sinks = {STDOUT: out, STDERR: out if os.path.sameopenfile(STDOUT, STDERR) else Sink(loop, STDERR, flow)}
+        self._prefixed = prefixed
+        self._as_json = as_json
+        self._metrics = metrics
+        self._streams: dict[tuple[int, int | None], _Stream] = {}
+        self._writer_of: dict[Sink, int | None] = {}  # the rank that wrote last
+        self._tails: dict[int, Tail] = {}
+        set_log_writer(lambda data: self._write(STDERR, None, data))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether stdout of a process must pass through here even if it shares the log with nobody."""
+        return self._as_json or self._metrics is not None
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything has been written."""
+        return all(sink.empty for sink in self._sinks.values())
+
+    def write_rank(self, stream: int, rank: int, host: str, data: bytes) -> None:
+        """Writes output of a rank, and reads its metrics."""
+        handlers = self._streams.get((stream, rank)) or self._add_stream(stream, rank, host)
+        if handlers.tail is not None:
+            handlers.tail.add(data)
+        if handlers.metrics is not None:
+            handlers.metrics.feed(data)
+        self._write(stream, rank, handlers.formatter.feed(data) if handlers.formatter is not None else data)
+
+    def write_launcher(self, stream: int, host: str, data: bytes) -> None:
+        """Writes output of the launcher, of a sidecar or of the set-up."""
+        formatter = (self._streams.get((stream, None)) or self._add_stream(stream, None, host)).formatter
+        self._write(stream, None, formatter.feed(data) if formatter is not None else data)
+
+    def add_tail(self, rank: int, text: str) -> None:
+        """Keeps the end of stderr of a rank on another host."""
+        self._tails.setdefault(rank, Tail()).add(text.encode("utf-8", "backslashreplace"))
+
+    def stderr_tail(self, rank: int) -> str:
+        """Returns the end of stderr of a rank; empty if nothing is known."""
+        return self._tails[rank].text() if rank in self._tails else ""
+
+    def flush(self) -> None:
+        """Writes incomplete last lines: no more output will come."""
+        for (stream, rank), handlers in self._streams.items():
+            if handlers.metrics is not None:
+                handlers.metrics.flush()
+            if handlers.formatter is not None:
+                self._write(stream, rank, handlers.formatter.flush())
+
+    def drop(self) -> None:
+        """Discards output that nobody reads."""
+        for sink in self._sinks.values():
+            sink.drop()
+
+    def close(self) -> None:
+        """Writes everything, blocking if needed. Later log lines go directly to stderr."""
+        set_log_writer(None)
+        for sink in self._sinks.values():
+            sink.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _add_stream(self, stream: int, rank: int | None, host: str) -> _Stream:
+        formatter: Formatter | None = None
+        if self._as_json:
+            formatter = JsonLines(host, rank, stream)
+        elif self._prefixed and rank is not None:
+            formatter = Lines(f"[{rank},{host}] ".encode())
+        tail = metrics = None
+        if rank is not None:
+            tail = self._tails.setdefault(rank, Tail()) if stream == STDERR else None
+            metrics = self._metrics.reader(rank, host) if self._metrics is not None else None
+        self._streams[stream, rank] = _Stream(formatter, tail, metrics)
+        return self._streams[stream, rank]
+
+    def _write(self, stream: int, writer: int | None, data: bytes) -> None:
+        if not data:
+            return
+        sink = self._sinks[stream]
+        if writer != self._writer_of.get(sink):
+            self._writer_of[sink] = writer
+            if sink.last != b"\n":
+                data = b"\n" + data  # another writer's line, or progress bar, has not ended
+        sink.write(data)

@@ -1,0 +1,52 @@
+"""Builds the commands of the programs in the package `sidecars`: installing what the code needs, uploading output."""
+
+from __future__ import annotations
+
+from shoal_toolkit.errors import ContractError
+from shoal_toolkit.job.contract import Job
+from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.source import S3
+
+
+def install_commands(job: Job, machine: Machine) -> list[tuple[str, ...]]:
+    """Returns the command that installs the user's package and requirements.txt on each host; none if not needed.
+
+    requirements.txt is installed for every kind of entry point. The package is installed if a module is named or there
+    is a setup.py, but not for shell scripts. (The stock toolkit does the same, but ignores the requirements of shell
+    scripts.)
+    """
+    package = job.code.setup_py and not job.script.name.endswith(".sh")
+    package = package or (job.code.package and job.script.needs_no_code)
+    words = [*(["."] if package else []), *(["-r", "requirements.txt"] if job.code.requirements else [])]
+    return [(machine.python, "-m", "shoal_toolkit.sidecars.install", *words)] if words else []
+
+
+def prepare_upload(job: Job) -> list[tuple[str, ...]]:
+    """Returns the command that makes output/intermediate before the launch, as the stock toolkit does."""
+    return [("mkdir", "-p", job.paths.intermediate)] if _upload_address(job) else []
+
+
+def upload_command(job: Job, machine: Machine) -> tuple[str, ...]:
+    """Returns the command that uploads output/intermediate while the script runs; empty if nothing is to be uploaded.
+
+    Raises:
+        ContractError: If sagemaker_s3_output is wrong.
+    """
+    address = _upload_address(job)
+    if not address.startswith(S3):
+        return ()
+    parts = [address.rstrip("/"), job.environ.get("TRAINING_JOB_NAME", ""), "output", "intermediate"]
+    target = "/".join(part for part in parts if part)
+    return (machine.python, "-m", "shoal_toolkit.sidecars.sync", job.paths.intermediate, target)
+
+
+def _upload_address(job: Job) -> str:
+    """Returns the address to upload to; empty if none is configured, or the platform uploads."""
+    address = str(job.toolkit.get("sagemaker_s3_output") or "")
+    if not address or job.platform_syncs:
+        return ""
+    if not address.startswith((S3, "file://")) or address == S3:
+        raise ContractError(
+            f"sagemaker_s3_output is {address!r}; allowed are s3://bucket/prefix, and file:// for no upload."
+        )
+    return address

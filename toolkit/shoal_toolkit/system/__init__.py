@@ -1,0 +1,1 @@
+"""Access to the kernel, independent of jobs: an event loop, processes, memory and disks."""

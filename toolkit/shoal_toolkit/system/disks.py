@@ -1,0 +1,43 @@
+"""Finds full file systems. Each host does so after a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from shoal_toolkit.system.files import read_text
+
+_FULL_BELOW = 1 << 20  # free bytes; when writing a block fails, fewer are left
+_FULL = "full:"  # prefix of a mount point in the name of a fact
+
+
+def find_full_mounts(root: str = "/") -> list[str]:
+    """Returns the mount points of writable file systems without free space or free inodes."""
+    lines = [line.split(" ") for line in read_text(root, "proc/self/mounts").split("\n") if line]
+    # Spaces in a name are \\040 there. Of two mounts on one path, the last is visible.
+    writable = {_unescape(fields[1]): None for fields in lines if "rw" in fields[3].split(",")}
+    return [path for path in writable if _is_full(path)]
+
+
+def collect_disk_facts(root: str = "/") -> dict[str, int]:
+    """Returns the full mounts as facts about a failure: their number, and a fact named after each."""
+    found = find_full_mounts(root)
+    return {"full_mounts": len(found), **{f"{_FULL}{path}": 1 for path in found}}
+
+
+def list_full_mounts(facts: Mapping[str, int]) -> str:
+    """Returns the full mounts among the facts about a failure, as text."""
+    return ", ".join(name[len(_FULL) :] for name in facts if name.startswith(_FULL))
+
+
+def _unescape(path: str) -> str:
+    return path.encode().decode("unicode_escape")
+
+
+def _is_full(path: str) -> bool:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    no_space = found.f_blocks > 0 and found.f_bavail * found.f_frsize < _FULL_BELOW
+    return os.path.isdir(path) and (no_space or (found.f_files > 0 and found.f_favail == 0))

@@ -30,7 +30,7 @@ def copy(project: Project, target: Path) -> Project:
     """Copy what builds read; caches are shared."""
     target.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("library", "toolkit", "dockerfiles"):
+    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, target / name, ignore=ignored)
     shutil.copy(project.buildspec, target)
     (target / ".cache").symlink_to(project.root / ".cache")
@@ -68,7 +68,7 @@ class Plain:
     def __init__(self, project: Project, image: ImageSpec, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        for name in ("library", "toolkit"):
+        for name in ("library", "rehearsal", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))

@@ -1,5 +1,5 @@
 # What one writes by hand for the content of the CUDA 11 PyTorch image, with all that its wheels have: the rival of benchmarks/images.py, built by
-# `docker build`. Its context has our two packages, the locked requirements of all layers, and this machine's configuration.
+# `docker build`. Its context has our packages, the locked requirements of all layers, and this machine's configuration.
 ARG BASE
 FROM ${BASE} AS wheels
 RUN --mount=type=bind,source=machine,target=/run/machine \
@@ -9,8 +9,9 @@ RUN --mount=type=bind,source=machine,target=/run/machine \
     && apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-pip
 COPY library /src/library
+COPY rehearsal /src/rehearsal
 RUN --mount=type=bind,source=machine,target=/run/machine --mount=type=cache,target=/root/.cache/pip \
-    PIP_CONFIG_FILE=/run/machine/pip.conf python3 -m pip wheel --no-deps --wheel-dir /wheels /src/library
+    PIP_CONFIG_FILE=/run/machine/pip.conf python3 -m pip wheel --no-deps --wheel-dir /wheels /src/library /src/rehearsal
 
 FROM ${BASE}
 RUN --mount=type=bind,source=machine,target=/run/machine \

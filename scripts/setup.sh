@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 stamp=.venv/.shoal-setup
-wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml library/native/*.[chpt]* scripts/setup.sh | sha256sum)
+wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml rehearsal/pyproject.toml rehearsal/*.pth library/native/*.[chpt]* scripts/setup.sh | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 say() { echo "setup: $*" >&2; }
 
@@ -44,6 +44,6 @@ say "installing requirements/dev.txt"
 torch=$(grep '^torch==' requirements/dev.txt)
 "${pip[@]}" --no-deps "$torch" 2>/dev/null || "${pip[@]}" --no-deps --extra-index-url "$index" "$torch"
 "${pip[@]}" --no-deps -r requirements/dev.txt
-"${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library
+"${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library -e rehearsal
 echo "$wanted" >"$stamp"
 say "done"

@@ -13,7 +13,7 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/affected.py"))
 ROWS: dict[str, list[str]] = tomllib.loads((ROOT / "tests/affected.toml").read_text())
-PRODUCT = ("images", "toolkit", "library", "dockerfiles", "examples")
+PRODUCT = ("images", "toolkit", "library", "rehearsal", "dockerfiles", "examples")
 
 
 def tracked() -> list[str]:
@@ -32,6 +32,7 @@ def chosen(*changed: str) -> set[str]:
         ("toolkit/shoal_toolkit/hosts/wire.py", "tests/faults/test_losses.py", "tests/library/test_store.py"),
         ("library/smdistributed/modelparallel/torch/stage.py", "tests/library/test_modelparallel.py", "tests/toolkit"),
         ("library/native/reduce.c", "tests/integration/test_library.py", "tests/faults"),
+        ("rehearsal/shoal_rehearsal/settings.py", "tests/library/test_rehearsal.py", "tests/toolkit"),
         ("dockerfiles/base.j2", "tests/integration/test_structure.py", "tests/toolkit"),
         ("tests/library/ranks/smddp.py", "tests/library/test_smddp.py", "tests/images"),
         ("tests/containers.py", "tests/faults/test_signals.py", "tests/toolkit"),

@@ -1,19 +1,21 @@
-"""The walls between the rooms, as docs say them: who may import whom, and where frameworks may be imported."""
+"""The import rules: which package may import which, layers, no cycles, and where frameworks may be imported."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "tensorflow"}
-FLOORS: tuple[frozenset[str], ...] = tuple(
-    frozenset(floor.split())
-    for floor in (
+DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
+LAYERS: dict[str, tuple[str, ...]] = {
+    "shoal": (
         "errors",
         "matrix",
         "network docker_client layers",
@@ -22,9 +24,29 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "doctor",
         "commands",
         "cli",
-    )
-)
-"""The rooms of `shoal`, lowest first: a room imports from those of lower floors, and nothing beside or above it."""
+    ),
+    "shoal_toolkit": (
+        "errors light_typing",
+        "command_line tables",
+        "redact",
+        "log",
+        "system",
+        "job",
+        "output plan result sidecars",
+        "hosts",
+        "run",
+        "cli",
+        "__main__",
+    ),
+    "smdistributed": ("core", "dataparallel modelparallel", "horovod"),
+    "smdistributed.modelparallel": ("backend", "torch tensorflow", "__main__ test"),
+    "shoal_rehearsal": ("after_import settings", "notice replacements", "torch tensorflow"),
+}
+"""What each package consists of, lowest layer first. A part imports only parts of lower layers."""
+CYCLES = {
+    frozenset({"smdistributed.modelparallel.torch.messages", "smdistributed.modelparallel.torch.transfers"}),
+}
+"""The import cycles that are still there. Remove an entry when its cycle is gone; add none."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -36,53 +58,43 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def modules(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+def modules(directory: str) -> list[Path]:
+    return sorted((ROOT / directory).rglob("*.py"))
 
 
-def offences(room: str, forbidden: tuple[str, ...]) -> list[str]:
+def forbidden_imports(directory: str, forbidden: tuple[str, ...]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in modules(room)
+        for path in modules(directory)
         for name in imports(path)
-        if any(name == word or name.startswith(f"{word}.") for word in forbidden)
+        if any(f"{name}.".startswith(f"{package}.") for package in forbidden)
     ]
 
 
 @pytest.mark.parametrize(
-    ("room", "forbidden"),
+    ("directory", "forbidden"),
     [
-        ("images", ("shoal_toolkit", "smdistributed", "torch", "tensorflow")),
-        ("toolkit", ("shoal", "smdistributed", "torch", "tensorflow")),
-        ("library", ("shoal", "shoal_toolkit")),
-        (
-            "library/smdistributed/core",
-            ("smdistributed.dataparallel", "smdistributed.modelparallel", "smdistributed.rehearsal"),
-        ),
-        ("library/smdistributed/dataparallel", ("smdistributed.modelparallel", "smdistributed.rehearsal")),
-        ("library/smdistributed/modelparallel", ("smdistributed.dataparallel", "smdistributed.rehearsal")),
-        (
-            "library/smdistributed/modelparallel/backend",
-            ("smdistributed.modelparallel.torch", "smdistributed.modelparallel.tensorflow"),
-        ),
-        ("library/smdistributed/rehearsal", ("smdistributed.dataparallel", "smdistributed.modelparallel")),
+        ("images", ("shoal_toolkit", "smdistributed", "shoal_rehearsal", "torch", "tensorflow")),
+        ("toolkit", ("shoal", "smdistributed", "shoal_rehearsal", "torch", "tensorflow")),
+        ("library", ("shoal", "shoal_toolkit", "shoal_rehearsal")),
+        ("rehearsal", ("shoal", "shoal_toolkit", "smdistributed")),
     ],
 )
-def test_rooms_do_not_import_each_other(room: str, forbidden: tuple[str, ...]) -> None:
-    assert modules(room)
-    assert offences(room, forbidden) == []
+def test_packages_do_not_import_each_other(directory: str, forbidden: tuple[str, ...]) -> None:
+    assert modules(directory)
+    assert forbidden_imports(directory, forbidden) == []
 
 
 def test_frameworks_are_imported_only_under_the_folder_of_that_name() -> None:
-    for path in modules("library"):
+    for path in (*modules("library"), *modules("rehearsal")):
         parts = path.relative_to(ROOT).parts
         for name in imports(path):
-            top = name.removeprefix("smdistributed.core.").split(".")[0]  # the engine has such folders too
+            top = name.removeprefix("smdistributed.core.").split(".")[0]  # core has such folders too
             assert top not in FRAMEWORKS or top in parts, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_the_toolkit_needs_the_standard_library_only() -> None:
-    """But for boto3, an extra, which one module imports when it is called."""
+    """Except boto3, an extra, which one module imports when it is called."""
     allowed = sys.stdlib_module_names | {"shoal_toolkit"}
     for path in modules("toolkit"):
         for name in imports(path):
@@ -90,19 +102,57 @@ def test_the_toolkit_needs_the_standard_library_only() -> None:
             assert extra or name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def _floor(room: str) -> int:
-    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+def module_edges(directory: str) -> set[tuple[str, str]]:
+    """Return which module imports which, within a directory; imports under TYPE_CHECKING and in functions count.
 
-
-def test_the_rooms_of_shoal_import_downwards_only() -> None:
-    seen = set()
-    for path in modules("images/shoal"):
-        room = path.relative_to(ROOT / "images/shoal").parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue
-        seen.add(room)
+    An import of `a.b.c` is one of the packages `a` and `a.b` too, unless the importing module is inside them.
+    """
+    names = {module_name(path): path for path in modules(directory)}
+    edges = set()
+    for module, path in names.items():
         for name in imports(path):
-            other = name.split(".")[1] if name.startswith("shoal.") and name != "shoal.__version__" else room
-            below = other == room or _floor(other) < _floor(room)
-            assert below, f"{path.relative_to(ROOT)} imports {name}"
-    assert seen == frozenset().union(*FLOORS)
+            parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+            found = [each for each in (*parents, name) if each in names]
+            edges |= {(module, each) for each in found[-1:]}
+            edges |= {(module, each) for each in found[:-1] if not f"{module}.".startswith(f"{each}.")}
+    return {(module, imported) for module, imported in edges if module != imported}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[1:]).removesuffix(".__init__")
+
+
+def sibling_edges(edges: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return which part of a package imports which other part of it, packages taken as a whole."""
+    found = set()
+    for one, other in edges:
+        pairs = zip(one.split("."), other.split("."))
+        common = [left for left, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        parts = [".".join(name.split(".")[: len(common) + 1]) for name in (one, other)]
+        if ".".join(common) not in parts:
+            found.add((parts[0], parts[1]))
+    return found
+
+
+def cycles(edges: Iterable[tuple[str, str]]) -> set[frozenset[str]]:
+    components = networkx.strongly_connected_components(networkx.DiGraph(edges))
+    return {frozenset(component) for component in components if len(component) > 1}
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Neither of modules nor, seen as wholes, of the packages and modules of one package."""
+    edges = [module_edges(directory) for directory in DIRECTORIES]
+    found = set().union(*(cycles(each) | cycles(sibling_edges(each)) for each in edges))
+    assert found - CYCLES == set(), "new cycles"
+    assert CYCLES - found == set(), "no longer there: remove them from CYCLES"
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers_import_downwards_only(package: str) -> None:
+    layer = {f"{package}.{part}": number for number, parts in enumerate(LAYERS[package]) for part in parts.split()}
+    (directory,) = (name for name in DIRECTORIES if (ROOT / name / package.replace(".", "/")).is_dir())
+    depth = package.count(".") + 2
+    names = {".".join(module_name(path).split(".")[:depth]) for path in modules(directory)}
+    assert {name for name in names if name.startswith(f"{package}.")} == set(layer), "a part has no layer, or is gone"
+    edges = sibling_edges(module_edges(directory))
+    assert {edge for edge in edges if edge[0] in layer and layer[edge[0]] <= layer.get(edge[1], -1)} == set()

@@ -23,7 +23,6 @@ RESULTS = {
     CORE / "_engine.so": ("engine.c", "counter.c", "reduce.c"),
     CORE / "tensorflow" / "_operations.so": ("tensorflow.c",),
 }
-PTH = "shoal-rehearsal.pth"
 OPTIONS = HERE / "options.txt"
 
 
@@ -37,7 +36,6 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"] += [str(result.relative_to(HERE.parent)) for result in RESULTS]
-        build_data["force_include_editable"][str(HERE.parent / PTH)] = PTH
 
 
 def compile_engine() -> None:

@@ -1,9 +1,10 @@
-/* Collectives, and messages from rank to rank, as operations of TensorFlow. A thread of Python's takes each, does it on
-   the tensors where they lie, and says so (smdistributed/core/tensorflow/operations.py); TensorFlow's own waits. (An
-   asynchronous kernel would not block it, but the C interface gives one a callback that dies when the kernel returns.)
+/* Collectives, and messages between ranks, as operations of TensorFlow. TensorFlow's thread queues an operation and
+   waits; a thread of Python runs it on the tensors in place (smdistributed/core/tensorflow/operations.py). (An
+   asynchronous kernel would not block TensorFlow's thread, but in the C interface its callback dies when the kernel
+   returns.)
 
-   Written against TensorFlow's C interface (tensorflow/c/{ops,kernels,tf_tensor,tf_status}.h), whose functions are looked
-   up in the TensorFlow that has loaded this: nothing of it is needed to compile, and one result serves its versions. */
+   Written against TensorFlow's C interface (tensorflow/c/{ops,kernels,tf_tensor,tf_status}.h). Its functions are looked
+   up in the TensorFlow that loads this library: compiling needs no TensorFlow, and one library serves all versions. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -14,8 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* TF_INTERNAL: sessions that watch themselves take up anew after TF_ABORTED, and would for ever. Input 0 of collectives
-   is what keeps their order. TensorFlow's own kernels know tensors of up to 8 dimensions. */
+/* Errors are TF_INTERNAL: monitored sessions retry after TF_ABORTED, for ever. Input 0 of a collective is the resource
+   that orders collectives. TensorFlow's own kernels support up to 8 dimensions. */
 enum { FLOAT = 1, NAME_BYTES = 32, FIRST_TENSOR = 1, MOST_DIMS = 8 };
 enum { INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, INTERNAL = 13 };
 
@@ -86,272 +87,273 @@ static const char *const NAMES[] = {"SmddpAllReduce", "SmddpBroadcast", "SmpSend
 static const char *const NAME_ATTRIBUTES[] = {"reduction", NULL, "label", "label"};
 static const char *const RANK_ATTRIBUTES[] = {NULL, "root", "rank", "rank"};
 
-/* What a node of a graph does. name: the reduction, or what the message is called. */
+/* The attributes of an operation in a graph. name: the reduction, or a message's label. */
 typedef struct {
     enum kind kind;
     int rank, dtype;
     char name[NAME_BYTES];
-} node_t;
+} kernel_t;
 
-/* A node that has its inputs. The first fields are what Python sees. */
-typedef struct work {
+/* One run of an operation, with its inputs. Python reads the fields above the line. */
+typedef struct operation {
     int32_t kind, dtype, rank, count, dims;
     char name[NAME_BYTES];
-    int64_t shape[MOST_DIMS]; /* of what is sent or was received */
+    int64_t shape[MOST_DIMS]; /* of the tensor that is sent or was received */
     void **inputs;     /* of each tensor */
-    void **data;       /* where its result goes: to the same place, if nobody else reads it */
-    int64_t *elements; /* of each */
+    void **data;       /* where its result goes: in place, if the tensor has no other reader */
+    int64_t *elements; /* of each tensor */
     /* --- */
     TF_Tensor **given, **tensors;
     TF_OpKernelContext *context;
-    struct work *next;
+    struct operation *next;
     bool is_done;
     pthread_cond_t done;
-} work_t;
+} operation_t;
 
-/* One for collectives, one for messages: what waits for a message keeps no collective. */
+/* One for collectives, one for messages: a wait for a message must not block collectives. */
 typedef struct {
     pthread_cond_t filled;
-    work_t *first, *last;
+    operation_t *first, *last;
 } queue_t;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static queue_t queues[] = {{.filled = PTHREAD_COND_INITIALIZER}, {.filled = PTHREAD_COND_INITIALIZER}};
 
-static void put(work_t *work)
+static void enqueue(operation_t *op)
 {
-    queue_t *queue = &queues[work->kind >= SEND];
+    queue_t *queue = &queues[op->kind >= SEND];
     pthread_mutex_lock(&lock);
     if (queue->last)
-        queue->last->next = work;
+        queue->last->next = op;
     else
-        queue->first = work;
-    queue->last = work;
+        queue->first = op;
+    queue->last = op;
     pthread_cond_signal(&queue->filled);
     pthread_mutex_unlock(&lock);
 }
 
-/* The next piece of work, in the order in which TensorFlow has come to them; waits for one. */
-work_t *operations_next(int messages)
+/* Returns the next operation, in the order in which TensorFlow started them; waits for one. */
+operation_t *operations_next(int messages)
 {
     queue_t *queue = &queues[messages];
     pthread_mutex_lock(&lock);
     while (!queue->first)
         pthread_cond_wait(&queue->filled, &lock);
-    work_t *work = queue->first;
-    queue->first = work->next;
+    operation_t *op = queue->first;
+    queue->first = op->next;
     if (!queue->first)
         queue->last = NULL;
     pthread_mutex_unlock(&lock);
-    return work;
+    return op;
 }
 
-static void fail(TF_OpKernelContext *context, TF_Status *status)
+static void fail_kernel(TF_OpKernelContext *context, TF_Status *status)
 {
     tf.OpKernelContext_Failure(context, status);
     tf.DeleteStatus(status);
 }
 
-/* Memory of that shape for what was received; NULL where TensorFlow has none. */
-void *operations_allocate(work_t *work)
+/* Returns memory for the received tensor, whose shape is in op; NULL if TensorFlow has none. */
+void *operations_allocate(operation_t *op)
 {
     TF_Status *status = tf.NewStatus();
-    size_t bytes = tf.DataTypeSize(work->dtype);
-    for (int i = 0; i < work->dims; i++)
-        bytes *= (size_t)work->shape[i];
-    TF_Tensor *output = tf.AllocateOutput(work->context, 0, work->dtype, work->shape, work->dims, bytes, status);
+    size_t bytes = tf.DataTypeSize(op->dtype);
+    for (int i = 0; i < op->dims; i++)
+        bytes *= (size_t)op->shape[i];
+    TF_Tensor *output = tf.AllocateOutput(op->context, 0, op->dtype, op->shape, op->dims, bytes, status);
     if (tf.GetCode(status)) {
-        fail(work->context, status);
+        fail_kernel(op->context, status);
         return NULL;
     }
     tf.DeleteStatus(status);
-    work->tensors[work->count++] = output;
+    op->tensors[op->count++] = output;
     return tf.TensorData(output);
 }
 
-/* The work is done, or has failed for that reason (NULL: it has not). */
-void operations_finish(work_t *work, const char *reason)
+/* Ends an operation. reason: why it failed; NULL: it did not. */
+void operations_finish(operation_t *op, const char *reason)
 {
     if (reason) {
         TF_Status *status = tf.NewStatus();
         tf.SetStatus(status, INTERNAL, reason);
-        fail(work->context, status);
+        fail_kernel(op->context, status);
     }
     pthread_mutex_lock(&lock);
-    work->is_done = true;
-    pthread_cond_signal(&work->done);
+    op->is_done = true;
+    pthread_cond_signal(&op->done);
     pthread_mutex_unlock(&lock);
 }
 
-static void wait_for(work_t *work)
+static void wait_until_done(operation_t *op)
 {
     pthread_mutex_lock(&lock);
-    while (!work->is_done)
-        pthread_cond_wait(&work->done, &lock);
+    while (!op->is_done)
+        pthread_cond_wait(&op->done, &lock);
     pthread_mutex_unlock(&lock);
 }
 
-static void forget(work_t *work)
+static void free_operation(operation_t *op)
 {
-    for (int i = 0; i < work->count; i++) {
-        if (work->tensors[i])
-            tf.DeleteTensor(work->tensors[i]);
-        if (work->given[i])
-            tf.DeleteTensor(work->given[i]);
+    for (int i = 0; i < op->count; i++) {
+        if (op->tensors[i])
+            tf.DeleteTensor(op->tensors[i]);
+        if (op->given[i])
+            tf.DeleteTensor(op->given[i]);
     }
-    pthread_cond_destroy(&work->done);
-    free(work);
+    pthread_cond_destroy(&op->done);
+    free(op);
 }
 
-static void *create(TF_OpKernelConstruction *construction, enum kind kind)
+static void *create_kernel(TF_OpKernelConstruction *construction, enum kind kind)
 {
-    node_t *node = calloc(1, sizeof *node);
+    kernel_t *kernel = calloc(1, sizeof *kernel);
     TF_Status *status = tf.NewStatus();
-    if (!node) {
+    if (!kernel) {
         tf.SetStatus(status, RESOURCE_EXHAUSTED, NO_MEMORY);
         tf.OpKernelConstruction_Failure(construction, status);
         tf.DeleteStatus(status);
         return NULL;
     }
-    node->kind = kind;
+    kernel->kind = kind;
     if (NAME_ATTRIBUTES[kind])
-        tf.OpKernelConstruction_GetAttrString(construction, NAME_ATTRIBUTES[kind], node->name, NAME_BYTES - 1, status);
+        tf.OpKernelConstruction_GetAttrString(construction, NAME_ATTRIBUTES[kind], kernel->name, NAME_BYTES - 1,
+                                              status);
     if (RANK_ATTRIBUTES[kind] && !tf.GetCode(status))
-        tf.OpKernelConstruction_GetAttrInt32(construction, RANK_ATTRIBUTES[kind], &node->rank, status);
+        tf.OpKernelConstruction_GetAttrInt32(construction, RANK_ATTRIBUTES[kind], &kernel->rank, status);
     if (kind == RECEIVE && !tf.GetCode(status))
-        tf.OpKernelConstruction_GetAttrType(construction, "T", &node->dtype, status);
+        tf.OpKernelConstruction_GetAttrType(construction, "T", &kernel->dtype, status);
     if (tf.GetCode(status))
         tf.OpKernelConstruction_Failure(construction, status);
     tf.DeleteStatus(status);
-    return node;
+    return kernel;
 }
 
 static void *create_all_reduce(TF_OpKernelConstruction *construction)
 {
-    return create(construction, ALL_REDUCE);
+    return create_kernel(construction, ALL_REDUCE);
 }
 
 static void *create_broadcast(TF_OpKernelConstruction *construction)
 {
-    return create(construction, BROADCAST);
+    return create_kernel(construction, BROADCAST);
 }
 
 static void *create_send(TF_OpKernelConstruction *construction)
 {
-    return create(construction, SEND);
+    return create_kernel(construction, SEND);
 }
 
 static void *create_receive(TF_OpKernelConstruction *construction)
 {
-    return create(construction, RECEIVE);
+    return create_kernel(construction, RECEIVE);
 }
 
-/* NULL: there is no memory for it. */
-static work_t *new_work(const node_t *node, int count)
+/* Returns NULL if there is no memory. */
+static operation_t *new_operation(const kernel_t *kernel, int count)
 {
     size_t pointers = (size_t)count * sizeof(void *);
-    char *memory = calloc(1, sizeof(work_t) + 4 * pointers + (size_t)count * sizeof(int64_t));
+    char *memory = calloc(1, sizeof(operation_t) + 4 * pointers + (size_t)count * sizeof(int64_t));
     if (!memory)
         return NULL;
-    work_t *work = (work_t *)memory;
-    work->kind = node->kind;
-    work->rank = node->rank;
-    work->dtype = node->dtype;
-    memcpy(work->name, node->name, NAME_BYTES);
-    pthread_cond_init(&work->done, NULL);
-    work->inputs = (void **)(memory + sizeof(work_t));
-    work->data = work->inputs + count;
-    work->given = (TF_Tensor **)(work->data + count);
-    work->tensors = work->given + count;
-    work->elements = (int64_t *)(work->tensors + count);
-    return work;
+    operation_t *op = (operation_t *)memory;
+    op->kind = kernel->kind;
+    op->rank = kernel->rank;
+    op->dtype = kernel->dtype;
+    memcpy(op->name, kernel->name, NAME_BYTES);
+    pthread_cond_init(&op->done, NULL);
+    op->inputs = (void **)(memory + sizeof(operation_t));
+    op->data = op->inputs + count;
+    op->given = (TF_Tensor **)(op->data + count);
+    op->tensors = op->given + count;
+    op->elements = (int64_t *)(op->tensors + count);
+    return op;
 }
 
-/* Take the input of that number, and its output: the same memory where nobody else reads it. */
-static void take(work_t *work, int index, TF_Status *status)
+/* Takes an input, and its output: the same memory if the input has no other reader. */
+static void take_input(operation_t *op, int index, TF_Status *status)
 {
     int number = index + FIRST_TENSOR, forwarded = -1;
     TF_Tensor *input = NULL;
-    tf.GetInput(work->context, number, &input, status);
+    tf.GetInput(op->context, number, &input, status);
     if (tf.GetCode(status))
         return;
     int dims = tf.NumDims(input);
     int64_t shape[dims + 1];
     for (int i = 0; i < dims; i++)
         shape[i] = tf.Dim(input, i);
-    tf.DeleteTensor(input); /* one reader less: it can be handed on only where there is none */
+    tf.DeleteTensor(input); /* TensorFlow reuses its memory only without readers */
     TF_Tensor *output =
-        tf.ForwardInputOrAllocateOutput(work->context, &number, 1, index, shape, dims, &forwarded, status);
+        tf.ForwardInputOrAllocateOutput(op->context, &number, 1, index, shape, dims, &forwarded, status);
     if (tf.GetCode(status))
         return;
-    work->tensors[work->count++] = output;
-    work->inputs[index] = work->data[index] = tf.TensorData(output);
-    work->elements[index] = tf.TensorElementCount(output);
-    work->dtype = tf.TensorType(output);
+    op->tensors[op->count++] = output;
+    op->inputs[index] = op->data[index] = tf.TensorData(output);
+    op->elements[index] = tf.TensorElementCount(output);
+    op->dtype = tf.TensorType(output);
     if (forwarded >= 0)
         return;
-    tf.GetInput(work->context, number, &work->given[index], status);
+    tf.GetInput(op->context, number, &op->given[index], status);
     if (!tf.GetCode(status))
-        work->inputs[index] = tf.TensorData(work->given[index]);
+        op->inputs[index] = tf.TensorData(op->given[index]);
 }
 
-/* Take the tensor to send, and make the token that says that it was sent. */
-static void take_message(work_t *work, TF_Status *status)
+/* Takes the tensor to send, and makes the token. */
+static void take_message(operation_t *op, TF_Status *status)
 {
     TF_Tensor *input = NULL;
-    tf.GetInput(work->context, 0, &input, status);
+    tf.GetInput(op->context, 0, &input, status);
     if (tf.GetCode(status))
         return;
-    work->given[0] = input;
-    work->count = 1;
-    work->dims = tf.NumDims(input);
-    if (work->dims > MOST_DIMS) {
+    op->given[0] = input;
+    op->count = 1;
+    op->dims = tf.NumDims(input);
+    if (op->dims > MOST_DIMS) {
         tf.SetStatus(status, INVALID_ARGUMENT, "A tensor of more than 8 dimensions cannot be sent to another stage.");
         return;
     }
-    for (int i = 0; i < work->dims; i++)
-        work->shape[i] = tf.Dim(input, i);
-    work->dtype = tf.TensorType(input);
-    work->inputs[0] = tf.TensorData(input);
-    work->elements[0] = tf.TensorElementCount(input);
-    work->tensors[0] = tf.AllocateOutput(work->context, 0, FLOAT, NULL, 0, sizeof(float), status);
+    for (int i = 0; i < op->dims; i++)
+        op->shape[i] = tf.Dim(input, i);
+    op->dtype = tf.TensorType(input);
+    op->inputs[0] = tf.TensorData(input);
+    op->elements[0] = tf.TensorElementCount(input);
+    op->tensors[0] = tf.AllocateOutput(op->context, 0, FLOAT, NULL, 0, sizeof(float), status);
     if (!tf.GetCode(status))
-        *(float *)tf.TensorData(work->tensors[0]) = 0;
+        *(float *)tf.TensorData(op->tensors[0]) = 0;
 }
 
-static void take_inputs(work_t *work, TF_Status *status)
+static void take_inputs(operation_t *op, TF_Status *status)
 {
-    int count = tf.NumInputs(work->context) - FIRST_TENSOR;
-    if (work->kind == SEND)
-        take_message(work, status);
-    else if (work->kind != RECEIVE)
+    int count = tf.NumInputs(op->context) - FIRST_TENSOR;
+    if (op->kind == SEND)
+        take_message(op, status);
+    else if (op->kind != RECEIVE)
         for (int i = 0; i < count && !tf.GetCode(status); i++)
-            take(work, i, status);
+            take_input(op, i, status);
 }
 
-static void compute(void *node, TF_OpKernelContext *context)
+static void compute(void *kernel, TF_OpKernelContext *context)
 {
-    work_t *work = new_work(node, tf.NumInputs(context) + 1);
+    operation_t *op = new_operation(kernel, tf.NumInputs(context) + 1);
     TF_Status *status = tf.NewStatus();
-    if (!work) {
+    if (!op) {
         tf.SetStatus(status, RESOURCE_EXHAUSTED, NO_MEMORY);
-        fail(context, status);
+        fail_kernel(context, status);
         return;
     }
-    work->context = context;
-    take_inputs(work, status);
+    op->context = context;
+    take_inputs(op, status);
     if (tf.GetCode(status)) {
-        fail(context, status);
+        fail_kernel(context, status);
     } else {
         tf.DeleteStatus(status);
-        put(work);
-        wait_for(work);
+        enqueue(op);
+        wait_until_done(op);
     }
-    forget(work);
+    free_operation(op);
 }
 
 /* Each output has the shape of its input. */
-static void infer(TF_ShapeInferenceContext *context, TF_Status *status)
+static void infer_same_shapes(TF_ShapeInferenceContext *context, TF_Status *status)
 {
     int64_t count = tf.ShapeInferenceContextNumInputs(context) - FIRST_TENSOR;
     TF_ShapeHandle *shape = tf.NewShapeHandle();
@@ -364,7 +366,7 @@ static void infer(TF_ShapeInferenceContext *context, TF_Status *status)
 }
 
 /* A token is a scalar. */
-static void infer_token(TF_ShapeInferenceContext *context, TF_Status *status)
+static void infer_scalar(TF_ShapeInferenceContext *context, TF_Status *status)
 {
     TF_ShapeHandle *shape = tf.ShapeInferenceContextScalar(context);
     tf.ShapeInferenceContextSetOutput(context, 0, shape, status);
@@ -374,7 +376,8 @@ static void infer_token(TF_ShapeInferenceContext *context, TF_Status *status)
 #define TYPES "{float, double, half, bfloat16, int8, uint8, int16, uint16, int32, uint32, int64, uint64, bool}"
 
 /* parts: inputs, "->", outputs, "->", attributes. */
-static void define(enum kind kind, const char *const *parts, shapes_t *shapes, create_t *create_node, TF_Status *status)
+static void define_operation(enum kind kind, const char *const *parts, shapes_t *shapes, create_t *create,
+                             TF_Status *status)
 {
     void (*const add[])(TF_OpDefinitionBuilder *, const char *) = {
         tf.OpDefinitionBuilderAddInput, tf.OpDefinitionBuilderAddOutput, tf.OpDefinitionBuilderAddAttr};
@@ -388,27 +391,30 @@ static void define(enum kind kind, const char *const *parts, shapes_t *shapes, c
     tf.OpDefinitionBuilderSetShapeInferenceFunction(builder, shapes);
     tf.RegisterOpDefinition(builder, status);
     if (!tf.GetCode(status))
-        tf.RegisterKernelBuilder(NAMES[kind], tf.NewKernelBuilder(NAMES[kind], "CPU", create_node, compute, free),
+        tf.RegisterKernelBuilder(NAMES[kind], tf.NewKernelBuilder(NAMES[kind], "CPU", create, compute, free),
                                  status);
 }
 
-static void define_all(TF_Status *status)
+static void define_operations(TF_Status *status)
 {
 #define COLLECTIVE "order: resource", "tensors: N * T", "->", "results: N * T", "->", "N: int >= 1", "T: " TYPES
 #define MESSAGE "T: " TYPES, "rank: int", "label: string"
-    define(ALL_REDUCE, (const char *[]){COLLECTIVE, "reduction: string", NULL}, infer, create_all_reduce, status);
+    define_operation(ALL_REDUCE, (const char *[]){COLLECTIVE, "reduction: string", NULL}, infer_same_shapes,
+                     create_all_reduce, status);
     if (!tf.GetCode(status))
-        define(BROADCAST, (const char *[]){COLLECTIVE, "root: int", NULL}, infer, create_broadcast, status);
+        define_operation(BROADCAST, (const char *[]){COLLECTIVE, "root: int", NULL}, infer_same_shapes,
+                         create_broadcast, status);
     if (!tf.GetCode(status))
-        define(SEND, (const char *[]){"tensor: T", "->", "token: float", "->", MESSAGE, NULL}, infer_token, create_send,
-               status);
+        define_operation(SEND, (const char *[]){"tensor: T", "->", "token: float", "->", MESSAGE, NULL}, infer_scalar,
+                         create_send, status);
     if (!tf.GetCode(status))
-        define(RECEIVE,
-               (const char *[]){"anchors: Anchors", "->", "tensor: T", "->", MESSAGE, "Anchors: list(type) >= 0", NULL},
-               tf.ShapeInferenceContextSetUnknownShape, create_receive, status);
+        define_operation(
+            RECEIVE,
+            (const char *[]){"anchors: Anchors", "->", "tensor: T", "->", MESSAGE, "Anchors: list(type) >= 0", NULL},
+            tf.ShapeInferenceContextSetUnknownShape, create_receive, status);
 }
 
-static bool find_functions(void)
+static bool find_tensorflow_functions(void)
 {
     void *library = dlopen("libtensorflow_framework.so.2", RTLD_NOW | RTLD_NOLOAD);
     if (!library)
@@ -419,15 +425,15 @@ static bool find_functions(void)
     return true FUNCTIONS(FOUND);
 }
 
-/* 0: TensorFlow knows the operations; 1: this process has no TensorFlow of a known kind; 2: it refused them. */
+/* 0: registered; 1: this process has no TensorFlow of a known kind; 2: TensorFlow rejected the operations. */
 static int registered = 1;
 
 __attribute__((constructor)) static void register_operations(void)
 {
-    if (!find_functions())
+    if (!find_tensorflow_functions())
         return;
     TF_Status *status = tf.NewStatus();
-    define_all(status);
+    define_operations(status);
     registered = tf.GetCode(status) ? 2 : 0;
     tf.DeleteStatus(status);
 }

@@ -134,7 +134,7 @@ def fake() -> Iterator[FakeEngine]:
 def checkout(tmp_path: Path, project: Project) -> Path:
     """A project of two images, one of them with a child and that with another."""
     (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
-    for room in ("library", "toolkit"):
+    for room in ("library", "rehearsal", "toolkit"):
         (tmp_path / room).symlink_to(project.root / room)
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
@@ -225,7 +225,7 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
         for command in (["init", "-q"], ["add", *paths], ["commit", "-qm", "more"]):
             subprocess.run([*git, *command], check=True)
 
-    commit("buildspec.yml", "dockerfiles", "library", "toolkit")
+    commit("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
     shoal(fake, checkout, "build", "child*")
     first = dict(fake.images)
     assert len(first[ONE]["org.opencontainers.image.revision"]) == 40

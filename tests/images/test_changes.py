@@ -73,6 +73,7 @@ def test_steps_are_named_by_their_headings(sources: Sources) -> None:
         "framework",
         "Open MPI + mpi4py",
         "boto3",
+        "rehearsal",
         "library",
         "toolkit",
     ]

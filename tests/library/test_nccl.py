@@ -32,10 +32,9 @@ dispatches = pytest.mark.skipif(not per_device.is_supported(), reason="needs tor
 
 
 def trees() -> Iterator[ast.Module]:
-    """All modules of the library that use torch, but for the rehearsal, which is for machines without a GPU."""
+    """All modules of the library that use torch."""
     for file in LIBRARY.rglob("torch/**/*.py"):
-        if "rehearsal" not in file.parts:
-            yield ast.parse(file.read_text())
+        yield ast.parse(file.read_text())
 
 
 def calls_on(names: set[str]) -> set[tuple[str, int]]:

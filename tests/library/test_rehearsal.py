@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.library.conftest import clean_environment
 
-import smdistributed
-from smdistributed.rehearsal.settings import RehearsalError, Settings, read_settings
+import shoal_rehearsal
+from shoal_rehearsal.settings import RehearsalError, Settings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
 
 RANKS = Path(__file__).parent / "ranks"
-LIBRARY = Path(smdistributed.__file__).parents[1]
+PACKAGES = Path(shoal_rehearsal.__file__).parents[1]
 SCRIPT = RANKS / "rehearsed.py"
 NOTICE = "SHOAL REHEARSAL: this is not a training run"
 REHEARSE = {"SHOAL_REHEARSE": "1"}
@@ -33,9 +33,9 @@ def start_up(tmp_path: Path) -> dict[str, str]:
     """Variables with which each Python process reads the .pth file at its start, as where the wheel is installed."""
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(LIBRARY / "shoal-rehearsal.pth", site)
+    shutil.copy(PACKAGES / "shoal-rehearsal.pth", site)
     (site / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})")
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(LIBRARY)])}
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(PACKAGES)])}
 
 
 def python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     rehearsed = python(*launcher(SCRIPT, "--out", tmp_path / "cuda"), **start_up, **REHEARSE)
     assert rehearsed.returncode == 0, rehearsed.stderr
     assert rehearsed.stderr.count(NOTICE) == 1
-    assert f"GPUs pretended per host: {world_size} " in rehearsed.stderr
+    assert f"Emulated GPUs per host: {world_size} " in rehearsed.stderr
     if world_size == 1:
         alone(SCRIPT, "--cpu", "--out", tmp_path / "cpu")
     else:
@@ -101,7 +101,7 @@ def test_what_a_script_sees(start_up: dict[str, str]) -> None:
 
 
 def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> None:
-    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'smdistributed' in n])"
+    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'rehearsal' in n])"
     off = python("-c", asked, SHOAL_REHEARSE="false", **start_up)
     assert off.stdout.startswith("torch.cuda"), off.stdout + off.stderr
     assert NOTICE not in off.stderr
@@ -109,10 +109,9 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 @pytest.mark.once
-def test_importing_the_library_is_enough() -> None:
-    ran = python(
-        "-c", "import torch, smdistributed; print(torch.zeros(1).cuda().device)", PYTHONPATH=str(LIBRARY), **REHEARSE
-    )
+def test_it_can_be_activated_after_torch_was_imported() -> None:
+    program = "import torch, shoal_rehearsal; shoal_rehearsal.activate(); print(torch.zeros(1).cuda().device)"
+    ran = python("-c", program, PYTHONPATH=str(PACKAGES), **REHEARSE)
     assert ran.stdout == "cuda:0\n", ran.stderr
 
 
@@ -133,8 +132,8 @@ def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
 @pytest.mark.once
 def test_as_many_gpus_as_ranks_on_the_host() -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_settings({}) == Settings(gpus=1, tells=True, launched=False)
-    assert read_settings(ranks) == Settings(gpus=4, tells=False, launched=True)
+    assert read_settings({}) == Settings(gpus=1, prints_notice=True, launched=False)
+    assert read_settings(ranks) == Settings(gpus=4, prints_notice=False, launched=True)
     assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
     assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"
 

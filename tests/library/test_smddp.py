@@ -242,7 +242,7 @@ def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_device_is_refused(mpirun: Mpirun) -> None:
-    with pytest.raises(AssertionError, match=r"SMDDPNCCLError: SMDDP_ENGINE=nccl, and NCCL cannot carry .*: rank 0 "):
+    with pytest.raises(AssertionError, match=r"SMDDPNCCLError: SMDDP_ENGINE=nccl, but NCCL cannot carry .*: rank 0 "):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="nccl")
 
 

@@ -101,7 +101,7 @@ def test_a_rank_that_is_gone_is_named(two_ranks: TwoRanks, free_port: int, case:
         ranks[1].wait(timeout=120)
         ended = time.monotonic()
         said = ranks[0].communicate(timeout=60)[0]
-    assert "Rank 1 is gone" in said, said
+    assert "Rank 1: connection lost" in said, said
     assert time.monotonic() - ended < 30
 
 

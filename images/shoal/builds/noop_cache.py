@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-_INPUTS = ("buildspec.yml", "dockerfiles", "library", "toolkit")
+_INPUTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _VARIABLES = ("DOCKER_BUILDKIT", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION")
 _SOCKET = "/var/run/docker.sock"

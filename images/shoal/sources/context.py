@@ -63,7 +63,7 @@ class Sources:
 
 
 def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Install our two packages for images with that Python, by the layer that they make. Raises BuildError."""
+    """Install our packages for images with that Python, by the layer that they make. Raises BuildError."""
     return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 

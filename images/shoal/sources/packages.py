@@ -27,7 +27,7 @@ from shoal.errors import BuildError
 
 VENV = "opt/venv"
 """The virtual environment of images, from their root."""
-PACKAGES = ("library", "toolkit")
+PACKAGES = ("rehearsal", "library", "toolkit")
 """The packages that images have: directories of the checkout."""
 COMPILED = {"library": ("smdistributed/core/_engine.so", "smdistributed/core/tensorflow/_operations.so")}
 """Files that an image's build compiles and puts beside a package's modules."""

@@ -15,7 +15,7 @@ import tomllib
 
 from shoal.matrix.project import Project
 
-INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "toolkit")
+INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
 """The paths that images are made from, or by."""
 
 

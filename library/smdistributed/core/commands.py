@@ -8,7 +8,7 @@
 SageMaker's own toolkit uses them if they are on PATH: `smddprun` on several hosts, `smddpsinglenode` on one.
 `--explain` prints the communication engine that a rank's job selects, and why. Run it under the job's launcher; one
 rank is enough.
-`--rehearse` sets SHOAL_REHEARSE=1: the command runs on CPU with emulated GPUs.
+`--rehearse` sets SHOAL_REHEARSE=1: the command runs on CPU with emulated GPUs, by the package `shoal_rehearsal`.
 
 In a rank they change almost nothing: the command replaces them, with the same process ID and streams. For data
 parallel training they set SMDATAPARALLEL_LOCAL_RANK. They belong to the library, not to a launcher: a container with

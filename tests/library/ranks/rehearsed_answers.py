@@ -1,4 +1,4 @@
-"""No launcher, two pretended GPUs: what a script sees of them, check by check. Prints the checks that were made."""
+"""No launcher, two emulated GPUs: checks what a script sees of them. Prints the names of the checks."""
 
 # mypy: disable-error-code="no-untyped-call,attr-defined,var-annotated"
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans a rehearsal: the job runs on CPU, as if this host had the GPUs of its instance type.
 
-The library emulates the GPUs in each rank. It reads SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
+`shoal_rehearsal` emulates the GPUs in each rank. It reads SHOAL_REHEARSE and SHOAL_REHEARSE_GPUS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine in TensorFlow: collectives as operations, eager and in graphs."""
+"""Collectives and messages as TensorFlow operations, in eager code and in graphs."""
 
 from smdistributed.core.exceptions import missing_framework_error
 

@@ -1,4 +1,4 @@
-"""The GPU of a rank."""
+"""Chooses the GPU of a rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from smdistributed.core.exceptions import SMDDPError
 
 
 def take_gpu(local_rank: int) -> None:
-    """Make that GPU the only one that TensorFlow sees, and let its memory grow; nothing where there is none.
+    """Makes one GPU the only one that TensorFlow sees, and lets its memory grow. Does nothing without GPUs.
 
-    Raises SMDDPError when TensorFlow has already begun to use other GPUs.
+    Args:
+        local_rank: Chooses the GPU, modulo their number.
+
+    Raises:
+        SMDDPError: If TensorFlow already uses other GPUs.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:

@@ -1,4 +1,4 @@
-"""The ranks of a TensorFlow job as one group: the engine that they share, and the thread that works for operations."""
+"""The ranks of a TensorFlow job as a group: their communication engine, and the thread that runs collectives."""
 
 from __future__ import annotations
 
@@ -15,56 +15,61 @@ from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
 from smdistributed.core.store import JobStore, open_store
 from smdistributed.core.tensorflow import operations
-from smdistributed.core.tensorflow.operations import Work
+from smdistributed.core.tensorflow.operations import PendingOperation
 
-DIRECT_BYTES = 256 << 10  # what is shorter is copied together: a collective more costs more than copying it
+DIRECT_BYTES = 256 << 10  # shorter tensors are copied together: another collective would cost more than the copy
 PACK_BYTES = 4 << 20
 CHOICES = ("auto", "shm", "mpi")
 _TIMEOUT_SECONDS = 1800  # as in torch.distributed
 
 
 class Pair(NamedTuple):
-    """A tensor and where its result goes, which may be the same place."""
+    """The memory of a tensor, and of its result; maybe the same."""
 
     given: Flat
     result: Flat
 
 
 class Group:
-    """Runs the operations of this process on `engine`, in the order in which they come. One for each process.
+    """Runs the collectives of this process, in order. Starts a thread. A process may have one group.
 
-    name: of the engine, and why it is that one.
+    Args:
+        engine: The communication engine.
+        name: Of the engine, with the reason for choosing it.
+        store: Closed with the group.
+        rank: This process's rank in the group.
     """
 
     def __init__(self, engine: Engine, name: str, store: JobStore, rank: int) -> None:
         self._engine, self.engine, self._store, self._rank = engine, name, store, rank
         self._scratch = allocate(PACK_BYTES, "uint8")
         operations.load()
-        threading.Thread(target=operations.serve, args=(self._do,), name="smddp-tensorflow", daemon=True).start()
+        serve = operations.serve_forever
+        threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
 
-    def _do(self, work: Work) -> None:
-        kind, dtype = operations.KINDS[work.kind], work.dtype_name
+    def _run_operation(self, operation: PendingOperation) -> None:
+        kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
             Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))
-            for given, result, elements in work.tensors()
+            for given, result, elements in operation.tensors()
             if elements
         ]
-        about = {"bytes": sum(pair.result.bytes for pair in pairs), "tensors": work.count}
-        with timeline.span("communication", kind, about):
-            for together in batches(pairs):
-                self._run(kind, work, together)
+        details = {"bytes": sum(pair.result.bytes for pair in pairs), "tensors": operation.count}
+        with timeline.span("communication", kind, details):
+            for batch in batch_tensors(pairs):
+                self._run_batch(kind, operation, batch)
 
-    def _run(self, kind: str, work: Work, together: list[Pair]) -> None:
-        given, result = together[0] if len(together) == 1 else self._pack(together)
+    def _run_batch(self, kind: str, operation: PendingOperation, batch: list[Pair]) -> None:
+        given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
-            self._engine.all_reduce(result, work.name.decode(), source=source)
+            self._engine.all_reduce(result, operation.name.decode(), source=source)
         else:
-            if self._rank == work.rank and given.address != result.address:
+            if self._rank == operation.rank and given.address != result.address:
                 result.copy_from(given)
-            self._engine.broadcast(result, work.rank)
-        if len(together) > 1:
-            self._unpack(together)
+            self._engine.broadcast(result, operation.rank)
+        if len(batch) > 1:
+            self._unpack(batch)
 
     def _pack(self, pairs: Iterable[Pair]) -> Pair:
         at = count = 0
@@ -81,18 +86,22 @@ class Group:
             at += result.bytes
 
     def close(self) -> None:
-        """Leave the group: no collective can run after that."""
+        """Leaves the group. No collective can run after that."""
         self._engine.close()
         self._store.close()
 
 
 def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[int] | None = None) -> Group:
-    """Open the engine of these ranks of the job, by default of all. To be called by all of them, once.
+    """Opens the communication engine of a group. All its ranks call this, once.
 
-    store: the job's, if it is open already.
+    Args:
+        launch: This process's place in the job.
+        store: The job's store, if it is open already.
+        ranks: The group's ranks in the job. Default: all.
 
-    Raises SMDDPError where SMDDP_ENGINE asks for what TensorFlow has not, or SMDDP_TIMEOUT_SECONDS is no number
-    above 0.
+    Raises:
+        SMDDPError: If TensorFlow does not support the engine that SMDDP_ENGINE requests, or SMDDP_TIMEOUT_SECONDS is
+            not a number above 0.
     """
     wanted = engine_selection.requested_engine(CHOICES)
     try:
@@ -114,9 +123,9 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
     return Group(engine, name, the_store, group.rank)
 
 
-def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """What is reduced at a time: a long tensor alone, where it lies, or short ones together, up to PACK_BYTES."""
-    together: list[Pair] = []
+def batch_tensors(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """Yields batches that are reduced at once: a long tensor in place, or short ones up to PACK_BYTES in all."""
+    batch: list[Pair] = []
     filled = 0
     for pair in pairs:
         size = pair.given.bytes
@@ -124,9 +133,9 @@ def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
             yield [pair]
             continue
         if filled + size > PACK_BYTES:
-            yield together
-            together, filled = [], 0
-        together.append(pair)
+            yield batch
+            batch, filled = [], 0
+        batch.append(pair)
         filled += size
-    if together:
-        yield together
+    if batch:
+        yield batch

@@ -1,9 +1,8 @@
 """Collectives and messages as operations of TensorFlow, in eager code and in graphs (library/native/tensorflow.c).
 
-All collectives take a resource that nothing reads: TensorFlow runs operations on one resource in the order of the
-program, also through branches and loops of a `tf.function`, so that every rank calls the same collectives in the same
-order. Graphs of version 1, which have no such rule, get control dependencies. Messages have the order that their caller
-gives them.
+All collectives take one resource, which nothing reads. TensorFlow runs operations on one resource in program order,
+also in branches and loops of a `tf.function`, so every rank calls the same collectives in the same order. Graphs of
+version 1 have no such rule, and get control dependencies. Messages have the order that their caller gives them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from smdistributed.core.launch import read_launch
 
 _PATH = Path(__file__).with_name("_operations.so")
 _ORDER = "smddp_order"
-_NAMED = f"{SMDDPError.__name__}: "  # launchers look for it in what a rank has said
+_NAMED = f"{SMDDPError.__name__}: "  # launchers look for it in a rank's output
 KINDS = ("all_reduce", "broadcast", "send", "receive")
 DTYPES = {
     getattr(tf, name): name
@@ -32,10 +31,10 @@ DTYPES = {
 } | {tf.int64: "int64", tf.uint64: "uint64", tf.bool: "bool"}
 
 
-class Work(ctypes.Structure):
-    """An operation that has its inputs: what it is, where its tensors lie, and where the results go.
+class PendingOperation(ctypes.Structure):
+    """An operation that TensorFlow runs: its inputs are there, and it waits for its results.
 
-    rank: the root of a broadcast, or whom a message is to or from. name: the reduction, or the label of a message.
+    `rank` is the root of a broadcast, or the other end of a message. `name` is the reduction, or a message's label.
     """
 
     _fields_ = (
@@ -53,69 +52,103 @@ class Work(ctypes.Structure):
 
     @property
     def dtype_name(self) -> str:
-        """As in `core.native`."""
+        """The dtype's name in `core.native`."""
         return DTYPES[tf.as_dtype(self.dtype)]
 
     def tensors(self) -> list[tuple[int, int, int]]:
-        """The address of each tensor, that of its result, which may be the same, and its number of elements."""
+        """Returns for each tensor its address, that of its result (maybe the same), and its number of elements."""
         return [(self.inputs[i] or 0, self.data[i] or 0, self.elements[i]) for i in range(self.count)]
 
 
 def all_reduce(tensors: Sequence[Any], reduction: str) -> list[Any]:
-    """Combine each tensor over the ranks. All are of one dtype; reduction: a name of `core.native.OPS`."""
-    return _call(load().module.smddp_all_reduce, tensors, reduction=reduction)
+    """Reduces tensors over the ranks.
+
+    Args:
+        tensors: Any shapes, one dtype of `DTYPES`.
+        reduction: A name of `core.native.OPS`.
+
+    Returns:
+        A tensor for each one, of the same shape and dtype.
+
+    Raises:
+        SMDDPError: In a function that XLA compiles.
+    """
+    return _run_collective(load().module.smddp_all_reduce, tensors, reduction=reduction)
 
 
 def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
-    """Return that rank's tensors, on every rank. All are of one dtype."""
-    return _call(load().module.smddp_broadcast, tensors, root=root)
+    """Returns the tensors of the rank `root` on every rank. Dtypes, shapes and errors as in `all_reduce`."""
+    return _run_collective(load().module.smddp_broadcast, tensors, root=root)
 
 
 def send(tensor: Any, rank: int, label: str) -> Any:
-    """Send a tensor to that rank. Gives a scalar, the token of its being on the way; `label` has at most 31 bytes."""
+    """Sends a tensor to a rank.
+
+    Args:
+        tensor: At most 8 dimensions; a dtype of `DTYPES`.
+        rank: The receiver.
+        label: At most 31 bytes; the receiver names the same one.
+
+    Returns:
+        A token, a float32 scalar: the tensor has been sent when it is there.
+    """
     with tf.device("/CPU:0"):
         return load().module.smp_send(tensor=tensor, rank=rank, label=label)
 
 
 def receive(anchors: Sequence[Any], dtype: Any, rank: int, label: str) -> Any:
-    """The tensor that that rank sends with this label. anchors: any tensors, for what is derived from this."""
+    """Receives a tensor from a rank.
+
+    Args:
+        anchors: Any tensors, which the result then depends on; their gradient is None.
+        dtype: Of the tensor.
+        rank: The sender.
+        label: As in `send`.
+
+    Returns:
+        The tensor, whose shape is not known in a graph.
+    """
     with tf.device("/CPU:0"):
         return load().module.smp_receive(anchors=list(anchors), T=dtype, rank=rank, label=label)
 
 
-def memory_for(work: Work, shape: Sequence[int]) -> int:
-    """The address of memory for what was received. Raises MemoryError where there is none."""
-    work.dims = len(shape)
-    work.shape[: len(shape)] = list(shape)
-    address: int | None = load().functions.operations_allocate(ctypes.byref(work))
+def allocate_result(operation: PendingOperation, shape: Sequence[int]) -> int:
+    """Returns the address of memory for a received tensor. Raises MemoryError if TensorFlow has none."""
+    operation.dims = len(shape)
+    operation.shape[: len(shape)] = list(shape)
+    address: int | None = load().functions.operations_allocate(ctypes.byref(operation))
     if address is None:
         raise MemoryError(f"TensorFlow has no memory for a tensor of shape {tuple(shape)}.")
     return address
 
 
-def serve(do: Callable[[Work], None], messages: bool = False) -> None:
-    """Do the work of this process's collectives, or of its messages, as it comes, for ever; an error of `do` is that
-    of the operation."""
+def serve_forever(handle: Callable[[PendingOperation], None], messages: bool = False) -> None:
+    """Runs this process's operations in the order in which TensorFlow starts them. Never returns.
+
+    Args:
+        handle: Runs an operation; its error becomes that of the operation.
+        messages: Whether to run messages, instead of collectives.
+    """
     functions = load().functions
     while True:
         address = functions.operations_next(messages)
         try:
-            do(Work.from_address(address))
-        except BaseException as error:  # the operation's caller hears of it
+            handle(PendingOperation.from_address(address))
+        except BaseException as error:  # TensorFlow raises it where the operation is called
             name = _NAMED if isinstance(error, CollectiveError) else f"{type(error).__name__}: "
             functions.operations_finish(address, f"{name}{error}".encode(errors="replace"))
         else:
             functions.operations_finish(address, None)
 
 
-def reason_of(error: tf.errors.InternalError) -> str:
-    """Why an operation has failed, without the names of nodes that TensorFlow puts around it."""
+def failure_reason(error: tf.errors.InternalError) -> str:
+    """Returns why an operation failed, without the node names that TensorFlow adds."""
     message: str = error.message
     return message.partition(_NAMED)[2].rpartition(" [Op:")[0] or message
 
 
-def refuse_xla(what: str) -> None:
-    """Raise SMDDPError where a function is being traced for XLA, which knows none of the operations."""
+def reject_xla(what: str) -> None:
+    """Raises SMDDPError in a function that is traced for XLA, which does not have these operations."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise SMDDPError(
             f"{what} is called in a function that XLA compiles, which cannot communicate: leave jit_compile=True out "
@@ -124,28 +157,28 @@ def refuse_xla(what: str) -> None:
         )
 
 
-def _call(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
+def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
     if not tensors:
         return []
-    refuse_xla("A collective")
-    chain = f"smddp_last_{next(iter(attributes))}"  # variables are broadcast without what is reduced later
-    with tf.device("/CPU:0"), _after_the_last(chain):
-        results: list[Any] = operation(order=_order(), tensors=list(tensors), **attributes)
+    reject_xla("A collective")
+    chain = f"smddp_last_{next(iter(attributes))}"  # a broadcast of variables must not wait for reductions
+    with tf.device("/CPU:0"), _after_previous(chain):
+        results: list[Any] = operation(order=_order_resource(), tensors=list(tensors), **attributes)
     if not tf.executing_eagerly():
         setattr(tf.compat.v1.get_default_graph(), chain, results[0].op)
     return results
 
 
-def _after_the_last(chain: str) -> AbstractContextManager[Any]:
-    """In graphs of version 1: after the collective of its kind that was added last."""
+def _after_previous(chain: str) -> AbstractContextManager[Any]:
+    """In graphs of version 1: runs after the previous collective of the same kind."""
     if tf.executing_eagerly() or tf.inside_function():
         return nullcontext()
     last = getattr(tf.compat.v1.get_default_graph(), chain, None)
     return nullcontext() if last is None else tf.control_dependencies([last])
 
 
-def _order() -> Any:
-    """The resource: one for eager code and all functions, one for each graph of version 1, which captures none."""
+def _order_resource() -> Any:
+    """Returns the resource: one for eager code and functions, and one for each graph of version 1."""
     with tf.init_scope(), tf.device("/CPU:0"):
         if tf.executing_eagerly():
             return _eager_resource()
@@ -164,22 +197,22 @@ def _new_resource() -> Any:
     return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=_ORDER)
 
 
-class Library(NamedTuple):
-    """The compiled operations: what TensorFlow has made of them, and what works for them calls."""
+class _Library(NamedTuple):
+    """The compiled operations: as a module of TensorFlow, and the functions that serve them."""
 
     module: Any
     functions: ctypes.CDLL
 
 
 @cache
-def load() -> Library:
-    """Have TensorFlow load the operations. Raises SMDDPError where they were not compiled, or do not fit it."""
+def load() -> _Library:
+    """Loads the operations into TensorFlow, once. Raises SMDDPError if they are not compiled, or do not fit it."""
     if not _PATH.exists():
         raise SMDDPError(
             "The operations for TensorFlow are not part of this installation: images and wheels built on Linux have "
             "them."
         )
-    module = tf.load_op_library(str(_PATH))  # before ctypes does: TensorFlow sees what is registered meanwhile
+    module = tf.load_op_library(str(_PATH))  # before ctypes: it finds operations registered meanwhile
     functions = ctypes.CDLL(str(_PATH))
     functions.operations_next.restype, functions.operations_next.argtypes = ctypes.c_void_p, (ctypes.c_int,)
     functions.operations_allocate.restype, functions.operations_allocate.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
@@ -189,7 +222,7 @@ def load() -> Library:
     if problem:
         what = "has no libtensorflow_framework.so.2" if problem == 1 else "refuses the operations"
         raise SMDDPError(f"TensorFlow {tf.__version__} {what}: 2.14 is known to work.")
-    return Library(module, functions)
+    return _Library(module, functions)
 
 
 @tf.RegisterGradient("SmddpAllReduce")  # type: ignore[untyped-decorator]

@@ -1,7 +1,7 @@
-"""Data parallel training in TensorFlow, customarily imported `as sdp` or `as dist` (AWS developer guide, 1.x).
+"""Data parallel training in TensorFlow, usually imported `as sdp` or `as dist` (AWS developer guide, 1.x).
 
-Every function works in eager code, inside `tf.function` and in graphs of version 1. Collectives run in the order of the
-program, which must be the same on all ranks; tensors on a GPU pass through the host's memory.
+Every function works in eager code, inside `tf.function` and in graphs of version 1. All ranks must call the same
+collectives in the same order. Tensors on a GPU are copied through host memory.
 """
 
 import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
@@ -33,36 +33,8 @@ from smdistributed.dataparallel.tensorflow.optimizer import DistributedOptimizer
 Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX  # Horovod's names
 get_rank, get_world_size, get_local_rank = rank, size, local_rank  # other libraries look for these
 
-__all__ = [
-    "Average",
-    "BroadcastGlobalVariablesHook",
-    "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "ReduceOp",
-    "Sum",
-    "SyncBatchNormalization",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_variables",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "oob_allreduce",
-    "overlap",
-    "rank",
-    "shutdown",
-    "size",
-]
+__all__ = ["Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer"]
+__all__ += ["Max", "Min", "ReduceOp", "Sum", "SyncBatchNormalization", "allgather", "allreduce", "alltoall", "barrier"]
+__all__ += ["broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables", "get_local_rank"]
+__all__ += ["get_rank", "get_world_size", "init", "is_initialized", "join", "local_rank", "local_size", "oob_allreduce"]
+__all__ += ["overlap", "rank", "shutdown", "size"]

@@ -1,4 +1,4 @@
-"""Collectives of tensors, of nested structures of them, and of variables."""
+"""Collectives of tensors, of nested structures of tensors, and of variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smdistributed.core.tensorflow import operations
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.compression import Compression
-from smdistributed.dataparallel.tensorflow.job import require
+from smdistributed.dataparallel.tensorflow.job import require_size
 
 BUCKET_MB = 25
 _OPS = {ReduceOp.AVERAGE: "avg", ReduceOp.SUM: "sum", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
@@ -30,38 +30,49 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
 ) -> Any:
-    """Return a gradient combined over the ranks (AWS API; `average` and `name` are Horovod's).
+    """Reduces a gradient over the ranks (AWS API; `average` and `name` are Horovod's).
 
     Args:
         tensor: Any shape and any number dtype; tf.IndexedSlices become dense, None stays None.
-        param_index: No effect, and a warning: AWS's library buckets by it; here a tensor that comes alone is reduced
-            alone.
-        num_params: As param_index.
+        param_index: No effect, and a warning: AWS's library chooses buckets by it; here each tensor is reduced alone.
+        num_params: As `param_index`.
         compression: A member of `Compression`.
         op: A `ReduceOp`, or its name; AVERAGE by default.
         grad: In place of `tensor`, as published scripts call it.
         average: True for AVERAGE and False for SUM, in place of `op`.
         name: Of the result in a graph.
 
+    Returns:
+        A dense tensor of the same shape and dtype, equal on all ranks.
+
     Raises:
-        SMDDPError: Before `init`, for an `op` that is none, or together with `average`, and when the ranks call
-            different collectives; inside a `tf.function` the last is tf.errors.InternalError with the same text.
-        TypeError: For an argument that there is not.
+        SMDDPError: Before `init`, for an unknown `op`, for `op` together with `average`, and if the ranks call
+            different collectives. Inside a `tf.function` the last is tf.errors.InternalError with the same text.
+        TypeError: For an unknown argument.
     """
     if param_index is not None or num_params is not None:
         warn_without_effect("allreduce(param_index=, num_params=)", "each tensor is reduced when it is ready")
     given = tensor if tensor is not None else grad
     if given is None:
         return None
-    (result,) = reduce_tensors([given], compression, _op_of(op, average))
+    (result,) = reduce_tensors([given], compression, _choose_reduce_op(op, average))
     return result if name is None else tf.identity(result, name=name)
 
 
 @only_known
 def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp | str = ReduceOp.AVERAGE) -> Any:
-    """Return a tensor, or a list, tuple or dict of them, combined over the ranks: losses, metrics, counts.
+    """Reduces losses, metrics or counts over the ranks.
 
-    Numbers are taken as tensors. Raises as `allreduce` does.
+    Args:
+        tensor: A tensor or number, or a nested list, tuple or dict of them; any shapes and number dtypes.
+        compression: A member of `Compression`.
+        op: A `ReduceOp`, or its name.
+
+    Returns:
+        The same structure with tensors that are equal on all ranks.
+
+    Raises:
+        SMDDPError: As `allreduce`.
     """
     flat = [tf.convert_to_tensor(item) for item in tf.nest.flatten(tensor)]
     return tf.nest.pack_sequence_as(tensor, reduce_tensors(flat, compression, op))
@@ -69,9 +80,15 @@ def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp
 
 @only_known
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return that rank's tensor, on every rank. Raises SMDDPError where there is no such rank.
+    """Returns the tensor of one rank on all ranks.
 
-    name: of the result in a graph, as Horovod has it.
+    Args:
+        tensor: Any shape and dtype, the same on all ranks.
+        root_rank: The rank, from 0.
+        name: Of the result in a graph, as in Horovod.
+
+    Raises:
+        SMDDPError: If there is no such rank; also as `allreduce`.
     """
     (result,) = broadcast_tensors([tf.convert_to_tensor(tensor)], root_rank)
     return result if name is None else tf.identity(result, name=name)
@@ -79,9 +96,17 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
 
 @only_known
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Set variables to their values on that rank, on all of them; in a graph of version 1, the operation that does.
+    """Sets variables to their values on one rank.
 
-    Raises SMDDPError where there is no such rank.
+    Args:
+        variables: The same ones on all ranks, in the same order.
+        root_rank: The rank, from 0.
+
+    Returns:
+        In a graph of version 1, the operation that does so; else None.
+
+    Raises:
+        SMDDPError: As `broadcast`.
     """
     found = list(variables)
     values = broadcast_tensors([variable.read_value() for variable in found], root_rank)
@@ -91,15 +116,14 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 
 @only_known
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The same for all global variables of a graph of version 1; eager code has none, and passes them itself."""
+    """Sets all global variables of a graph of version 1: see `broadcast_variables`. Raises SMDDPError in eager code."""
     if tf.executing_eagerly():
         raise SMDDPError("Eager code has no global variables: call broadcast_variables(model.variables, root_rank).")
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 def overlap(tensor: Any) -> Any:
-    """Return what was given, a tensor or a layer, and warn: reductions overlap with the gradients of earlier layers
-    without it."""
+    """Returns its argument, a tensor or layer, and warns: reductions always overlap with the backward pass."""
     warn_without_effect("overlap()", "reductions overlap with the gradients of earlier layers without it")
     return tensor
 
@@ -107,27 +131,37 @@ def overlap(tensor: Any) -> Any:
 def reduce_tensors(
     tensors: Sequence[Any], compression: Any, op: ReduceOp | str, bucket_bytes: int = BUCKET_MB << 20
 ) -> list[Any]:
-    """Combine tensors over the ranks, in buckets of one dtype, of which each is an operation.
+    """Reduces tensors over the ranks, in buckets of one dtype. The last tensors come first, as gradients do.
 
-    None stays None, tf.IndexedSlices become dense. The last tensors go first: their gradients are computed first.
+    Args:
+        tensors: Any shapes and number dtypes; None stays None, tf.IndexedSlices become dense.
+        compression: A member of `Compression`.
+        op: A `ReduceOp`, or its name.
+        bucket_bytes: The most bytes of a bucket.
+
+    Returns:
+        A tensor for each one, equal on all ranks.
+
+    Raises:
+        SMDDPError: As `allreduce`.
     """
-    reduction = _OPS[op_of(op)]
-    require()
+    reduction = _OPS[parse_reduce_op(op)]
+    require_size()
     results: list[Any] = [None] * len(tensors)
     compressed = {
-        index: compression.compress(_summable(tensors[index]))
+        index: compression.compress(_as_dense(tensors[index]))
         for index in reversed(range(len(tensors)))
         if tensors[index] is not None
     }
     for bucket in _buckets({index: tensor for index, (tensor, _) in compressed.items()}, bucket_bytes):
-        reduced = _told(operations.all_reduce, [compressed[index][0] for index in bucket], reduction)
+        reduced = _run_collective(operations.all_reduce, [compressed[index][0] for index in bucket], reduction)
         for index, tensor in zip(bucket, reduced):
             results[index] = compression.decompress(tensor, compressed[index][1])
     return results
 
 
-def op_of(op: ReduceOp | str) -> ReduceOp:
-    """The reduction of that name, in letters of any case. Raises SMDDPError where there is none."""
+def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
+    """Returns the reduction with a name, in any case. Raises SMDDPError for an unknown name."""
     try:
         return ReduceOp(op.lower() if isinstance(op, str) else op)
     except ValueError:
@@ -136,16 +170,16 @@ def op_of(op: ReduceOp | str) -> ReduceOp:
         ) from None
 
 
-def _op_of(op: ReduceOp | str | None, average: bool | None) -> ReduceOp:
+def _choose_reduce_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp:
     if average is None:
-        return ReduceOp.AVERAGE if op is None else op_of(op)
+        return ReduceOp.AVERAGE if op is None else parse_reduce_op(op)
     if op is not None:
         raise SMDDPError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-def _summable(tensor: Any) -> Any:
-    """As a dense tensor. Raises SMDDPError for truth values."""
+def _as_dense(tensor: Any) -> Any:
+    """Returns a dense tensor of numbers. Raises SMDDPError for booleans."""
     dense = tf.convert_to_tensor(tensor)
     if dense.dtype == tf.bool:
         raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")
@@ -153,18 +187,20 @@ def _summable(tensor: Any) -> Any:
 
 
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
-    """The tensors of that rank."""
-    if not 0 <= root_rank < require():
-        raise SMDDPError(f"root_rank={root_rank} is no rank: there are {require()}, from 0.")
+    """Returns the tensors of one rank on all ranks. Raises SMDDPError if there is no such rank."""
+    if not 0 <= root_rank < require_size():
+        raise SMDDPError(f"root_rank={root_rank} is no rank: there are {require_size()}, from 0.")
     results: list[Any] = [None] * len(tensors)
     for bucket in _buckets(dict(enumerate(tensors)), BUCKET_MB << 20):
-        for index, tensor in zip(bucket, _told(operations.broadcast, [tensors[i] for i in bucket], root_rank)):
+        for index, tensor in zip(
+            bucket, _run_collective(operations.broadcast, [tensors[i] for i in bucket], root_rank)
+        ):
             results[index] = tensor
     return results
 
 
 def _buckets(tensors: dict[int, Any], bucket_bytes: int) -> list[list[int]]:
-    """Which tensors go together, in their order; what has no size yet counts as nothing."""
+    """Groups tensors into buckets by dtype, in their order. A tensor of unknown size counts as 0 bytes."""
     open_buckets: dict[Any, list[int]] = {}
     filled: dict[Any, int] = defaultdict(int)
     buckets: list[list[int]] = []
@@ -178,10 +214,10 @@ def _buckets(tensors: dict[int, Any], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-def _told(collective: Any, tensors: list[Any], argument: Any) -> list[Any]:
-    """What the collective gives. Raises SMDDPError with its reason."""
+def _run_collective(collective: Any, tensors: list[Any], argument: Any) -> list[Any]:
+    """Returns the results of a collective. Raises SMDDPError with its reason."""
     try:
         found: list[Any] = collective(tensors, argument)
     except tf.errors.InternalError as error:
-        raise SMDDPError(operations.reason_of(error)) from None
+        raise SMDDPError(operations.failure_reason(error)) from None
     return found

@@ -1,4 +1,4 @@
-"""What gradients look like on their way."""
+"""Compresses gradients while they are sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 class _None:
-    """As they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -20,7 +20,7 @@ class _None:
 
 
 class _Fp16:
-    """Wider floating point numbers as float16: below 6e-8 they become 0, above 65,504 infinite."""
+    """Sends float32 and float64 as float16: numbers below 6e-8 become 0, those above 65,504 infinite."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -33,7 +33,7 @@ class _Fp16:
 
 
 class Compression:
-    """Pass one of these as `compression`; `compress` gives a tensor and what `decompress` needs to undo it."""
+    """Values of `compression`. `compress` returns a tensor, and the context that `decompress` needs."""
 
     none = _None
     fp16 = _Fp16

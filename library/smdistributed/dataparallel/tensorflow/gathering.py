@@ -1,7 +1,6 @@
-"""Collectives by the names that Horovod gave them: tensors of different sizes, objects, and a barrier.
+"""Collectives of Horovod that AWS's library lacks: for tensors of different sizes, objects, and a barrier.
 
-AWS's library has none of them. They are made of reductions and broadcasts, so that each sends `size()` times what a
-reduction of the same tensor does.
+They consist of reductions and broadcasts: each sends `size()` times as much as a reduction of the same tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from smdistributed.core.secret import sign, verify
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import broadcast_tensors, oob_allreduce
-from smdistributed.dataparallel.tensorflow.job import rank, require
+from smdistributed.dataparallel.tensorflow.job import rank, require_size
 
 _OBJECTS = "objects"  # the purpose of the key of their tags
 
 
 @only_known
 def allgather(tensor: Any, name: str | None = None) -> Any:
-    """Return the tensors of all ranks one after the other along axis 0, in the order of the ranks.
+    """Concatenates the tensors of all ranks along axis 0, in rank order.
 
     Args:
         tensor: Any dtype; one axis or more. Only the first one may differ between the ranks.
@@ -46,7 +45,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
 
 @only_known
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
-    """Return the parts that all ranks have for this one, one after the other along axis 0.
+    """Sends a part of a tensor to every rank, and concatenates the parts that this rank receives along axis 0.
 
     Args:
         tensor: Any dtype; one axis or more. Its parts along axis 0 are for the ranks, in their order.
@@ -54,13 +53,13 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         name: Of the result in a graph.
 
     Returns:
-        A tensor; with `splits` also a tensor of the lengths of what has come from each rank, int64.
+        A tensor; with `splits` also an int64 tensor of the lengths of the parts from each rank.
 
     Raises:
-        SMDDPError: For a scalar and before `init`.
-        tf.errors.InvalidArgumentError: When the parts do not add up to the tensor.
+        SMDDPError: For a scalar, and before `init`.
+        tf.errors.InvalidArgumentError: If the parts do not add up to the tensor.
     """
-    given, size = tf.convert_to_tensor(tensor), require()
+    given, size = tf.convert_to_tensor(tensor), require_size()
     length = tf.shape(given, tf.int64)[0]
     mine = tf.fill([size], length // size) if splits is None else tf.cast(splits, tf.int64)
     what = f"alltoall(): the parts for {size} ranks must add up to the first axis; pass `splits` if they differ"
@@ -76,10 +75,15 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
 
 @only_known
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
-    """Return that rank's object, on every rank: anything that pickle takes. Only in eager code.
+    """Returns the object of one rank on all ranks. Only in eager code.
 
-    Raises SMDDPError inside a `tf.function`, where there is no such rank, and for an object that was changed on its
-    way, if the job has a secret.
+    Args:
+        obj: Any object that can be pickled.
+        root_rank: The rank, from 0.
+
+    Raises:
+        SMDDPError: Inside a `tf.function`, if there is no such rank, and, if the job has a secret, for an object that
+            was changed on its way.
     """
     if not tf.executing_eagerly():
         raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")
@@ -99,13 +103,13 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
 
 
 def barrier() -> Any:
-    """Wait until all ranks have called this; in a graph of version 1, return the operation that does."""
+    """Waits until all ranks have called this. In a graph of version 1, returns the operation that waits."""
     done = oob_allreduce(tf.zeros([1]), op=ReduceOp.SUM)
     return None if tf.executing_eagerly() or tf.inside_function() else done.op
 
 
 def join() -> None:
-    """Of Horovod, for ranks that have fewer batches than others. Raises SMDDPError."""
+    """Raises SMDDPError. (In Horovod it is for ranks that have fewer batches than others.)"""
     raise SMDDPError(
         "join() is not supported: all ranks must run as many steps. Take the fewest, "
         "steps = int(oob_allreduce(steps, op=ReduceOp.MIN)), and dataset.take(steps) or fit(steps_per_epoch=steps)."
@@ -113,13 +117,14 @@ def join() -> None:
 
 
 def _lengths(given: Any) -> Any:
-    """How long axis 0 is on each rank."""
-    return oob_allreduce(tf.one_hot(rank(), require(), tf.shape(given, tf.int64)[0], dtype=tf.int64), op=ReduceOp.SUM)
+    """Returns the length of axis 0 on each rank."""
+    mine = tf.one_hot(rank(), require_size(), tf.shape(given, tf.int64)[0], dtype=tf.int64)
+    return oob_allreduce(mine, op=ReduceOp.SUM)
 
 
 def _all_parts(given: Any, lengths: Any) -> Any:
     parts = []
-    for root in range(require()):
+    for root in range(require_size()):
         shape = tf.concat([lengths[root : root + 1], tf.shape(given, tf.int64)[1:]], 0)
         (part,) = broadcast_tensors([given if root == rank() else tf.zeros(shape, given.dtype)], root)
         parts.append(part)
@@ -129,7 +134,7 @@ def _all_parts(given: Any, lengths: Any) -> Any:
 
 
 def _differentiable(given: Any, lengths: Any) -> Any:
-    """A broadcast has a gradient on its root's path only, and all ranks must take part in the reduction of it."""
+    """Gathers with a gradient of its own: that of the broadcasts would not reduce on all ranks."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gathered(mine: Any) -> Any:

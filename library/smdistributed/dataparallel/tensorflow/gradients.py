@@ -1,4 +1,4 @@
-"""A gradient tape whose gradients are those of all ranks."""
+"""A gradient tape that reduces gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ import tensorflow as tf
 from smdistributed.core.options import only_known
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import op_of, reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import parse_reduce_op, reduce_tensors
 from smdistributed.dataparallel.tensorflow.compression import Compression
 
 
 class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
-    """Wraps a tape: `gradient` returns what that tape's does, combined over the ranks (AWS developer guide, 1.x).
+    """Wraps a tape, and reduces the gradients that it returns over the ranks (AWS developer guide, 1.x).
 
-    A persistent tape may be asked several times, always by all ranks. Gradients that are None stay None, and
-    tf.IndexedSlices become dense: sparse_as_dense=False, which AWS's library knew until 1.2.1, is refused.
+    Args:
+        gradtape: The tape. If it is persistent, all ranks must ask it for gradients equally often.
+        device_dense: Only "".
+        device_sparse: Only "".
+        compression: A member of `Compression`.
+        sparse_as_dense: Only True: tf.IndexedSlices become dense. (AWS's library accepted False until 1.2.1.)
+        op: A `ReduceOp`, or its name.
 
-    Raises SMDDPError where a device is named and for an `op` that is none, TypeError for an argument that there is not.
+    Raises:
+        SMDDPError: For other values.
+        TypeError: For an unknown argument.
     """
 
     @only_known
@@ -32,11 +39,11 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         sparse_as_dense: bool = True,
         op: ReduceOp | str = ReduceOp.AVERAGE,
     ) -> None:
-        refuse(device_dense, device_sparse, sparse_as_dense)
-        self._wrapped, self._compression, self._op = gradtape, compression, op_of(op)
+        reject_unsupported(device_dense, device_sparse, sparse_as_dense)
+        self._wrapped, self._compression, self._op = gradtape, compression, parse_reduce_op(op)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `tf.GradientTape.gradient`."""
+        """Returns gradients as `tf.GradientTape.gradient` does, reduced over the ranks. None stays None."""
         found = self._wrapped.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found)
         return tf.nest.pack_sequence_as(found, reduce_tensors(flat, self._compression, self._op))
@@ -54,8 +61,8 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         return object.__getattribute__(self, name) if own else getattr(self._wrapped, name)
 
 
-def refuse(device_dense: str, device_sparse: str, sparse_as_dense: bool) -> None:
-    """Raise SMDDPError for arguments that mean nothing here."""
+def reject_unsupported(device_dense: str, device_sparse: str, sparse_as_dense: bool) -> None:
+    """Raises SMDDPError for values of Horovod's and AWS's arguments that are not supported."""
     if device_dense or device_sparse:
         raise SMDDPError("device_dense and device_sparse are not supported: leave them out.")
     if not sparse_as_dense:

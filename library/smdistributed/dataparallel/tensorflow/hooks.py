@@ -1,4 +1,4 @@
-"""Hooks of tf.compat.v1 sessions."""
+"""Hooks for tf.compat.v1 sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from smdistributed.dataparallel.tensorflow.collectives import broadcast_global_v
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Sets all global variables to those of a rank, when a session has initialised or restored them."""
+    """Sets all global variables to those of one rank, after a session has initialized or restored them.
+
+    Args:
+        root_rank: The rank, from 0.
+    """
 
     def __init__(self, root_rank: int) -> None:
         self._root_rank = root_rank

@@ -1,4 +1,4 @@
-"""This process's place in the job: `init` joins it, and the functions below say what it is."""
+"""Joins the job, and returns this process's rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _left = False
 
 
 def init() -> None:
-    """Join the job, and take the GPU of this local rank, if there is one. Call it first, before TensorFlow computes.
+    """Joins the job, and chooses the GPU of this local rank, if there is one. Call it before TensorFlow computes.
 
-    The ranks are those of mpirun or of RANK, WORLD_SIZE and LOCAL_RANK; without a launcher this is a job of one.
+    The ranks are those of mpirun, or of RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher this is a job of one rank.
 
-    Raises SMDDPError when it was called before and when TensorFlow has already begun to use other GPUs; LaunchError
-    when the environment contradicts itself.
+    Raises:
+        SMDDPError: If it was called before, or TensorFlow already uses other GPUs.
+        LaunchError: If the environment contradicts itself.
     """
     global _joined
     if _joined is not None:
@@ -28,34 +29,34 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: no collective can run after that."""
+    """Leaves the job. No collective can run after that."""
     global _left
     _group().close()
     _left = True
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not."""
+    """Whether this process has joined the job, and not left it."""
     return _joined is not None and not _left
 
 
 def rank() -> int:
-    """This process's rank, from 0."""
+    """Returns this process's rank, from 0. Raises SMDDPError before `init`, as the functions below do."""
     return _launch().rank
 
 
 def size() -> int:
-    """How many ranks the job has."""
+    """Returns the number of ranks of the job."""
     return _launch().world_size
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """Returns this process's rank among the ranks of its host, from 0."""
     return _launch().local_rank
 
 
 def local_size() -> int:
-    """How many ranks this host has. Raises SMDDPError where the launcher does not say."""
+    """Returns the number of ranks of this host. Raises SMDDPError if the launcher does not say."""
     found = _launch().local_world_size
     if found is None:
         raise SMDDPError("The launcher does not say how many ranks this host has: set LOCAL_WORLD_SIZE.")
@@ -63,12 +64,12 @@ def local_size() -> int:
 
 
 def engine() -> str:
-    """The engine of the job, and why it is that one."""
+    """Returns the name of the communication engine, with the reason for choosing it."""
     return _group().engine
 
 
-def require() -> int:
-    """The number of ranks. Raises SMDDPError before `init`."""
+def require_size() -> int:
+    """Returns the number of ranks. Raises SMDDPError before `init`."""
     return _launch().world_size
 
 

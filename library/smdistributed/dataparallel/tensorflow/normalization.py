@@ -1,4 +1,4 @@
-"""Batch normalization by the batch of all ranks."""
+"""Batch normalization over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from smdistributed.dataparallel.tensorflow.compression import Compression
 
 @tf.keras.utils.register_keras_serializable("smdistributed")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
-    """As tf.keras.layers.BatchNormalization, with the mean and variance over the batches of all ranks in training.
+    """A tf.keras.layers.BatchNormalization that in training normalizes by the batches of all ranks.
 
-    tf.keras.layers.BatchNormalization itself normalizes by each rank's own batch, so that its moving averages differ
-    between ranks (the name is Horovod's; AWS's library has none). In a SavedModel it is as that one.
+    Keras' own layer normalizes by each rank's batch, so its moving averages differ between ranks. In a SavedModel the
+    two are the same. (The name is Horovod's; AWS's library has no such layer.)
 
-    Raises SMDDPError for `fused=True` and `synchronized=True`, which are TensorFlow's own.
+    Args:
+        args: As for tf.keras.layers.BatchNormalization.
+        fused: Only False or None.
+        synchronized: Only False.
+        options: As `args`.
+
+    Raises:
+        SMDDPError: For `fused=True` and `synchronized=True`.
     """
 
     def __init__(self, *args: Any, fused: bool | None = False, synchronized: bool = False, **options: Any) -> None:
@@ -29,9 +36,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         super().__init__(*args, fused=False, **options)
 
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
-        """As Keras', which calls this in training, with sums over the ranks; ranks' batches may differ in size.
+        """Sums over the ranks, whose batches may differ in size. Keras calls it in training.
 
-        A SavedModel, which can hold no collective, gets Keras' own.
+        A SavedModel cannot contain collectives, and gets Keras' own method.
         """
         if in_save_context():
             return super()._calculate_mean_and_var(inputs, reduction_axes, keep_dims, mask)

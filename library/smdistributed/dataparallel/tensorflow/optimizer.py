@@ -1,4 +1,4 @@
-"""An optimizer that applies the gradients of all ranks."""
+"""Makes an optimizer apply the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tensorflow as tf
 from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, op_of, reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, parse_reduce_op, reduce_tensors
 from smdistributed.dataparallel.tensorflow.compression import Compression
-from smdistributed.dataparallel.tensorflow.gradients import refuse
+from smdistributed.dataparallel.tensorflow.gradients import reject_unsupported
 
 _MARK = "_smddp_combines"
 
@@ -29,19 +29,31 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     bucket_cap_mb: int = BUCKET_MB,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """Return the optimizer, which from now on combines gradients over the ranks before it applies them.
+    """Makes an optimizer reduce gradients over the ranks before it applies them.
 
-    optimizer: one of tf.keras.optimizers, tf.keras.optimizers.legacy or tf.compat.v1.train; it keeps its class's name
-        and its state, so that a model saved with it loads without this library. A version 1 optimizer combines them in
-        `compute_gradients`, the others in `apply_gradients`, where Keras aggregates them, unless it is told not to.
-        Under mixed precision that is before infinities are looked for: all ranks skip the same steps.
-    name, use_locking: no effect, and a warning: the optimizer keeps its own.
-    backward_passes_per_step: of Horovod; only 1.
+    A version 1 optimizer reduces them in `compute_gradients`, the others in `apply_gradients`, where Keras aggregates
+    them. With mixed precision this precedes the check for infinities, so that all ranks skip the same steps.
 
-    Raises SMDDPError for anything else, for an optimizer that was wrapped before, and where a device is named;
-    TypeError for an argument that there is not.
+    Args:
+        optimizer: An optimizer of tf.keras.optimizers, tf.keras.optimizers.legacy or tf.compat.v1.train.
+        name: No effect, and a warning: the optimizer keeps its name.
+        use_locking: No effect, and a warning.
+        device_dense: Only "".
+        device_sparse: Only "".
+        compression: A member of `Compression`.
+        sparse_as_dense: Only True: sparse gradients become dense.
+        op: A `ReduceOp`, or its name.
+        bucket_cap_mb: The most MiB that are reduced at once.
+        backward_passes_per_step: For Horovod's scripts; only 1.
+
+    Returns:
+        The same optimizer. It keeps the name of its class and its state: a saved model loads without this library.
+
+    Raises:
+        SMDDPError: For another kind of optimizer, one that was wrapped before, and other values of arguments.
+        TypeError: For an unknown argument.
     """
-    refuse(device_dense, device_sparse, sparse_as_dense)
+    reject_unsupported(device_dense, device_sparse, sparse_as_dense)
     if backward_passes_per_step != 1:
         raise SMDDPError(
             f"backward_passes_per_step={backward_passes_per_step} is not supported: add up the gradients of so many "
@@ -49,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
         )
     if name is not None or use_locking:
         warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own")
-    reduction = op_of(op)
+    reduction = parse_reduce_op(op)
 
     def combined(gradients: list[Any]) -> list[Any]:
         return reduce_tensors(gradients, compression, reduction, bucket_cap_mb << 20)
@@ -59,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     if getattr(inner, _MARK, False):
         raise SMDDPError("DistributedOptimizer was given this optimizer before: wrap it once.")
     if isinstance(inner, tf.compat.v1.train.Optimizer):
-        methods: dict[str, Any] = {"compute_gradients": _then(kind.compute_gradients, combined)}
+        methods: dict[str, Any] = {"compute_gradients": _combining(kind.compute_gradients, combined)}
     elif isinstance(inner, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
-        methods = dict.fromkeys(("aggregate_gradients", "_aggregate_gradients"), _then(_pairs, combined))
+        methods = dict.fromkeys(("aggregate_gradients", "_aggregate_gradients"), _combining(_pairs, combined))
     else:
         raise SMDDPError(
             f"{kind.__module__}.{kind.__qualname__} is no optimizer of tf.keras.optimizers, of its `legacy`, or of "
@@ -76,8 +88,8 @@ def _pairs(_: Any, grads_and_vars: Any) -> Any:
     return grads_and_vars
 
 
-def _then(real: Any, combined: Any) -> Any:
-    """A method that combines the gradients of the pairs that the real one gives."""
+def _combining(real: Any, combined: Any) -> Any:
+    """Returns a method that reduces the gradients in the pairs that `real` returns."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
         pairs = list(real(self, *args, **kwargs))

@@ -65,59 +65,16 @@ from smdistributed.modelparallel.backend.api import (
 from smdistributed.modelparallel.tensorflow import utils
 from smdistributed.modelparallel.tensorflow.api import init
 from smdistributed.modelparallel.tensorflow.checkpoints import CheckpointManager
-from smdistributed.modelparallel.tensorflow.layers import pinned as partition
+from smdistributed.modelparallel.tensorflow.layer_calls import partition
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.splitting import StepOutput
 from smdistributed.modelparallel.tensorflow.state_mod import state
 from smdistributed.modelparallel.tensorflow.step import step
 
-__all__ = [
-    "CheckpointManager",
-    "CommGroup",
-    "DP_GROUP",
-    "DistributedModel",
-    "MP_GROUP",
-    "PP_GROUP",
-    "RDP_GROUP",
-    "RankType",
-    "StepOutput",
-    "TP_GROUP",
-    "WORLD",
-    "allgather",
-    "barrier",
-    "broadcast",
-    "core",
-    "dp_barrier",
-    "dp_rank",
-    "dp_size",
-    "get_dp_group",
-    "get_mp_group",
-    "get_pp_group",
-    "get_rdp_group",
-    "get_tp_group",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mp_barrier",
-    "mp_rank",
-    "mp_size",
-    "partition",
-    "pp_barrier",
-    "pp_rank",
-    "pp_size",
-    "rank",
-    "rdp_barrier",
-    "rdp_rank",
-    "rdp_size",
-    "recv_from",
-    "register_post_partition_hook",
-    "send",
-    "size",
-    "state",
-    "step",
-    "tp_barrier",
-    "tp_rank",
-    "tp_size",
-    "utils",
-]
+__all__ = ["CheckpointManager", "CommGroup", "DP_GROUP", "DistributedModel", "MP_GROUP", "PP_GROUP", "RDP_GROUP"]
+__all__ += ["RankType", "StepOutput", "TP_GROUP", "WORLD", "allgather", "barrier", "broadcast", "core", "dp_barrier"]
+__all__ += ["dp_rank", "dp_size", "get_dp_group", "get_mp_group", "get_pp_group", "get_rdp_group", "get_tp_group"]
+__all__ += ["init", "is_initialized", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "partition"]
+__all__ += ["pp_barrier", "pp_rank", "pp_size", "rank", "rdp_barrier", "rdp_rank", "rdp_size", "recv_from"]
+__all__ += ["register_post_partition_hook", "send", "size", "state", "step", "tp_barrier", "tp_rank", "tp_size"]
+__all__ += ["utils"]

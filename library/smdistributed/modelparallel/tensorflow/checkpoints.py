@@ -1,4 +1,4 @@
-"""Checkpoints of a model on stages: each rank writes, and reads, what is on its stage."""
+"""Checkpoints of a model on several stages: each rank writes and reads the weights of its stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from smdistributed.modelparallel.tensorflow.state_mod import state
 
 
 class CheckpointManager:
-    """As tf.train.CheckpointManager, with a directory `mp_rank_N` for each rank of a replica (AWS API).
+    """A tf.train.CheckpointManager with a directory `mp_rank_N` for each rank of a replica (AWS API).
 
-    checkpoint: a tf.train.Checkpoint of this rank's model, optimizer and whatever else.
-    directory: where those directories are; every host of the job may have its own, or all the same.
+    Args:
+        checkpoint: A tf.train.Checkpoint of this rank's model, optimizer and other objects.
+        directory: Contains those directories. Hosts may share it, or have one each.
+        max_to_keep: How many checkpoints stay; None: all.
+        checkpoint_name: The beginning of the files' names.
+
+    Raises:
+        StepUsageError: Before `smp.init`.
     """
 
     def __init__(
@@ -33,21 +39,32 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest one of this rank; None: there is none."""
+        """The path of this rank's newest checkpoint; None if there is none."""
         found: str | None = self._manager.latest_checkpoint
         return found
 
     def save(self, checkpoint_number: int | None = None) -> str | None:
-        """Write the next one; all ranks call this. Gives its path; None on replicas but the first, which write none."""
+        """Writes a checkpoint. All ranks call this; only the first replica writes.
+
+        Args:
+            checkpoint_number: The number in its name. Default: the next one.
+
+        Returns:
+            Its path; None on other replicas.
+        """
         if state.group("DP_GROUP")[0] != state.rank:
             return None
         path: str = self._manager.save(checkpoint_number=checkpoint_number)
         return path
 
     def restore(self, restore_prefix: str | None = None) -> Any:
-        """Read one, by its name (`ckpt-3`), or the newest; all ranks call this.
+        """Reads a checkpoint. All ranks call this.
 
-        Gives the status of tf.train.Checkpoint.restore; None where there is none, and nothing was changed.
+        Args:
+            restore_prefix: Its name, such as `ckpt-3`. Default: the newest one.
+
+        Returns:
+            The status of tf.train.Checkpoint.restore; None if there is no such checkpoint, and nothing changes.
         """
         path = self.latest_checkpoint
         if restore_prefix is not None:

@@ -1,7 +1,7 @@
-"""What scripts for this library call of Horovod, which is not needed: collectives of this rank's replicas.
+"""The functions of Horovod that model parallel scripts call: collectives over the replicas of this rank's stage.
 
-`from smdistributed.modelparallel.tensorflow import horovod as hvd` in place of `import horovod.tensorflow as hvd`.
-Optimizers average gradients themselves where there are replicas (`smp.init`): to do it here first changes nothing.
+Use `from smdistributed.modelparallel.tensorflow import horovod as hvd` in place of `import horovod.tensorflow as hvd`.
+Optimizers average gradients over replicas themselves (see `smp.init`): averaging them here first changes nothing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,14 @@ from smdistributed.modelparallel.backend.api import local_rank, local_size
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.tensorflow.state_mod import state
 
-__all__ = [
-    "Average",
-    "Sum",
-    "allreduce",
-    "broadcast",
-    "broadcast_variables",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "size",
-]
+__all__ = ["Average", "Sum", "allreduce", "broadcast", "broadcast_variables", "init", "is_initialized", "local_rank"]
+__all__ += ["local_size", "rank", "size"]
 
 Average, Sum = "average", "sum"
 
 
 def init() -> None:
-    """Nothing: `smp.init` has done it."""
+    """Does nothing: `smp.init` has connected the ranks."""
 
 
 def is_initialized() -> bool:
@@ -47,12 +36,20 @@ def is_initialized() -> bool:
 
 @only_known
 def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, name: str | None = None) -> Any:
-    """The mean, or the sum, of the replicas' tensors.
+    """Reduces a tensor over the replicas.
 
-    average: True for the mean and False for the sum, in place of `op`. op: Average (the default) or Sum, or its name.
-    name: of the result in a graph.
+    Args:
+        tensor: Any shape and any number dtype.
+        average: True for the mean and False for the sum, in place of `op`.
+        op: Average (the default) or Sum, or its name.
+        name: Of the result in a graph.
 
-    Raises SMPConfigError for another `op`, and for both; TypeError for an argument that there is not.
+    Returns:
+        A tensor of the same shape and dtype, equal on all replicas.
+
+    Raises:
+        SMPConfigError: For another `op`, and for `op` together with `average`.
+        TypeError: For an unknown argument.
     """
     if average is not None and op is not None:
         raise SMPConfigError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
@@ -66,13 +63,23 @@ def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, n
 
 
 def broadcast(tensor: Any, root_rank: int) -> Any:
-    """That replica's tensor."""
+    """Returns the tensor of one replica on all replicas.
+
+    Args:
+        tensor: Any shape and dtype, the same on all replicas.
+        root_rank: The replica, from 0.
+    """
     if state.replicas is None:
         return tf.convert_to_tensor(tensor)
     return operations.broadcast([tf.convert_to_tensor(tensor)], root_rank)[0]
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Set variables to their values on that replica."""
+    """Sets variables to their values on one replica.
+
+    Args:
+        variables: The same ones on all replicas, in the same order.
+        root_rank: The replica, from 0.
+    """
     for variable in variables:
         variable.assign(broadcast(variable.read_value(), root_rank))

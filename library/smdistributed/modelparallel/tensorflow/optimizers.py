@@ -1,5 +1,4 @@
-"""What optimizers of Keras get besides: gradients by their version 1 names, those of all replicas, and what all stages
-must agree on."""
+"""Patches Keras' optimizers: version 1 methods, gradients averaged over replicas, and decisions of all stages."""
 
 from __future__ import annotations
 
@@ -11,40 +10,43 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.core.tensorflow import operations
+from smdistributed.modelparallel.tensorflow.stage_variables import is_of_distributed_model
 from smdistributed.modelparallel.tensorflow.state_mod import state
-from smdistributed.modelparallel.tensorflow.tracing import current
-from smdistributed.modelparallel.tensorflow.variables import is_staged
+from smdistributed.modelparallel.tensorflow.step_graph import current_step
 
 _Optimizer = tf.keras.optimizers.Optimizer
 _Legacy = tf.keras.optimizers.legacy.Optimizer
 _compute_gradients = _Optimizer.compute_gradients
 
 
-def install() -> None:
-    """Let optimizers know `get_gradients` and `compute_gradients` of tensors, which newer Keras has dropped and scripts
-    for this library call; with replicas, let them apply the mean of all replicas' gradients; with stages, clip by the
-    norm over all stages (`global_clipnorm`), and skip a step on all of them where one has infinite gradients."""
+def patch_optimizers() -> None:
+    """Patches tf.keras.optimizers, tf.GradientTape and tf.clip_by_global_norm for the job of `state`.
+
+    Optimizers get `get_gradients` and `compute_gradients` for tensors, which newer versions of Keras lack and published
+    scripts call. With replicas, they apply the mean of all replicas' gradients. With stages, `global_clipnorm` clips by
+    the norm over all stages, and all stages skip a step if one of them has infinite gradients.
+    """
     if not hasattr(_Optimizer, "get_gradients"):
         _Optimizer.get_gradients = _get_gradients
         _Optimizer.compute_gradients = _compute_gradients_of_tensors
     if state.grid.size == 1:
         return
-    tf.GradientTape.gradient = _anchored(tf.GradientTape.gradient)
+    tf.GradientTape.gradient = _with_anchors(tf.GradientTape.gradient)
     _Legacy.get_gradients = _get_gradients
-    _Optimizer.aggregate_gradients = _together
-    _Legacy._aggregate_gradients = _together
-    tf.compat.v1.train.Optimizer.apply_gradients = _of_pairs(tf.compat.v1.train.Optimizer.apply_gradients)
+    _Optimizer.aggregate_gradients = _combine_gradients
+    _Legacy._aggregate_gradients = _combine_gradients
+    tf.compat.v1.train.Optimizer.apply_gradients = _combine_before(tf.compat.v1.train.Optimizer.apply_gradients)
     for kind in (_Optimizer, _Legacy):
-        kind.apply_gradients = _of_stages_without(kind.apply_gradients)
+        kind.apply_gradients = _combine_if_empty(kind.apply_gradients)
     for kind in tf.keras.mixed_precision.LossScaleOptimizer.__subclasses__():  # of newer and of legacy optimizers
-        kind.apply_gradients = _noting_inner(kind.apply_gradients)
+        kind.apply_gradients = _mark_inner_optimizer(kind.apply_gradients)
     if state.cfg.partitions > 1:
-        tf.clip_by_global_norm = _of_one_stage("tf.clip_by_global_norm", tf.clip_by_global_norm)
-        tf.linalg.global_norm = _of_one_stage("tf.linalg.global_norm", tf.linalg.global_norm)
+        tf.clip_by_global_norm = _warn_of_local_norm("tf.clip_by_global_norm", tf.clip_by_global_norm)
+        tf.linalg.global_norm = _warn_of_local_norm("tf.linalg.global_norm", tf.linalg.global_norm)
 
 
-def _of_one_stage(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that cannot know which stage its tensors are of warns: each stage would scale by another norm."""
+def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of gradients, to warn: its norm is that of this stage's gradients."""
 
     @functools.wraps(function)
     def warns(*args: Any, **kwargs: Any) -> Any:
@@ -58,28 +60,28 @@ def _of_one_stage(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return warns
 
 
-def _of_pairs(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(self, _together(self, grads_and_vars), *args, **kwargs)
+        return apply(self, _combine_gradients(self, grads_and_vars), *args, **kwargs)
 
     return apply_gradients
 
 
-def _of_stages_without(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras does nothing where there is nothing to apply: the other stages would wait for this one's part."""
+def _combine_if_empty(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_gradients`: without gradients Keras does nothing, but other stages wait for this one."""
 
     @functools.wraps(apply)
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         if not pairs:
-            _together(self, pairs)
+            _combine_gradients(self, pairs)
         return apply(self, pairs, *args, **kwargs)
 
     return apply_gradients
 
 
-def _noting_inner(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer with a loss scale has another one apply, which is told that infinities matter."""
+def _mark_inner_optimizer(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_gradients` of an optimizer with a loss scale: marks the inner one, to look for infinities."""
 
     def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.inner_optimizer._smp_is_scaled = True
@@ -89,7 +91,7 @@ def _noting_inner(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_gradients(self: Any, loss: Any, params: Sequence[Any]) -> list[Any]:
-    """The gradients of a tensor of a graph with respect to variables (Keras 2.3 API)."""
+    """Returns the gradients of a symbolic tensor with respect to variables (Keras 2.3 API)."""
     has_scale = hasattr(self, "get_scaled_loss")
     variables = list(params)
     found = tf.gradients(self.get_scaled_loss(loss) if has_scale else loss, [*variables, *_anchors()])[: len(variables)]
@@ -97,12 +99,11 @@ def _get_gradients(self: Any, loss: Any, params: Sequence[Any]) -> list[Any]:
 
 
 def _anchors() -> list[Any]:
-    """What is added to the variables whose gradients are asked for in a step: a stage that trains none of its own hands
-    on the gradients of others all the same."""
-    return [] if current() is None else [state.anchor]
+    """Returns sources to add to every gradient in a step, so that a stage without trainable variables passes it on."""
+    return [] if current_step() is None else [state.anchor]
 
 
-def _anchored(gradient: Callable[..., Any]) -> Callable[..., Any]:
+def _with_anchors(gradient: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gradient)
     def of_tape(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         return gradient(self, target, [sources, *_anchors()], *args, **kwargs)[0]
@@ -111,29 +112,29 @@ def _anchored(gradient: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any = None) -> Any:
-    """As Keras', and of a tensor of a graph without a tape (TensorFlow 1 API)."""
+    """Extends Keras' method: takes a symbolic tensor without a tape (TensorFlow 1 API)."""
     if tape is not None or not tf.is_tensor(loss):
         return _compute_gradients(self, loss, var_list, tape)
     variables = var_list() if callable(var_list) else var_list
     return list(zip(_get_gradients(self, loss, variables), variables))
 
 
-def _together(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Gradients that can be applied: the mean over the replicas, clipped by the norm over the stages."""
+def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages."""
     pairs = list(grads_and_vars)
-    mine = [place for place, (g, variable) in enumerate(pairs) if g is not None and is_staged(variable)]
-    if pairs and not mine:  # of another model
+    mine = [place for place, (g, variable) in enumerate(pairs) if g is not None and is_of_distributed_model(variable)]
+    if pairs and not mine:  # the gradients of another model
         return pairs
     gradients = {place: tf.convert_to_tensor(pairs[place][0]) for place in mine}
     if state.replicas is not None:
-        gradients = _averaged(gradients)
+        gradients = _average_over_replicas(gradients)
     limit = getattr(self, "global_clipnorm", None) or getattr(self, "_global_clipnorm", None)
     if state.cfg.partitions > 1 and (limit or getattr(self, "_smp_is_scaled", False)):
-        gradients = _limited(gradients, limit)
+        gradients = _clip_over_stages(gradients, limit)
     return [(gradients.get(place, gradient), variable) for place, (gradient, variable) in enumerate(pairs)]
 
 
-def _averaged(gradients: dict[int, Any]) -> dict[int, Any]:
+def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for dtype in sorted({tensor.dtype.name for tensor in gradients.values()}):
         places = [place for place, tensor in gradients.items() if tensor.dtype.name == dtype]
@@ -141,8 +142,8 @@ def _averaged(gradients: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _limited(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
-    """Scaled to a norm over all stages of `limit` at most; infinite where any stage's are."""
+def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
+    """Scales gradients so that their norm over all stages is at most `limit`; NaN if any stage's are not finite."""
     squares = [tf.reduce_sum(tf.square(tf.cast(tensor, tf.float32))) for tensor in gradients.values()]
     norm = tf.sqrt(_sum_over_stages(tf.add_n(squares) if squares else tf.zeros([])))
     factor = tf.ones([]) if limit is None else limit / tf.maximum(norm, limit)
@@ -151,21 +152,21 @@ def _limited(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
 
 
 def _sum_over_stages(scalar: Any) -> Any:
-    """The sum of the stages' scalars. All stages of a pipeline call this, in the same order."""
+    """Sums a scalar over the stages. All stages of a pipeline call this, in the same order."""
     state.sums += 1
     label = f"sum/{state.sums}"
     others = [rank for rank in state.group("PP_GROUP") if rank != state.rank]
-    state.messages.names[label] = "part of the norm of all gradients"
-    with tf.control_dependencies(_operations(state.take_turn())):  # not while a step sends and receives
+    state.tensors.names[label] = "part of the norm of all gradients"
+    with tf.control_dependencies(_control_inputs(state.next_in_order())):  # not while a step sends and receives
         tokens = [operations.send(scalar, rank, label) for rank in others]
     with tf.control_dependencies(tokens):
         parts = [operations.receive([scalar], tf.float32, rank, label) for rank in others]
     with tf.control_dependencies(parts):
-        ended = state.take_turn()
-    with tf.control_dependencies(_operations(ended)):
+        ended = state.next_in_order()
+    with tf.control_dependencies(_control_inputs(ended)):
         return tf.add_n([scalar, *parts])
 
 
-def _operations(found: Any) -> list[Any]:
-    """Eager code has none: there is nothing to wait for."""
+def _control_inputs(found: Any) -> list[Any]:
+    """Returns control inputs for an operation; eager code needs none."""
     return [] if tf.executing_eagerly() else [found]

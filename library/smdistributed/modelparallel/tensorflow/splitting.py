@@ -1,4 +1,4 @@
-"""What TensorFlow adds to splitting and merging (`backend.splitting`): its tensors, and StepOutput."""
+"""Splits batches of TensorFlow tensors into microbatches, and merges what these return (see `backend.splitting`)."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ _METHODS = ("variable", "add_n", "accumulate_n")
 
 
 class StepOutput:
-    """What a function under `smp.step` returned: a tensor for each microbatch, or tf.IndexedSlices (AWS API).
+    """A result of a function under `smp.step`: one tensor, or tf.IndexedSlices, for each microbatch (AWS API).
 
-    `outputs` is the list of them, in the order of the microbatches.
+    `outputs` lists them in the order of the microbatches.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self.outputs = list(outputs)
 
     def reduce_mean(self) -> Any:
-        """Their mean, of the shape of each."""
+        """Returns the mean of the outputs, in their shape; float32 if their dtype is an integer."""
         return _scaled(self.reduce_sum(), 1 / len(self.outputs))
 
     def reduce_sum(self) -> Any:
-        """Their sum, of the shape of each."""
+        """Returns the sum of the outputs, in their shape and dtype."""
         first = self.outputs[0]
         if isinstance(first, tf.IndexedSlices):
             values = tf.concat([output.values for output in self.outputs], 0)
             return tf.IndexedSlices(values, tf.concat([o.indices for o in self.outputs], 0), first.dense_shape)
-        total = first  # one after the other, so that each can be given back as soon as it is in the sum
+        total = first  # one by one, so that each can be freed as soon as it is in the sum
         for output in self.outputs[1:]:
             total = total + output
         return total
 
     def accumulate(self, method: str = "variable", var: Any = None) -> Any:
-        """Their mean, as `reduce_mean`: the sum is made as they come, whatever the method.
+        """Returns the mean of the outputs, as `reduce_mean`.
 
-        var: a variable that is set to it.
+        Args:
+            method: "variable", "add_n" or "accumulate_n": all give the same result.
+            var: A variable to assign the mean to.
 
-        Raises SMPConfigError for a method that is none of "variable", "add_n" and "accumulate_n".
+        Returns:
+            The mean; with `var`, the result of the assignment.
+
+        Raises:
+            SMPConfigError: For another method.
         """
         if method not in _METHODS:
             raise SMPConfigError(f"accumulate(method={method!r}): it must be one of {', '.join(map(repr, _METHODS))}.")
@@ -50,15 +56,15 @@ class StepOutput:
         return mean if var is None else var.assign(mean)
 
     def concat(self) -> Any:
-        """All, one after the other along axis 0; scalars as a vector."""
+        """Returns the outputs concatenated along axis 0; scalars become a vector."""
         return tf.concat([tf.reshape(o, [1]) if o.shape.rank == 0 else o for o in self.outputs], 0)
 
     def merge(self) -> Any:
-        """The whole batch, as `concat`."""
+        """Returns the whole batch, as `concat`."""
         return self.concat()
 
     def stack(self) -> Any:
-        """All, along a new axis 0."""
+        """Returns the outputs stacked along a new axis 0."""
         return tf.stack(self.outputs)
 
     def __repr__(self) -> str:
@@ -66,7 +72,7 @@ class StepOutput:
 
 
 class Splitter(splitting.Splitter):
-    """Of TensorFlow's tensors, in a graph: an axis whose size is not known there is split when it is."""
+    """Splits symbolic tensors. The size of an axis that is unknown is checked when the graph runs."""
 
     may_be_uneven = False
 
@@ -89,7 +95,7 @@ class Splitter(splitting.Splitter):
 
 
 def merge(results: Sequence[Any]) -> Any:
-    """What the microbatches returned as one: StepOutput in place of tensors, lists in place of anything else."""
+    """Merges the results of all microbatches: tensors into StepOutputs, other values into lists."""
     return splitting.merge(results, tf.is_tensor, StepOutput)
 
 

@@ -1,4 +1,4 @@
-"""What `smp.init` sets up, for the rest of the package and for scripts that look (`smp.state.cfg`)."""
+"""What `smp.init` sets up. Scripts may read it, for example `smp.state.cfg`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
-from smdistributed.modelparallel.tensorflow.messages import Messages
-from smdistributed.modelparallel.tensorflow.variables import own_variable
+from smdistributed.modelparallel.tensorflow.stage_variables import own_variable
+from smdistributed.modelparallel.tensorflow.tensor_exchange import TensorExchange
 
-_ABSENT = (
+_UNSUPPORTED = (
     "uneven_microbatches",
     "shard_optimizer_state",
     "fp16",
@@ -32,17 +32,17 @@ _ABSENT = (
 
 
 class State(Context):
-    """Set by `init`; before, only `initialized` may be asked."""
+    """The job of this process. Before `init`, only `initialized` may be read."""
 
-    messages: Messages
+    tensors: TensorExchange
     replicas: Group | None = None
-    """The ranks that have this rank's stage, where there are several."""
+    """The ranks with the same stage as this rank; None if it is the only one."""
     steps = 0
-    """How many functions under smp.step have been traced."""
+    """The number of steps that have been traced."""
     seed: int
-    """A number that all stages have drawn together."""
+    """A random number, the same on all stages."""
     sums = 0
-    """How many sums over the stages have been traced."""
+    """The number of sums over the stages that have been traced."""
 
     @property
     def stage(self) -> int:
@@ -50,11 +50,18 @@ class State(Context):
         return self.group("PP_GROUP").index(self.rank)
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Read the configuration and meet the other ranks. Calling it again does nothing."""
+        """Reads the configuration and connects to the other ranks. Calling it again does nothing.
+
+        Args:
+            argument: `mp_parameters` of the script.
+
+        Raises:
+            SMPConfigError: As `smp.init`; so are the other errors.
+        """
         if self.initialized:
             return
         launch = self.configure(argument)
-        _refuse_absent(self.cfg)
+        _reject_unsupported(self.cfg)
         self.grid = Grid.of(self.cfg, launch.world_size)
         take_gpu(launch.local_rank)
         store = open_store(launch)
@@ -62,7 +69,7 @@ class State(Context):
         connect_ranks(
             store.prefixed("smp"), self.rank, launch.world_size, master, launch.is_on_one_host, self._open_transport
         )
-        # Whoever is connected hears who ends.
+        # Connects the stages, so that each notices when another ends.
         self.seed = self.objects.gather(secrets.randbits(31), self.grid.group("PP_GROUP", self.rank))[0]
         peers = self.grid.group("DP_GROUP", self.rank)
         if len(peers) > 1:
@@ -70,29 +77,29 @@ class State(Context):
         start_timeline(self.rank, launch.world_size)
         self.begin()
 
-    # Made when they are needed: with its first variable TensorFlow begins, and scripts set it up after smp.init.
+    # Created when needed: the first variable initializes TensorFlow, which scripts configure after smp.init.
 
     @cached_property
     def anchor(self) -> Any:
-        """A variable that is never changed: see `optimizers`."""
+        """A trainable variable that is never changed: see `StepGraph.anchors`."""
         return own_variable(0.0, "smp_anchor")
 
     @cached_property
     def _turn(self) -> Any:
         return own_variable(0, "smp_turn", trainable=False)
 
-    def take_turn(self) -> Any:
-        """An operation that runs after the former one that this has given, also where functions call each other."""
+    def next_in_order(self) -> Any:
+        """Returns an operation that runs after the previous one that it returned, in other graphs too."""
         return self._turn.assign_add(1, read_value=False)
 
     def _open_transport(self, access: Access) -> Transport:
-        self.messages = Messages(self.rank, access)
-        self.objects = self.messages.objects
-        return self.messages.transport
+        self.tensors = TensorExchange(self.rank, access)
+        self.objects = self.tensors.objects
+        return self.tensors.transport
 
 
-def _refuse_absent(config: Config) -> None:
-    for name in _ABSENT:
+def _reject_unsupported(config: Config) -> None:
+    for name in _UNSUPPORTED:
         if getattr(config, name):
             raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow: leave it out, or set it to false.")
     for name in ("ddp_port", "ddp_dist_backend"):

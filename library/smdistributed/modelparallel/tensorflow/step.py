@@ -1,4 +1,4 @@
-"""`smp.step`: a function that becomes a graph in which it is there once for each microbatch, on all stages together."""
+"""`smp.step`: turns a function into one graph that runs it for every microbatch, on all stages together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.core.options import keyword_names, refuse_unknown, warn_without_effect
-from smdistributed.core.tensorflow.operations import refuse_xla
+from smdistributed.core.tensorflow.operations import reject_xla
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.tensorflow.model import follow
+from smdistributed.modelparallel.tensorflow.model import plan_call
 from smdistributed.modelparallel.tensorflow.splitting import Splitter, merge
 from smdistributed.modelparallel.tensorflow.state_mod import state
-from smdistributed.modelparallel.tensorflow.tracing import Place, StepGraph
+from smdistributed.modelparallel.tensorflow.step_graph import StageContext, StepGraph
 
 
 def step(
@@ -26,22 +26,29 @@ def step(
     detach_outputs: bool = True,
     **options: Any,
 ) -> Any:
-    """Make a tf.function of a function, which runs once for each microbatch: forward and gradients go inside,
-    `optimizer.apply_gradients` outside (AWS API).
+    """Decorates a function so that it runs once for every microbatch, as one tf.function (AWS API).
 
-    Tensors among the arguments, also inside lists, tuples, dicts and sets, are split along axis 0; objects with a
-    method `smp_slice(num_mb, mb, axis)` split themselves. All ranks call the function, with the same batch on all
-    stages of a replica, and all get what it returns: StepOutput in place of tensors, lists in place of anything else.
+    The forward pass and the gradients go inside, `optimizer.apply_gradients` outside. All ranks call the function, with
+    the same batch on all stages of a replica. Tensors among the arguments, also inside lists, tuples, dicts and sets,
+    are split; objects with a method `smp_slice(num_mb, mb, axis)` split themselves.
 
-    non_split_inputs: names of arguments that every microbatch gets whole.
-    input_split_axes: the axis along which an argument is split, by its name.
-    detach_outputs: of the PyTorch interface; here nothing that is returned has a gradient, and False gets a warning.
-    options: of tf.function, as `input_signature`.
+    Args:
+        function: Takes and returns nested structures of tensors. None: `step` is used with options, as
+            `@smp.step(non_split_inputs=["scale"])`.
+        non_split_inputs: Names of arguments that every microbatch gets whole.
+        input_split_axes: The axis along which an argument is split, by name. Default: 0.
+        detach_outputs: For the PyTorch interface. No output has a gradient here, and False gets a warning.
+        options: Options of tf.function, such as `input_signature`.
 
-    Raises MicrobatchError when an axis does not divide by the number of microbatches, SMPUnsupportedError for what
-    cannot be cut and for `jit_compile=True`, TypeError for an argument that there is not.
+    Returns:
+        The function. It returns `StepOutput`s in place of tensors, and lists in place of other values.
+
+    Raises:
+        MicrobatchError: When called, if an axis is not a multiple of `microbatches`.
+        SMPUnsupportedError: For `jit_compile=True`; when called, if the model cannot be split.
+        TypeError: For an unknown option.
     """
-    _check(options)
+    _reject_options(options)
     if not detach_outputs:
         warn_without_effect("smp.step(detach_outputs=False)", "nothing that a step returns has a gradient")
     if function is None:
@@ -49,7 +56,7 @@ def step(
     return _decorate(function, non_split_inputs, input_split_axes or {}, options)
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _reject_options(options: Mapping[str, Any]) -> None:
     of_tensorflow = [name for name in keyword_names(tf.function) if name not in ("func", "autograph")]
     ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
     refuse_unknown("smp.step", options, (*ours, *of_tensorflow))
@@ -61,11 +68,11 @@ def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
     splitter = Splitter(function, whole, axes)
-    body = _converted(function)
+    body = _convert_with_autograph(function)
 
-    def traced(*args: Any, **kwargs: Any) -> list[Any]:
+    def trace_microbatches(*args: Any, **kwargs: Any) -> list[Any]:
         state.steps += 1
-        graph = StepGraph(_place(), state.steps)
+        graph = StepGraph(_stage_context(), state.steps)
         results = []
         for number, (its_args, its_kwargs) in enumerate(splitter.split(args, kwargs, state.cfg.microbatches)):
             with graph.microbatch(number):
@@ -73,38 +80,38 @@ def _decorate(
         graph.finish()
         return results
 
-    traced.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    traced.__name__ = getattr(function, "__name__", "step")
-    compiled = tf.function(traced, autograph=False, **options)
+    trace_microbatches.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    trace_microbatches.__name__ = getattr(function, "__name__", "step")
+    compiled = tf.function(trace_microbatches, autograph=False, **options)
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def run_step(*args: Any, **kwargs: Any) -> Any:
         state.require()
-        refuse_xla("A function under smp.step")
+        reject_xla("A function under smp.step")
         return merge(compiled(*args, **kwargs))
 
-    return tf.autograph.experimental.do_not_convert(wrapper)  # type: ignore[no-any-return]
+    return tf.autograph.experimental.do_not_convert(run_step)  # type: ignore[no-any-return]
 
 
-def _place() -> Place:
-    return Place(
+def _stage_context() -> StageContext:
+    return StageContext(
         stage=state.stage,
         ranks=state.group("PP_GROUP"),
         gather=lambda mine: state.objects.gather(mine, state.group("PP_GROUP")),
-        follow=follow,
-        names=state.messages.names,
+        plan_call=plan_call,
+        names=state.tensors.names,
         anchor=state.anchor,
         seed=state.seed,
-        order=state.take_turn,
+        next_in_order=state.next_in_order,
         active=state.cfg.active_microbatches,
         simple=state.cfg.pipeline == "simple",
     )
 
 
-def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With Python's branches and loops over tensors as those of TensorFlow, where its source can be read."""
+def _convert_with_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Converts Python branches and loops over tensors into those of TensorFlow, if autograph can."""
     try:
         converted: Callable[..., Any] = tf.autograph.to_graph(function)
-    except Exception:  # whatever autograph finds wrong: then it is traced as it is
+    except Exception:  # any reason: the function is traced unchanged
         return function
     return converted

@@ -1,4 +1,4 @@
-"""Files of checkpoints, where hosts share no directory (published AWS scripts call these)."""
+"""Sends checkpoint files between hosts that share no directory (published AWS scripts call these functions)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ _BOX = "files"
 
 
 def send_checkpoint_files(directory: str, dest_rank: int) -> None:
-    """Send what is in this rank's `mp_rank_N` under a directory to a rank, which calls `receive_checkpoint_files`.
+    """Sends this rank's checkpoint files to another rank, which calls `receive_checkpoint_files`.
 
-    Raises SMPRuntimeError when there is no such directory.
+    Args:
+        directory: Contains this rank's `mp_rank_N`, all files of which are sent.
+        dest_rank: The receiver's rank in the job.
+
+    Raises:
+        SMPRuntimeError: If there is no such directory, or the connection is lost.
     """
     name = f"mp_rank_{state.group('MP_GROUP').index(state.rank)}"
     root = Path(directory, name)
@@ -26,9 +31,14 @@ def send_checkpoint_files(directory: str, dest_rank: int) -> None:
 
 
 def receive_checkpoint_files(directory: str, src_rank: int) -> None:
-    """Write the files that a rank sends to the same places under a directory, which is made.
+    """Receives checkpoint files from another rank, and writes them under a directory, which is created.
 
-    Raises SMPRuntimeError, and writes nothing, when one of the places would be outside of it.
+    Args:
+        directory: Where to write; the files keep their relative paths.
+        src_rank: The sender's rank in the job.
+
+    Raises:
+        SMPRuntimeError: If a path leads outside of the directory, and nothing is written; if the connection is lost.
     """
     root = Path(directory).resolve()
     paths = [_inside(root, name, src_rank) for name in state.objects.receive(src_rank, _BOX)]

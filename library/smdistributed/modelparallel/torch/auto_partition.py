@@ -11,11 +11,11 @@ from torch import nn
 
 from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import Config
+from smdistributed.modelparallel.backend.layer_costs import STATE_BYTES, group_overlapping, relative_costs
 from smdistributed.modelparallel.backend.partition import Partition, shares
 from smdistributed.modelparallel.torch.trace import Trace, trace
 
 _log = logging.getLogger("smdistributed.modelparallel")
-_STATE_BYTES = 4  # per byte of a parameter: itself, its gradient, and two moments of Adam
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,10 @@ def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> di
     for name, module in modules.items():
         own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
         seen.update(map(id, own))
-        kept = sum(p.numel() * p.element_size() for p in own) * _STATE_BYTES
+        kept = sum(p.numel() * p.element_size() for p in own) * STATE_BYTES
         memory[name] = kept + found.activation_bytes[name] * min(config.active_microbatches, config.microbatches)
-    weight = config.memory_weight if found.order else 1.0
-    total_memory, total_operations = sum(memory.values()) or 1, sum(found.operations.values()) or 1
-    return {
-        name: weight * memory[name] / total_memory + (1 - weight) * found.operations[name] / total_operations
-        for name in modules
-    }
+    operations = [found.operations[name] for name in modules]
+    return dict(zip(modules, relative_costs(list(memory.values()), operations, config.memory_weight)))
 
 
 def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name: str = "") -> Iterator[str]:
@@ -123,22 +119,10 @@ def _children(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
 
 def _together(modules: Mapping[str, nn.Module], found: Trace) -> list[set[str]]:
     """Groups of modules that share a parameter, or use a tensor of each other's."""
-    group_of = {name: {name} for name in modules}
-
-    def join(one: str, other: str) -> None:
-        joined = group_of[one] | group_of[other]
-        for name in joined:
-            group_of[name] = joined
-
-    owners: dict[int, str] = {}
-    for name, module in modules.items():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                join(owners.setdefault(id(parameter), name), name)
-    for user, used in found.uses.items():
-        for owner in used:
-            join(user, owner)
-    return list({id(group): group for group in group_of.values() if len(group) > 1}.values())
+    names = list(modules)
+    parameters = ({id(p) for p in module._parameters.values() if p is not None} for module in modules.values())
+    groups = group_overlapping([{name, *own, *found.uses.get(name, ())} for name, own in zip(names, parameters)])
+    return [{names[place] for place in group} for group in groups]
 
 
 def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""The functions of Horovod that data parallel scripts call, on this library: for scripts written for Horovod.
+"""Horovod's functions for TensorFlow, for scripts that are written for Horovod.
 
-`from smdistributed.dataparallel.tensorflow import horovod as hvd` in place of `import horovod.tensorflow as hvd`. A
-rehearsal needs not even that. What is not here is refused by Python: AttributeError, or TypeError for an argument.
+Use `from smdistributed.dataparallel.tensorflow import horovod as hvd` in place of `import horovod.tensorflow as hvd`.
+In a rehearsal scripts stay unchanged. Other functions raise AttributeError, unknown arguments TypeError.
 """
 
 from __future__ import annotations
@@ -38,37 +38,14 @@ from smdistributed.dataparallel.tensorflow.hooks import (
     BroadcastGlobalVariablesHook as _BroadcastGlobalVariablesHook,
 )
 
-__all__ = [
-    "Average",
-    "BroadcastGlobalVariablesHook",
-    "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Sum",
-    "SyncBatchNormalization",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_variables",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-]
+__all__ = ["Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer"]
+__all__ += ["Max", "Min", "Sum", "SyncBatchNormalization", "allgather", "allreduce", "alltoall", "barrier", "broadcast"]
+__all__ += ["broadcast_global_variables", "broadcast_object", "broadcast_variables", "init", "is_initialized", "join"]
+__all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 def init() -> None:
-    """Join the job, unless that was done before."""
+    """Joins the job, if this process has not joined it yet."""
     if not is_initialized():
         sdp.init()
 
@@ -85,13 +62,23 @@ def allreduce(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> Any:
-    """Return a tensor combined over the ranks, as this package's `allreduce`.
+    """Reduces a tensor over the ranks, as `smdistributed.dataparallel.tensorflow.allreduce`.
 
-    prescale_factor, postscale_factor: the tensor is multiplied by them, before and after.
+    Args:
+        tensor: Any shape and any number dtype.
+        average: True for the mean and False for the sum, in place of `op`.
+        device_dense: Only "".
+        device_sparse: Only "".
+        compression: A member of `Compression`.
+        op: A `ReduceOp`, or its name.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        name: Of the result in a graph.
 
-    Raises SMDDPError where a device is named, and as this package's `allreduce` does.
+    Raises:
+        SMDDPError: For a device; also as that function.
     """
-    _refuse_devices(device_dense, device_sparse)
+    _reject_devices(device_dense, device_sparse)
     given = tensor if prescale_factor == 1.0 else tensor * prescale_factor
     found = sdp.allreduce(given, compression=compression, op=op, average=average, name=name)
     return found if postscale_factor == 1.0 else found * postscale_factor
@@ -106,11 +93,10 @@ def DistributedGradientTape(  # noqa: N802 (the published name)
     sparse_as_dense: bool = False,
     op: ReduceOp | str = ReduceOp.AVERAGE,
 ) -> Any:
-    """Return a tape whose gradients are those of all ranks.
+    """Wraps a tape, and reduces its gradients over the ranks.
 
-    sparse_as_dense: both values give dense gradients, of the same numbers.
-
-    Raises SMDDPError where a device is named.
+    Arguments and errors are those of `smdistributed.dataparallel.tensorflow.DistributedGradientTape`, but for
+    `sparse_as_dense`: both values give dense gradients.
     """
     return sdp.DistributedGradientTape(gradtape, device_dense, device_sparse, compression, op=op)
 
@@ -127,9 +113,10 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     backward_passes_per_step: int = 1,
     op: ReduceOp | str = ReduceOp.AVERAGE,
 ) -> Any:
-    """Return the optimizer, which from now on applies the gradients of all ranks. Raises as that of this package.
+    """Makes an optimizer apply the gradients of all ranks.
 
-    sparse_as_dense: both values give dense gradients, of the same numbers.
+    Arguments and errors are those of `smdistributed.dataparallel.tensorflow.DistributedOptimizer`, but for
+    `sparse_as_dense`: both values give dense gradients.
     """
     return sdp.DistributedOptimizer(
         optimizer,
@@ -144,13 +131,18 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 
 
 class BroadcastGlobalVariablesHook(_BroadcastGlobalVariablesHook):
-    """Sets all global variables to those of a rank, when a session has initialised or restored them."""
+    """Sets all global variables to those of one rank, after a session has initialized or restored them.
+
+    Args:
+        root_rank: The rank, from 0.
+        device: Only "".
+    """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
-        _refuse_devices(device)
+        _reject_devices(device)
         super().__init__(root_rank)
 
 
-def _refuse_devices(*devices: str) -> None:
+def _reject_devices(*devices: str) -> None:
     if any(devices):
         raise SMDDPError("Devices for collectives are not supported: leave device_dense, device_sparse and device out.")

@@ -1,4 +1,4 @@
-"""As `horovod.tensorflow.keras`: the functions that scripts with `tf.keras.Model.fit` call."""
+"""Horovod's functions for Keras (`horovod.tensorflow.keras`), for scripts with `tf.keras.Model.fit`."""
 
 from __future__ import annotations
 
@@ -28,29 +28,9 @@ from smdistributed.dataparallel.tensorflow.horovod import (
 )
 from smdistributed.dataparallel.tensorflow.keras import callbacks, load_model
 
-__all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_variables",
-    "callbacks",
-    "init",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-]
+__all__ = ["Average", "Compression", "DistributedOptimizer", "Max", "Min", "Sum", "allgather", "allreduce", "barrier"]
+__all__ += ["broadcast", "broadcast_object", "broadcast_variables", "callbacks", "init", "is_initialized", "load_model"]
+__all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 @only_known
@@ -63,7 +43,7 @@ def allreduce(
     op: ReduceOp | str | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Return a value combined over the ranks. Raises as the `allreduce` of the package above."""
+    """Reduces a value over the ranks. Arguments and errors are those of `horovod.allreduce`."""
     return horovod.allreduce(
         value,
         average=average,
@@ -87,9 +67,10 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Return the Keras optimizer, which from now on applies the gradients of all ranks; as in the package above.
+    """Makes a Keras optimizer apply the gradients of all ranks.
 
-    average_aggregated_gradients: both values are the same for the one backward pass of a step.
+    Arguments and errors are those of `horovod.DistributedOptimizer`. `average_aggregated_gradients` has no effect:
+    every step has one backward pass.
     """
     return horovod.DistributedOptimizer(
         optimizer,

@@ -1,4 +1,4 @@
-"""Data parallel training with `tf.keras.Model.fit`: wrap the optimizer, and pass the callbacks of `.callbacks`."""
+"""Data parallel training with `tf.keras.Model.fit`: wrap the optimizer, and pass callbacks of `.callbacks`."""
 
 from __future__ import annotations
 
@@ -31,35 +31,21 @@ from smdistributed.dataparallel.tensorflow import (
 from smdistributed.dataparallel.tensorflow import DistributedOptimizer as _DistributedOptimizer
 from smdistributed.dataparallel.tensorflow.keras import callbacks
 
-__all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_variables",
-    "callbacks",
-    "init",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-]
+__all__ = ["Average", "Compression", "DistributedOptimizer", "Max", "Min", "Sum", "allgather", "allreduce", "barrier"]
+__all__ += ["broadcast", "broadcast_object", "broadcast_variables", "callbacks", "init", "is_initialized", "load_model"]
+__all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 def DistributedOptimizer(opt: Any, compression: Any = Compression.none, **kwargs: Any) -> Any:  # noqa: N802
-    """Return the Keras optimizer, which from now on applies the gradients of all ranks.
+    """Makes a Keras optimizer apply the gradients of all ranks.
 
-    kwargs: as the DistributedOptimizer of the package above takes them. Raises as it does.
+    Args:
+        opt: The optimizer.
+        compression: A member of `Compression`.
+        kwargs: As for `smdistributed.dataparallel.tensorflow.DistributedOptimizer`, which also tells the errors.
+
+    Returns:
+        The same optimizer.
     """
     refuse_unknown("DistributedOptimizer", kwargs, ("opt", *keyword_names(_DistributedOptimizer)))
     return _DistributedOptimizer(opt, compression=compression, **kwargs)
@@ -67,10 +53,15 @@ def DistributedOptimizer(opt: Any, compression: Any = Compression.none, **kwargs
 
 @only_known
 def load_model(filepath: Any, custom_objects: Any = None, compression: Any = Compression.none) -> Any:
-    """Return a saved model whose optimizer applies the gradients of all ranks again: to go on with `fit`.
+    """Loads a saved model, and makes its optimizer apply the gradients of all ranks, to continue with `fit`.
 
-    As tf.keras.models.load_model, whose models have a plain optimizer. A model that was saved without one gets none,
-    and you get a warning (UserWarning).
+    Args:
+        filepath: As for tf.keras.models.load_model.
+        custom_objects: As for tf.keras.models.load_model.
+        compression: A member of `Compression`.
+
+    Returns:
+        The model. You get a UserWarning if it was saved without an optimizer.
     """
     model = tf.keras.models.load_model(filepath, custom_objects=custom_objects)
     if getattr(model, "optimizer", None) is None:

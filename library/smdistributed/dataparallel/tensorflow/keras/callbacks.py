@@ -13,7 +13,11 @@ __all__ = ["BroadcastGlobalVariablesCallback", "LearningRateWarmupCallback", "Me
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the model's and the optimizer's variables to those of a rank, after the first batch: then all are there."""
+    """Sets all variables of model and optimizer to those of one rank, after the first batch: then all exist.
+
+    Args:
+        root_rank: The rank, from 0.
+    """
 
     def __init__(self, root_rank: int) -> None:
         super().__init__()
@@ -24,12 +28,12 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
             return
         self._done = True
         variables = self.model.optimizer.variables
-        of_optimizer = variables() if callable(variables) else variables  # legacy optimizers have a method
+        of_optimizer = variables() if callable(variables) else variables  # a method in legacy optimizers
         broadcast_variables([*self.model.variables, *of_optimizer], self._root_rank)
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages an epoch's metrics over the ranks. Put it before callbacks that read them, as early stopping does."""
+    """Averages an epoch's metrics over the ranks. Put it before callbacks that read them, such as EarlyStopping."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not logs:
@@ -42,10 +46,17 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
 class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
     """Raises the learning rate from `initial_lr / size()` to `initial_lr`, step by step, over the first epochs.
 
-    The linear scaling rule (Goyal et al., 2017): with size() times the batch, `initial_lr` is size() times the rate of
-    one rank.
+    By the linear scaling rule (Goyal et al., 2017), with size() times the batch `initial_lr` is size() times the rate
+    for one rank.
 
-    steps_per_epoch: where `fit` cannot know it.
+    Args:
+        initial_lr: The learning rate after the warmup.
+        warmup_epochs: Its length in epochs.
+        steps_per_epoch: Needed if `fit` cannot know it.
+        verbose: 1 prints the learning rate after each epoch, on rank 0.
+
+    Raises:
+        ValueError: In `fit`, if the optimizer has a schedule, or the steps of an epoch are not known.
     """
 
     def __init__(
@@ -58,7 +69,7 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         rate = getattr(optimizer, "_learning_rate", None)
-        rate = optimizer.learning_rate if rate is None else rate  # legacy optimizers keep it elsewhere
+        rate = optimizer.learning_rate if rate is None else rate  # legacy optimizers lack the private one
         if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"LearningRateWarmupCallback: the optimizer has a schedule ({type(rate).__name__}), which sets the "

@@ -1,0 +1,42 @@
+"""Prints once per job that it is a rehearsal, when the script first asks for a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from shoal_rehearsal.settings import NOTICE_PRINTED
+
+if TYPE_CHECKING:
+    from shoal_rehearsal.settings import Settings
+
+_unprinted: list[str] = []
+_launched = False
+
+
+def prepare(settings: Settings, real: int) -> None:
+    """Prepares the notice, which `print_notice` prints.
+
+    Args:
+        settings: Of this process.
+        real: The number of GPUs that this host has.
+    """
+    global _launched
+    _launched = settings.launched
+    if not settings.prints_notice:
+        return
+    unused = f" The {real} real GPUs of this host are not used." if real else ""
+    _unprinted.append(
+        "SHOAL REHEARSAL: this is not a training run. GPUs are emulated on the CPU; speed and GPU memory are not. "
+        f"Emulated GPUs per host: {settings.gpus} (SHOAL_REHEARSE_GPUS).{unused}"
+    )
+
+
+def print_notice() -> None:
+    """Prints the notice on stderr, once. Processes that this one starts do not repeat it (an environment variable)."""
+    if not _launched and "torch.distributed.launcher.api" in sys.modules:
+        return  # torchrun itself, which looks for GPUs and is not a rank
+    while _unprinted:
+        os.environ[NOTICE_PRINTED] = "1"
+        print(_unprinted.pop(), file=sys.stderr, flush=True)

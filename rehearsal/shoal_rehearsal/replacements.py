@@ -1,0 +1,75 @@
+"""Replacements for modules that are not installed, such as Horovod's, which other packages provide.
+
+A package declares an entry point in the group `shoal_rehearsal.replacements`. Its name is a top-level package, and its
+object a function: it takes the name of a module and returns the name of the module to use instead, or None.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint, distributions
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+from shoal_rehearsal.settings import is_enabled, read_settings
+
+GROUP = "shoal_rehearsal.replacements"
+
+
+class ReplacementFinder(Loader):
+    """Imports a replacement when all other finders have failed, so that an installed module is found first."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        top = name.partition(".")[0]
+        if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
+            return None
+        return spec_from_loader(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Have attributes come from the replacement; prints, on rank 0, that the module is not installed."""
+        name = module.__name__
+        replacement = _find_replacement(name)
+        if replacement is None:  # the top-level package
+            return
+        module.__getattr__ = _look_up(name)  # type: ignore[method-assign]
+        if read_settings().prints_notice:
+            library = replacement.partition(".")[0]
+            print(f"SHOAL REHEARSAL: {name} is not installed; {library} replaces it.", file=sys.stderr)
+
+
+def _look_up(module: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports."""
+
+    def get_attribute(name: str) -> Any:
+        replacement = None if name.startswith("__") else _find_replacement(module)
+        if replacement is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = import_module(replacement)
+        if name not in found.__all__:
+            raise AttributeError(
+                f"The replacement for {module} in a rehearsal has no {name!r}, only {', '.join(found.__all__)}. "
+                f"Fix: install {module.partition('.')[0]}, or leave the name out."
+            )
+        return getattr(found, name)
+
+    return get_attribute
+
+
+def _find_replacement(module: str) -> str | None:
+    find: Callable[[str], str | None] = _declared()[module.partition(".")[0]].load()
+    return find(module)
+
+
+@functools.cache
+def _declared() -> dict[str, EntryPoint]:
+    """Return the entry points of all installed packages in this group, by name."""
+    points = (point for installed in distributions() for point in installed.entry_points if point.group == GROUP)
+    return {point.name: point for point in points}

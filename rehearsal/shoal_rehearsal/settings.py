@@ -1,0 +1,80 @@
+"""Reads SHOAL_REHEARSE, SHOAL_REHEARSE_GPUS, and the variables of launchers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+SWITCH, GPUS, NOTICE_PRINTED = "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_REHEARSE_TOLD"
+MOST_GPUS = 128  # torch numbers devices in one byte
+# torchrun's and mpirun's, which may both be set: a launcher that mpirun started, or an mpirun that a rank started.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK")
+_LOCAL_RANKS = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+class RehearsalError(RuntimeError):
+    """An environment variable has an invalid value; the message says which values are allowed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a process."""
+
+    gpus: int
+    """The number of emulated GPUs of this host."""
+    prints_notice: bool
+    """Whether this process prints the notice: rank 0, unless a parent process has printed it."""
+    launched: bool
+    """Whether a launcher started this process as a rank."""
+
+
+def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether SHOAL_REHEARSE is true. Raises RehearsalError if it is neither true nor false.
+
+    Args:
+        environ: Default: os.environ.
+    """
+    text = (os.environ if environ is None else environ).get(SWITCH, "")
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise RehearsalError(
+        f"{SWITCH}={text!r} in the environment: allowed are {', '.join(_TRUE)} to rehearse without GPUs, and "
+        f"{', '.join(filter(None, _FALSE))} not to."
+    )
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the other settings. Without SHOAL_REHEARSE_GPUS a host has one GPU for each of its ranks.
+
+    Args:
+        environ: Default: os.environ.
+
+    Raises:
+        RehearsalError: If SHOAL_REHEARSE_GPUS is not a whole number from 1 to 128.
+    """
+    env = os.environ if environ is None else environ
+    ranks, local_ranks, sizes = (_numbers(env, names) for names in (_RANKS, _LOCAL_RANKS, _LOCAL_SIZES))
+    gpus = _parse_gpus(env[GPUS]) if env.get(GPUS) else max([1, *sizes, *(rank + 1 for rank in local_ranks)])
+    return Settings(gpus, prints_notice=not any(ranks) and not env.get(NOTICE_PRINTED), launched=bool(ranks))
+
+
+def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
+    """Returns the variables that are numbers. Invalid ones are left to the process group, which rejects them."""
+    return [int(env[name]) for name in names if env.get(name, "").isdecimal()]
+
+
+def _parse_gpus(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
+        raise RehearsalError(
+            f"{GPUS}={text!r} in the environment: it must be a whole number from 1 to {MOST_GPUS}, the emulated GPUs "
+            "of each host. Default: one for each rank of the host."
+        )
+    return int(text)

@@ -1,0 +1,35 @@
+"""Emulates CUDA in PyTorch.
+
+Every tensor is a CPU tensor. `function_mode` replaces the devices in calls of torch's functions, and `placement`
+remembers the emulated device of each tensor. The other modules each replace one part of torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal_rehearsal import notice
+from shoal_rehearsal.torch import (
+    amp,
+    checkpoints,
+    cuda,
+    distributed,
+    function_mode,
+    module_behavior,
+    printing,
+    streams,
+    tensor_sources,
+)
+
+if TYPE_CHECKING:
+    from shoal_rehearsal.settings import Settings
+
+
+def emulate_gpus(settings: Settings) -> None:
+    """Patches torch, in this process and in threads that start later. It cannot be undone."""
+    notice.prepare(settings, real=torch.cuda.device_count())  # before it is replaced
+    parts = cuda, streams, amp, checkpoints, module_behavior, distributed, printing, tensor_sources, function_mode
+    for part in parts:
+        part.patch(settings.gpus)

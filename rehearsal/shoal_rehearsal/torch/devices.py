@@ -1,0 +1,97 @@
+"""The emulated devices, from cuda:0. Each thread has a current one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol, Union, runtime_checkable
+
+import torch
+
+from shoal_rehearsal import notice
+
+CPU = torch.device("cpu")
+# The device that tensors of unknown placement report, so that tensors created "on their device" have unknown placement
+# too. It is equal to CPU, but another object.
+UNKNOWN = torch.device("cpu")
+
+DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
+_Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # CUDA's errors, by version
+_count = 0
+
+
+@runtime_checkable
+class DeviceContext(Protocol):
+    """A torch.cuda.device object."""
+
+    idx: int
+
+
+class _Thread(threading.local):
+    current = 0
+
+
+_thread = _Thread()
+
+
+def set_count(count: int) -> None:
+    """Sets the number of emulated devices."""
+    global _count
+    _count = count
+
+
+def count() -> int:
+    """Returns the number of emulated devices, and prints the notice when first called."""
+    notice.print_notice()
+    return _count
+
+
+def current() -> int:
+    """Returns the ordinal of this thread's current device; 0 until it sets another, as with CUDA."""
+    return _thread.current
+
+
+def make_current(ordinal: int) -> int:
+    """Makes a device current, and returns the previous one. A negative ordinal changes nothing, as with CUDA."""
+    before = _thread.current
+    if ordinal >= 0:
+        _thread.current = require_ordinal(ordinal)
+    return before
+
+
+def require_ordinal(ordinal: int) -> int:
+    """Returns an ordinal. Raises as torch does for CUDA's error 101 if there is no such device."""
+    if 0 <= ordinal < count():
+        return ordinal
+    raise _Error(
+        f"CUDA error: invalid device ordinal\nThis is a rehearsal: cuda:{ordinal} is requested, and this host has "
+        f"{_count} emulated GPUs, cuda:0 to cuda:{_count - 1}. Fix: set SHOAL_REHEARSE_GPUS higher."
+    )
+
+
+def is_cuda(device: object) -> bool:
+    """Whether a value is a CUDA device: a torch.device or a name. Ordinals are not recognized."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
+def resolve(device: DeviceLike = None) -> torch.device:
+    """Returns a CUDA device with its ordinal.
+
+    Args:
+        device: As torch takes it. None and "cuda" are the current device; a torch.cuda.device stands for its ordinal.
+
+    Raises:
+        ValueError: For a device of another type.
+        RuntimeError: As `require_ordinal`.
+    """
+    if device is None:
+        return torch.device("cuda", current())
+    if isinstance(device, int):
+        return torch.device("cuda", current() if device < 0 else require_ordinal(device))
+    if isinstance(device, DeviceContext):
+        return resolve(device.idx)
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {found}")
+    return torch.device("cuda", current() if found.index is None else require_ordinal(found.index))

@@ -1,0 +1,120 @@
+"""Intercepts calls of torch's functions: replaces CUDA by the CPU in arguments, and records each result's device.
+
+It is a TorchFunctionMode, torch's override mechanism, and stays active in this thread and in threads that it starts.
+torch deactivates a mode while it handles a function: code inside sees the real CPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from shoal_rehearsal.torch import devices
+from shoal_rehearsal.torch.device_mismatch import require_same_device
+from shoal_rehearsal.torch.devices import CPU, UNKNOWN
+from shoal_rehearsal.torch.overrides import OVERRIDES, translate_device
+from shoal_rehearsal.torch.placement import (
+    Placement,
+    common_placement,
+    set_placement,
+    set_unknown_placement,
+    tensors_in,
+)
+
+
+class EmulationMode(TorchFunctionMode):
+    """The mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function for the script."""
+        override = OVERRIDES.get(func)
+        if override is not None:
+            return override(self, *args, **(kwargs or {}))
+        positional, named = list(args), dict(kwargs or {})
+        tensors = list(tensors_in((*positional, *named.values())))
+        require_same_device(func, tensors)
+        requested = _replace_devices(positional, named) or _default_placement(func, tensors, named)
+        result = func(*positional, **named)
+        if requested is None:
+            set_unknown_placement(result, common_placement(tensors))
+        else:
+            set_placement(result, None if requested is UNKNOWN else requested)
+        return result
+
+
+def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
+    """Replaces CUDA by the CPU in a call's arguments. Returns the requested device; None if there is none."""
+    requested: Placement = None
+    for index, arg in enumerate(args):
+        if isinstance(arg, torch.device) or devices.is_cuda(arg):
+            requested, args[index] = translate_device(arg)
+    if kwargs.get("device") is not None:
+        requested, kwargs["device"] = translate_device(kwargs["device"])
+    return requested
+
+
+def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> Placement:
+    """Returns the placement of a new tensor without a requested device, by torch.set_default_device."""
+    if func not in _device._device_constructors() or kwargs.get("device") is not None:
+        return None
+    default: Placement = getattr(_device, "CURRENT_DEVICE", None)  # torch 2.0 lacks it: its own mode is above ours
+    if default is not None and default.type == "cuda":
+        kwargs["device"] = CPU
+        return devices.resolve(default)
+    return CPU if default is None and not tensors else None
+
+
+def patch(_: int) -> None:
+    """Activates the mode in this thread, and patches Thread.start to activate it in new threads."""
+    mode: Any = EmulationMode()
+    mode.__enter__()
+    thread_class: Any = threading.Thread
+    variable: Any = torch.autograd.Variable
+    start = thread_class.start
+
+    @functools.wraps(start)
+    def start_with_mode(thread: threading.Thread) -> None:
+        if torch._C._is_torch_function_mode_enabled():  # not for threads of code that sees the real tensors
+            thread.run = _with_mode(mode, thread.run)  # type: ignore[method-assign]
+        start(thread)
+
+    thread_class.start = start_with_mode
+    variable._execution_engine = _AutogradEngine(mode, variable._execution_engine)
+
+
+class _AutogradEngine:
+    """Wraps autograd's engine, so that the script's functions in a backward pass run with the mode."""
+
+    def __init__(self, mode: EmulationMode, engine: Any) -> None:
+        self._mode = mode
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch.autograd.backward."""
+        with contextlib.nullcontext() if _is_entered() else self._mode:
+            return self._engine.run_backward(*args, **kwargs)
+
+
+def _is_entered() -> bool:
+    stack = range(torch._C._len_torch_function_stack())
+    return any(isinstance(torch._C._get_function_stack_at(index), EmulationMode) for index in stack)
+
+
+def _with_mode(mode: TorchFunctionMode, run: Callable[[], None]) -> Callable[[], None]:
+    def run_with_mode() -> None:
+        with mode:
+            run()
+
+    return run_with_mode

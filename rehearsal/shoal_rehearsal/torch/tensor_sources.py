@@ -1,0 +1,100 @@
+"""Places tensors that are created outside of torch's override mechanism."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.multiprocessing.reductions
+from torch.utils import _device
+
+from shoal_rehearsal.torch.devices import CPU
+from shoal_rehearsal.torch.placement import (
+    common_placement,
+    placement_of,
+    set_placement,
+    set_unknown_placement,
+    tensors_in,
+)
+
+
+def patch(_: int) -> None:
+    """Patches functions that create tensors."""
+    _patch_parameters()
+    tensor: Any = torch.Tensor
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(_placing_with_arguments(function.__dict__["apply"].__func__))
+    if hasattr(_device, "CURRENT_DEVICE"):
+        _patch_default_device()
+    else:  # torch 2.0, whose mode does not see indexing either
+        tensor.__getitem__ = _placing_with_arguments(tensor.__getitem__)
+    torch.from_numpy = _placing_on_cpu(torch.from_numpy)
+    utils: Any = torch.utils
+    if hasattr(utils, "swap_tensors"):  # not in torch 2.0
+        utils.swap_tensors = _swapping_placements(utils.swap_tensors)
+    reductions: Any = torch.multiprocessing.reductions  # for tensors from workers of a DataLoader
+    reductions.rebuild_tensor = _placing_on_cpu(reductions.rebuild_tensor)
+
+
+def _placing_on_cpu(function: Any) -> Any:
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        set_placement(made, CPU)
+        return made
+
+    return make
+
+
+def _swapping_placements(swap: Any) -> Any:
+    """torch cannot swap a tensor with weak references, as `placement` has."""
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        before = placement_of(t1), placement_of(t2)
+        set_placement((t1, t2), None)
+        swap(t1, t2)
+        set_placement(t1, before[1])
+        set_placement(t2, before[0])
+
+    return swap_tensors
+
+
+def _placing_with_arguments(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        set_unknown_placement(result, common_placement(tensors_in((*args, *kwargs.values()))))
+        return result
+
+    return call
+
+
+def _patch_parameters() -> None:
+    """A parameter has the placement of its tensor."""
+    parameters: Any = torch.nn.Parameter
+    make = parameters.__new__
+
+    @functools.wraps(make)
+    def create(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        parameter = make(cls, data, *args, **kwargs)
+        if data is not None:
+            set_placement(parameter, placement_of(data))
+        return parameter
+
+    parameters.__new__ = create
+
+
+def _patch_default_device() -> None:
+    """torch's mode for a default device is below ours: it would request CUDA while ours is inactive."""
+    context: Any = _device.DeviceContext
+    handle = context.__torch_function__
+
+    @functools.wraps(handle)
+    def handle_on_cpu(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type == "cuda" and not torch._C._len_torch_function_stack():
+            return func(*args, **(kwargs or {}))
+        return handle(self, func, types, args, kwargs)
+
+    context.__torch_function__ = handle_on_cpu

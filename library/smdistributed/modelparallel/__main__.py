@@ -28,7 +28,7 @@ _DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command. Returns its exit code: 0: a configuration is recommended; 1: none fits; 2: error."""
+    """Runs the command and returns its exit code, as described at the top."""
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
@@ -124,7 +124,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--optimizer",
         choices=("sgd", "momentum", "adam"),
         default="adam",
-        help="The optimizer whose state counts; default: adam",
+        help="The optimizer, for the memory of its state; default: adam",
     )
     plan.add_argument("--json", action="store_true", help="Print JSON on standard output")
     return parser.parse_args(arguments)

@@ -23,7 +23,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """What the number of a rank counts: its place in the job, or in this rank's group of that name (AWS API)."""
+    """Ways to number ranks: in the job, or in this rank's group of that name (AWS API)."""
 
     WORLD_RANK = "WORLD"
     MP_RANK = "MP_GROUP"
@@ -61,7 +61,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """This process's number among the processes of its host."""
     current_context().require()
     return current_context().local_rank
 
@@ -153,7 +153,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
     Args:
         obj: Any object that can be pickled.
         dest_rank: The receiver.
-        rank_type: What `dest_rank` counts.
+        rank_type: How `dest_rank` is numbered.
 
     Raises:
         SMPRuntimeError: If the receiver is this rank, or its connection is lost.
@@ -168,7 +168,7 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
 
     Args:
         src_rank: The sender.
-        rank_type: What `src_rank` counts.
+        rank_type: How `src_rank` is numbered.
 
     Returns:
         The object.

@@ -32,8 +32,8 @@ def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequenc
     Args:
         costs: The cost of each item.
         names: The dotted name of each item, as modules have them.
-        together: Groups of places of items that must be on one stage. A group counts at its first or at its last item,
-            whichever balances better.
+        together: Groups of places of items that must be on one stage. A group counts at its first or at its last
+            item, depending on the better balance.
         stages: The number of stages.
 
     Returns:
@@ -93,7 +93,7 @@ def _greedy(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
-    """Where segments begin if each is filled up to the limit, and every segment has at least one item."""
+    """Finds the begins of segments if each is filled up to the limit, and every segment has at least one item."""
     begins, size = [0], 0.0
     for place, cost in enumerate(costs):
         must = len(costs) - place == stages - len(begins)
@@ -105,7 +105,7 @@ def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
 
 
 def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, limit: float) -> list[int]:
-    """Where `stages` segments begin if none exceeds the limit: the shallowest cuts, and of these the most even."""
+    """Finds the begins of `stages` segments within the limit: the shallowest cuts, and of these the most even."""
     count = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
     depth = [0, *(_common_depth(one, other) for one, other in zip(names, names[1:]))]

@@ -53,7 +53,7 @@ class Config:
     sharded_data_parallel_degree: int = 1
     skip_tracing: bool = False
     uneven_microbatches: bool = False
-    """Ours: whether a batch may be split into microbatches whose sizes differ by one."""
+    """Ours: whether the sizes of microbatches may differ by one."""
 
     @property
     def partitions(self) -> int:

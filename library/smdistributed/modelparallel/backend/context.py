@@ -1,4 +1,4 @@
-"""What this process knows of its job after `smp.init`: configuration, ranks and groups. `backend.api` reads it."""
+"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Context:
         """
         if "smdistributed.dataparallel" in sys.modules:
             raise SMPConfigError(
-                'Using "modelparallel" and "dataparallel" in one job is not supported: this process has imported '
+                'Using "modelparallel" and "dataparallel" in one job is not supported. This process has imported '
                 "smdistributed.dataparallel. For replicas of a partitioned model set 'ddp' to true in mp_parameters."
             )
         self.cfg = read_config(argument, os.environ)

@@ -16,7 +16,7 @@ class SMPUnsupportedError(SMPError, NotImplementedError):
 
 
 class SMPRuntimeError(SMPError):
-    """A step cannot continue: a rank failed, or the script called something where it is not allowed."""
+    """A step cannot continue: a rank failed, or the script called a function outside of its place."""
 
 
 class StepUsageError(SMPRuntimeError):

@@ -23,7 +23,7 @@ class Partition:
     def __str__(self) -> str:
         count = len(self.shares)
         stages = "1 stage" if count == 1 else f"{count} stages"
-        lines = [f"The model is on {stages}, the largest {self.gap:.3f} times that of the best cut."]
+        lines = [f"The model is on {stages}, the largest {self.gap:.3f} times the largest of the best cut."]
         for stage, share in enumerate(self.shares):
             roots = ", ".join(_roots(self.stages, stage)) or "code of the model itself"
             lines.append(f"  stage {stage}: {share:6.1%}  {roots}")

@@ -18,7 +18,7 @@ _LATENCY = 0.01
 
 
 class Event(NamedTuple):
-    """What a stage does for one microbatch.
+    """An action of a stage for one microbatch.
 
     Attributes:
         microbatch: Its number.
@@ -49,7 +49,7 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
     """Orders the events of each stage.
 
     Args:
-        programs: The events of each stage. Those of one microbatch keep their order.
+        programs: The events of each stage. Events of one microbatch keep their order.
         active: How many microbatches may be in flight at the first stage; one less at each later one.
         simple: Whether all forwards come before the first backward.
 

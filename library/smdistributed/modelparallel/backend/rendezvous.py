@@ -32,7 +32,7 @@ def connect_ranks(
     """Opens this rank's transport and tells it the addresses of all other ranks; every rank calls this.
 
     Args:
-        store: A key-value store whose `get` blocks, with a prefix of its own: nobody else may use its keys.
+        store: A key-value store with a prefix of its own: nobody else may use its keys.
         rank: This process's rank in the job.
         size: The number of ranks of the job.
         master: The host name or address of rank 0, as the others reach it.
@@ -56,7 +56,7 @@ def connect_ranks(
 
 
 def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack) -> bytes:
-    """Returns the key of this job. `undo` gets what remains to be done once all ranks have the key."""
+    """Returns the key of this job. `undo` gets the cleanup for the time when all ranks have the key."""
     own = job_key("transport")
     if rank == 0 and own:
         store.set("key", f"{_FROM_SECRET} ")

@@ -4,7 +4,7 @@ A stage alternates between forwards and backwards, as one-forward-one-backward (
 that is ready, rather than wait for the next one in a fixed order. A microbatch may begin at stage s while fewer than
 `active_microbatches` - s earlier ones are unfinished there, because later stages need fewer in flight. The loss is
 computed on the first stage, which needs one more in flight than classical 1F1B.
-Work that resumes after a remote call comes first, because other stages wait for what it will send.
+Work that resumes after a remote call comes first, because other stages wait for its result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 class TurnKind(enum.Enum):
-    """What a thread computes in a turn."""
+    """The kinds of work that a thread computes in a turn."""
 
     RESUME = "resume"  # a forward, after a remote call
     INTERRUPTED = "interrupted"  # a forward that made way for a RESUME

@@ -27,7 +27,7 @@ class TurnRequest:
 class Slot:
     """Grants the turns of one stage in one step. All methods may be called on any thread.
 
-    Each returns the request whose turn begins because of the change, if there is one. The caller must start it, and
+    Each returns the request that is granted because of the change, if there is one. The caller must start it, and
     `release` must be called when that turn ends.
     """
 
@@ -104,7 +104,7 @@ class WorkerThreads:
         inbox.put(function)
 
     def _run_forever(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
-        """The body of each thread: runs what its inbox gets, and is idle in between."""
+        """The body of each thread: runs the functions from its inbox, and is idle in between."""
         self._prepare()
         while True:
             inbox.get()()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: modules whose activations are computed again in backward, alone or in groups."""
+"""Activation checkpointing: activations of modules are computed again in backward, alone or in groups."""
 
 from __future__ import annotations
 

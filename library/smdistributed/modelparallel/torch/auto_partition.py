@@ -88,7 +88,7 @@ def items(root: nn.Module, config: Config, found: Trace) -> Items:
 
 
 def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
-    """What each module costs itself: memory and operations, as shares, weighed by `memory_weight`."""
+    """The cost of each module without its children: memory and operations, as shares, by `memory_weight`."""
     seen: set[int] = set()
     memory = {}
     for name, module in modules.items():

@@ -2,7 +2,7 @@
 
 On the calling stage, a call is three nodes. `Enter` takes the input tensors and returns a token. `Block` waits for the
 other stage. `Leave` returns the tensors of the answer. In backward, `Leave` sends the gradients and `Block` waits for
-the gradients of the inputs. Other nodes that are ready run between the two, so that skip connections, modules that are
+the gradients of the inputs. Other nodes that are ready run between the two. So skip connections, modules that are
 used twice and shared activations have the same gradients as in one process. The token is on the CPU, so that no thread
 of a GPU waits.
 On the called stage, `Receive` returns the tensors that have arrived and keeps their gradients. They are not leaves, so
@@ -122,10 +122,10 @@ class ReceivedInputs:
         """Runs the backward of this stage's graph.
 
         Args:
-            gradients: The gradients of the outputs; None where there is none.
+            gradients: The gradients of the outputs; None for an output without one.
 
         Returns:
-            The gradients of the inputs; None where there is none.
+            The gradients of the inputs; None for an input without one.
         """
         pairs = [(o, g) for o, g in zip(self.outputs, gradients) if g is not None and o.requires_grad]
         self.outputs = ()

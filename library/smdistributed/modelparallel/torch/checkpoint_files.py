@@ -1,7 +1,7 @@
 """Files of checkpoints: written so that they are complete or absent, and loaded as data, not as code.
 
-Data are tensors, numbers, strings, and containers of them. Other objects are pickles, which run code of whoever wrote
-the file. They are refused unless the script or SMP_TRUST_CHECKPOINTS says that they are trusted.
+Data are tensors, numbers, strings, and containers of them. Other objects are pickles, which run code of the person who
+wrote the file. They are refused unless the script or SMP_TRUST_CHECKPOINTS says that they are trusted.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
         if not only:
             raise
         raise SMPRuntimeError(
-            f"{path} holds more than tensors, numbers, strings and containers of them, or is damaged: "
-            f"{_first_line(error)} Loading any object runs code of whoever wrote the file. Fix: if you trust them, "
-            "give smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment variable "
-            f"{_TRUST_VARIABLE}=1."
+            f"{path} holds more than tensors, numbers, strings and containers of them, or is damaged. "
+            f"{_first_line(error)} Loading any object runs code of the person who wrote the file. "
+            "Fix: if you trust them, give smp.load or smp.resume_from_checkpoint weights_only=False, or set the "
+            f"environment variable {_TRUST_VARIABLE}=1."
         ) from error
 
 

@@ -74,8 +74,8 @@ def load(
         pickle_load_args: More arguments of torch.load.
         partial: As for `save`.
         back_compat: No effect, and a warning: files of AWS's library before 1.10 cannot be read.
-        weights_only: False: load any object, which runs code of whoever wrote the file. True: only tensors, numbers,
-            strings and containers of them. None: True, unless SMP_TRUST_CHECKPOINTS is 1. Ours.
+        weights_only: False: load any object, which runs code of the person who wrote the file. True: only tensors,
+            numbers, strings and containers of them. None: True, unless SMP_TRUST_CHECKPOINTS is 1. Ours.
 
     Returns:
         The object.
@@ -126,8 +126,8 @@ def save_checkpoint(
         optimizer: Its state is saved.
         user_content: Anything that can be pickled; `resume_from_checkpoint` returns it. It warns if loading it will
             require `weights_only=False`.
-        translate_if_full: No effect, and a warning if it is false: full checkpoints have the model's own names, which
-            for a Hugging Face model are Hugging Face's.
+        translate_if_full: No effect, and a warning if it is false. Full checkpoints have the model's own names; for a
+            Hugging Face model these are Hugging Face's.
         num_kept_partial_checkpoints: How many partial checkpoints to keep, the newest; None: all.
 
     Raises:
@@ -236,7 +236,7 @@ def _user_content_of(tag: str) -> str:
 
 
 def _read_user_content(directory: Path, tag: str, weights_only: bool | None) -> Any:
-    """Reads what the script saved with a checkpoint. Old full ones have other names; Trainer leaves it empty."""
+    """Reads the script's content of a checkpoint. Old full ones have other names; Trainer leaves it empty."""
     own = [directory / _user_content_of(tag), directory / f"{_user_content_of(tag)}.pt"] if tag else []
     path = next((path for path in own if path.is_file()), directory / USER_CONTENT)
     return read_object(path, weights_only=weights_only) if path.is_file() and path.stat().st_size else None

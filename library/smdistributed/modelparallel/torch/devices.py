@@ -1,4 +1,4 @@
-"""The GPU of this rank. CUDA has a current device for each thread, so that every thread of ours must select it."""
+"""The GPU of this rank. CUDA has a current device for each thread, so that each of our threads must select it."""
 
 from __future__ import annotations
 

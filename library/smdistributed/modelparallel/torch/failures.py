@@ -1,4 +1,4 @@
-"""What ends a pipeline: the first failure on any stage is sent to all stages, and raised in all their threads."""
+"""Failures end a pipeline: the first one on any stage is sent to all stages, and raised in all their threads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Failures:
         return self.error or self._peers.lost_error(to)
 
     def wait_until_reported(self) -> None:
-        """Waits until the other stages have been told of a failure here, as this process may end next.
+        """Waits until a failure here has been sent to the other stages, as this process may end next.
 
         It waits no longer than `_REPORT_SECONDS` for stages that take no messages.
         """

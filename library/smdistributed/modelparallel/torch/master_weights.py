@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.step_gradients import StepGradients
 
 
 class MasterWeights:
-    """What `fp16` and `bf16` add to an optimizer. Without them there are no copies, and the loss scale is 1.
+    """The part that `fp16` and `bf16` add to an optimizer. Without them there are no copies, and the loss scale is 1.
 
     Args:
         optimizer: Its parameter groups get the copies.
@@ -42,7 +42,7 @@ class MasterWeights:
         """Whether the gradients of the next update are ready: averaged, and divided by the loss scale."""
 
     def note_new_gradients(self) -> None:
-        """A step has computed gradients: those of the last update are stale, even if the script has not reset them."""
+        """A step has computed gradients: they must be unscaled, even if the script has not reset the old ones."""
         self.is_unscaled = False
 
     def forget_gradients(self) -> None:
@@ -94,13 +94,13 @@ class MasterWeights:
             )
 
     def updated(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Lists what the next update uses for these parameters; all ranks call it if there is a loss scale.
+        """Lists the parameters that the next update uses for these; all ranks call it if there is a loss scale.
 
         Args:
             parameters: Parameters of the model, or copies.
 
         Returns:
-            The parameters with the gradients of the next update, averaged and unscaled: copies where there are any.
+            The parameters, or their copies if they have any, with averaged and unscaled gradients.
         """
         given, copies = list(parameters), set(self.copies.values())
         if not self.is_unscaled and self.scale.value == 1.0 and copies.isdisjoint(given):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import enum
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from smdistributed.modelparallel.backend.reservations import Transfer
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.devices import move_here
 from smdistributed.modelparallel.torch.packing import Meta, from_buffer, meta_of, to_buffer
-
-if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.transfers import Transfers
 
 
 class Kind(enum.IntEnum):
@@ -98,6 +96,19 @@ class Message(NamedTuple):
         return [(received.here(), received.meta[2]) for received in self.tensors if received is not None]
 
 
+class TensorSender(Protocol):
+    """Sends large tensors apart from their message: see `transfers.Transfers`."""
+
+    def choose(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Returns the tensors to send apart, by their places."""
+
+    def prepare(self, to: int, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Copies tensors for a transfer to a rank."""
+
+    def offer(self, transfer: Transfer) -> None:
+        """Sends the tensors, now that the head of their message is sent."""
+
+
 def send(
     transport: Transport,
     to: int,
@@ -107,7 +118,7 @@ def send(
     call: object = None,
     about: object = None,
     tensors: Sequence[torch.Tensor | None] = (),
-    transfers: Transfers | None = None,
+    transfers: TensorSender | None = None,
 ) -> None:
     """Sends a message to a rank of the job.
 

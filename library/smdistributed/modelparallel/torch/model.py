@@ -1,4 +1,4 @@
-"""`smp.DistributedModel`: a model whose modules are on several stages."""
+"""`smp.DistributedModel`: a model with its modules on several stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DistributedModel(WrappedModel):
         trace_device: No effect, and a warning if it is not the default: the model is traced on the meta device.
         trace_execution_times: No effect, and a warning if it is true.
         overlapping_allreduce: With `ddp`, whether gradients are averaged while later ones are still computed.
-        backward_passes_per_step: Average gradients over the replicas at every so many steps.
+        backward_passes_per_step: Average gradients over the replicas after this many steps.
         average_grads_across_microbatches: Whether gradients are means over the microbatches; otherwise sums.
         bucket_cap_mb: How much is averaged at once, in MiB.
         trace_memory_usage: No effect, and a warning if it is true.
@@ -316,11 +316,11 @@ class DistributedModel(WrappedModel):
         return (module for _, module in self.local_named_modules())
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this stage's parameters whose gradients are averaged over DP_GROUP: all (AWS API 1.6)."""
+        """Yields this stage's parameters with gradients that are averaged over DP_GROUP: all (AWS API 1.6)."""
         return self.local_named_parameters()
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters whose gradients are averaged over RDP_GROUP: none, no batch is scaled (AWS API 1.6)."""
+        """Yields parameters with gradients that are averaged over RDP_GROUP: none (AWS API 1.6)."""
         return iter(())
 
     def distributed_modules(self) -> Iterator[nn.Module]:
@@ -391,8 +391,7 @@ class DistributedModel(WrappedModel):
                 asks no other.
             strict: Whether missing and unexpected keys are errors.
             assign: No effect, and a warning if it is True: the parameters stay the same objects.
-            same_partition_load: Whether this is what `local_state_dict` returned for the same partition. Either is as
-                fast.
+            same_partition_load: Whether `local_state_dict` returned it for the same partition. Either is as fast.
 
         Raises:
             RuntimeError: If `strict`, and keys are missing or unexpected.
@@ -428,15 +427,15 @@ class DistributedModel(WrappedModel):
         return self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the wrapped model's names and parameters. Those of other stages have no elements."""
+        """Yields the wrapped model's names and parameters. Parameters of other stages have no elements."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the wrapped model's names and buffers. Those of other stages have no elements."""
+        """Yields the wrapped model's names and buffers. Buffers of other stages have no elements."""
         return self.module.named_buffers(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the wrapped model's children: names built from them are those of `named_parameters`."""
+        """Yields the wrapped model's children: names built from them are the names of `named_parameters`."""
         return self.module.named_children()
 
     def children(self) -> Iterator[nn.Module]:
@@ -488,7 +487,7 @@ class DistributedModel(WrappedModel):
             hook: Called as `hook(model, optimizer)`.
 
         Returns:
-            A handle whose `remove()` removes the hook.
+            A handle; its `remove()` removes the hook.
         """
         if self.partitioned:
             hook(self, self._state.optimizer)
@@ -503,7 +502,7 @@ class DistributedModel(WrappedModel):
             hook: Called as `hook(model, optimizer)`.
 
         Returns:
-            A handle whose `remove()` removes the hook.
+            A handle; its `remove()` removes the hook.
         """
         return _register(self._step_hooks, hook)
 

@@ -1,4 +1,4 @@
-"""The modules of the script's model: which stage has which, and how calls reach those of other stages."""
+"""The modules of the script's model: which stage has which, and how calls reach modules of other stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLACEMENT = "_smp_placement"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a module is. begins_part: whether its parent spans several stages, so that turns may change here."""
+    """The place of a module. begins_part: whether its parent spans several stages, so that turns may change here."""
 
     name: str
     stage: int
@@ -28,7 +28,7 @@ class Placement:
 
 
 def placement_of(module: nn.Module) -> Placement | None:
-    """Where a module is; None if it belongs to no placed model."""
+    """Returns the place of a module; None if it belongs to no placed model."""
     return module.__dict__.get(_PLACEMENT)
 
 
@@ -188,8 +188,10 @@ class ModuleManager:
 
 
 def _disable_fast_path(module: nn.Module) -> None:
-    """Keeps torch from its fast path in evaluation: it needs the parameters of all children on one stage, and passes
-    nested tensors from layer to layer, which cannot be sent."""
+    """Keeps torch from its fast path in evaluation.
+
+    It needs the parameters of all children on one stage, and passes nested tensors, which cannot be sent.
+    """
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder):
@@ -199,7 +201,7 @@ def _disable_fast_path(module: nn.Module) -> None:
 def _refuse_gradients(parameter: nn.Parameter, stage: int, here: int) -> None:
     """Makes a parameter of another stage raise StepUsageError in backward: it was used outside of its module.
 
-    It has no elements here. For example, a sum of squares over all parameters would miss those of other stages.
+    It has no elements here. For example, a sum of squares over all parameters would miss parameters of other stages.
     """
 
     def refuse(_: torch.Tensor) -> None:

@@ -40,8 +40,7 @@ class Observer:
         self._turn: tuple[Task, int, float] | None = None
         self._began = self._began_ns = 0
         self._waits: dict[int, tuple[Callable[[], str], float]] = {}
-        self._reported: set[int] = set()
-        self._stall = StallDetector().seconds
+        self._stalls = StallDetector()
         self._step = 0
         self._step_began = 0.0
         self._thread: threading.Thread | None = None
@@ -49,7 +48,7 @@ class Observer:
     def step_begins(self, number: int) -> None:
         """Notes that the script's thread enters a step."""
         self._waits.clear()
-        self._reported.clear()
+        self._stalls.reset()
         self._step, self._step_began, self._began_ns = number, time.monotonic(), timeline.now()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="smp-watch", daemon=True)
@@ -89,7 +88,7 @@ class Observer:
     def _watch(self) -> None:
         """The body of the observer's thread."""
         while True:
-            time.sleep(min(self._stall, self._seconds) / _CHECKS)
+            time.sleep(min(self._stalls.seconds, self._seconds) / _CHECKS)
             if self._step:
                 self._report_stalls(time.monotonic())
                 self._check_limit(time.monotonic())
@@ -104,18 +103,14 @@ class Observer:
     def _report_stalls(self, now: float) -> None:
         """Prints every call and turn that lasts longer than SMDDP_STALL_SECONDS, once."""
         turn, waits = self._turn, list(self._waits.items())
-        stalled = [(call, describe) for call, (describe, since) in waits if now - since > self._stall]
-        late = [describe() for call, describe in stalled if call not in self._reported]
-        self._reported.update(call for call, _ in stalled)
-        if turn and now - turn[2] > self._stall and id(turn[0]) not in self._reported:
-            self._reported.add(id(turn[0]))
+        late = [describe() for call, (describe, began) in waits if self._stalls.is_new_stall(call, now - began)]
+        if turn and self._stalls.is_new_stall(turn[0], now - turn[2]):
             late.append(f"it computes microbatch {turn[0].microbatch}, at:\n{_stack(turn[1])}")
-        idle = not turn and not waits and now - self._step_began > self._stall and -1 not in self._reported
-        if idle:
-            self._reported.add(-1)
+        if not turn and not waits and self._stalls.is_new_stall("idle", now - self._step_began):
             late.append(_NOT_CALLED)
         for text in late:
-            print(f"smp: {self._name}, step {self._step}, for {self._stall:g} s: {text}", file=sys.stderr, flush=True)
+            since = f"for {self._stalls.seconds:g} s"
+            print(f"smp: {self._name}, step {self._step}, {since}: {text}", file=sys.stderr, flush=True)
 
 
 def _stack(thread: int) -> str:

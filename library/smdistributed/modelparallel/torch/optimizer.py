@@ -30,10 +30,10 @@ _SHARDED_DATA_NAMES = (
 class DistributedOptimizer(WrappedOptimizer):
     """Wraps the optimizer of a script (AWS API). It updates the parameters of this stage; the others have no gradients.
 
-    It is a torch.optim.Optimizer because learning rate schedulers require one. Groups, state and defaults are those of
-    the wrapped optimizer.
+    It is a torch.optim.Optimizer because learning rate schedulers require one. Groups, state and defaults belong to the
+    wrapped optimizer.
 
-    With a dynamic loss scale, `step` skips a step whose gradients overflowed on any rank. With `shard_optimizer_state`
+    With a dynamic loss scale, `step` skips a step if gradients overflowed on any rank. With `shard_optimizer_state`
     each replica keeps the state of its share of the parameters, and sends the updated parameters to the others.
 
     Args:
@@ -270,7 +270,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
-        """Adds the other stages' states to what `local_state_dict` returned: see `state_dict`."""
+        """Adds the other stages' states to a result of `local_state_dict`: see `state_dict`."""
         ranks, kept = self._state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             parts = self._state.objects.gather_to_first(kept, ranks, "state")
@@ -314,7 +314,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """Loads a state dict: at once if the model is placed, else as soon as it is.
 
         Args:
-            state_dict: What `state_dict` or `local_state_dict` returned.
+            state_dict: A result of `state_dict` or `local_state_dict`.
         """
         saved, master = dict(state_dict), self.master_weights
 
@@ -344,7 +344,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
 
 def _refuse_in_step(name: str) -> None:
-    """Raises StepUsageError inside a step, whose body runs on the first stage alone, once for each microbatch."""
+    """Raises StepUsageError inside a step: its body runs on the first stage alone, once for each microbatch."""
     if current_task() is not None:
         raise StepUsageError(
             f"optimizer.{name}() is called inside a step: the other stages would not call it. Fix: call it after the "

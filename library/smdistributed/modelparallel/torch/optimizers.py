@@ -69,7 +69,7 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 class FusedLAMB(_Layerwise):
-    """Adam whose step of each parameter is scaled to the parameter's norm (apex's arguments).
+    """Adam with each parameter's step scaled to the parameter's norm (apex's arguments).
 
     Args:
         params: Parameters or groups of them.

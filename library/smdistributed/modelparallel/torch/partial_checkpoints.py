@@ -168,7 +168,7 @@ def _has_same_stages(state: State, directory: Path) -> bool:
 
 
 def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
-    """Makes one optimizer's state dict from those of all stages, whose parameters may have other numbers here."""
+    """Merges the optimizer's state dicts of all stages. Parameters may have other numbers here."""
     numbers = {name: number for number, name in names.items()}
 
     def renumber(key: str) -> dict[int, Any]:

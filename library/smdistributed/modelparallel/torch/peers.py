@@ -27,7 +27,7 @@ class Peers:
         self.index = self.ranks.index(rank)
         """This rank's stage."""
         self.lost: set[int] = set()
-        """The ranks whose connections have ended."""
+        """The ranks with a connection that has ended."""
 
     def describe(self, rank: int) -> str:
         """Names a rank for people, as "Stage 1 (rank 3)"."""
@@ -44,7 +44,7 @@ class Peers:
     def notify_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
         """Sends a message to every other stage and does not wait. A stage that is lost is left out.
 
-        Each has a thread of its own: a stage whose socket is full must not delay the others.
+        Each has a thread of its own: a stage with a full socket must not delay the others.
 
         Args:
             kind: FAILED or WORKING, which belong to no step.

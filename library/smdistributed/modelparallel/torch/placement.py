@@ -27,7 +27,7 @@ def choose_stages(
     """Decides which stage has which module. With `auto_partition` it may trace the model and print the partition.
 
     Args:
-        state: The configuration, and whose `is_tracing` is set meanwhile.
+        state: The configuration; its `is_tracing` is set during a trace.
         manager: The modules of the model.
         resumed: The stages of a checkpoint, used with `auto_partition`.
         args: The positional arguments of the model's first call.

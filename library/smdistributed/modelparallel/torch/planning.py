@@ -1,7 +1,7 @@
 """Estimates a configuration for a model without running it: the partition, each stage's memory, and idle time.
 
 The model is constructed and traced on the meta device. Memory counts parameters, gradients, the optimizer's state and
-what autograd keeps for the microbatches in flight. Time counts operations, and assumes that all devices are equally
+the activations of the microbatches in flight. Time counts operations, and assumes that all devices are equally
 fast. Both are estimates: they compare configurations, and do not replace a measurement.
 """
 

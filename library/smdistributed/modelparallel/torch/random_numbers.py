@@ -35,7 +35,7 @@ class Generators:
         self._outside = _random_state()
 
     def hand_to(self, task: Task) -> None:
-        """Saves the state of the task that had the generators, and restores or seeds that of `task`."""
+        """Saves the state of the task that had the generators, and restores or seeds the state of `task`."""
         if self._owner is task:
             return
         if self._owner is not None:

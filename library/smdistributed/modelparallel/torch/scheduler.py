@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.tasks import Task, as_current_task, curre
 
 
 class Reply(Waiter):
-    """What a thread waits for: a message, or the end of all forwards.
+    """A reply that a thread waits for: a message, or the end of all forwards.
 
     Args:
         turn: The turn that the thread asks for when it continues. None: it keeps the turn that it has.
@@ -64,7 +64,7 @@ class Step:
         """By the number of the call."""
         self.waiting_backwards: list[Reply] = []
         self.past_forward: set[int] = set()
-        """The microbatches whose forward has ended."""
+        """The microbatches that have ended their forward."""
 
 
 class Scheduler:
@@ -73,7 +73,7 @@ class Scheduler:
     Args:
         transport: Threads that wait receive messages meanwhile.
         failures: Raised in every thread that waits or begins here.
-        observer: Is told of turns.
+        observer: Records turns.
         receives_events: Whether the script's thread receives messages while it waits. Not on the first stage: only
             answers arrive there, for threads that wait themselves.
     """

@@ -1,7 +1,7 @@
 """The protocol between the stages of a pipeline: how a rank calls modules on other stages, and serves calls to its own.
 
 The body of a step runs on the first stage, on one thread for each microbatch in flight. The other stages serve calls
-until the first stage ends the step. See `scheduler` for threads and turns, and `failures` for what ends a step early.
+until the first stage ends the step. See `scheduler` for threads and turns, and `failures` for errors.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Stage:
     def leave(self) -> bool:
         """Leaves the step. Calls that arrive later wait for the next one.
 
-        After a failure it waits until the other stages have been told, as this process may end next.
+        After a failure it waits until that is sent to the other stages, as this process may end next.
 
         Returns:
             Whether a backward ran in the step.

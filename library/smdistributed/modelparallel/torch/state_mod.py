@@ -36,7 +36,7 @@ from smdistributed.modelparallel.torch.transfers import Transfers
 
 
 class WrappedModel(nn.Module):
-    """What the optimizer and the steps use of the script's model. `DistributedModel` is the only subclass."""
+    """The part of the script's model that the optimizer and the steps use. `DistributedModel` is the only subclass."""
 
     module: nn.Module
     """The script's own model."""
@@ -47,7 +47,7 @@ class WrappedModel(nn.Module):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """What the model uses of the script's optimizer. `DistributedOptimizer` is the only subclass."""
+    """The part of the script's optimizer that the model uses. `DistributedOptimizer` is the only subclass."""
 
     optimizer: torch.optim.Optimizer
     """The script's own optimizer."""
@@ -140,7 +140,9 @@ class State(Context):
     def _open_group(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._process_groups:
             return
-        is_world = len(ranks) == dist.get_world_size() and dist.get_backend() == self._backend  # else the script's own
+        is_world = (
+            len(ranks) == dist.get_world_size() and dist.get_backend() == self._backend
+        )  # otherwise the script's own
         group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
         self._process_groups[ranks] = group
 

@@ -38,11 +38,10 @@ def step(
         detach_outputs: Whether returned tensors have no graph. On other stages than the first they never have one.
 
     Returns:
-        A function that returns, on all ranks, what the body returned: StepOutput in place of tensors, lists of the
-        microbatches' values in place of anything else. It raises:
-        MicrobatchError if an axis does not divide by the number of microbatches,
-        SMPRuntimeError on all stages if one of them fails,
-        StepUsageError inside another step, or without a model.
+        A function that returns the merged results on all ranks: StepOutput in place of tensors, lists of the
+        microbatches' values in place of other values. It raises MicrobatchError if an axis does not divide by the
+        number of microbatches, and StepUsageError inside another step or without a model. If a stage fails, it raises
+        SMPRuntimeError on all stages.
     """
     options = (tuple(non_split_inputs), dict(input_split_axes or {}), detach_outputs)
     if function is None:

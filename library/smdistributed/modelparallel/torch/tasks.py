@@ -16,11 +16,11 @@ _thread = threading.local()
 
 
 class Task:
-    """What a thread computes. `random_state` is kept here while another task has its turn.
+    """The work of a thread. `random_state` is kept here while another task has its turn.
 
     Args:
         microbatch: The number of the microbatch, from 0.
-        kind: What the task computes now.
+        kind: The kind of work that it computes now.
         seed: Seeds the task's random numbers.
     """
 

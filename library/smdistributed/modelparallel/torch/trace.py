@@ -24,20 +24,20 @@ from smdistributed.modelparallel.torch.activations import active_checkpointing
 from smdistributed.modelparallel.torch.packing import pack, unpack
 
 _WITHOUT_VALUES = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
-"""What a module may read of another module's parameter or buffer, on whatever stage it is."""
+"""Attributes that a module may read of another module's parameter or buffer, even on another stage."""
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 _MAX_READS = 10_000
 """Of values, in one run: a loop that waits for a computed value would never end."""
 
 
 class Trace:
-    """What one run of a model found, by the names of its modules.
+    """The results of one run of a model, by the names of its modules.
 
     Attributes:
         order: The order of the modules' first calls.
         operations: The operations of each module, without its children.
         activation_bytes: The bytes that each module keeps for backward, without its children.
-        uses: For each module, the modules whose parameters or buffers it uses itself.
+        uses: For each module, the other modules that own parameters or buffers it uses.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tra
 
     Raises:
         RuntimeError: If the model reads too many values.
-        Exception: Whatever the model raises if it cannot run without values.
+        Exception: If the model cannot run without values.
     """
     with _without_modes():
         return _trace(root, args, kwargs)
@@ -151,7 +151,7 @@ class _KeptActivations:
 
 @contextmanager
 def _checkpointed_modules_keep_less(root: nn.Module, kept: _KeptActivations) -> Iterator[None]:
-    """Replaces the forward of checkpointed modules inside `with`, so that they keep what a real run would."""
+    """Replaces the forward of checkpointed modules inside `with`, so that they keep the same as a real run."""
     own = {}
     for module, keeps in _find_checkpointed(root).items():
         own[module] = module.__dict__.get("forward")

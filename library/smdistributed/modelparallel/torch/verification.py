@@ -130,7 +130,7 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[f
     if not expected.is_floating_point() or not expected.numel() or found.shape != expected.shape:
         return (0.0 if torch.equal(found, expected) else float("inf")), 0.0
     found, wide = found.detach().double(), expected.detach().double()
-    other = ~((found == wide) | (found.isnan() & wide.isnan()))  # a scaled loss may overflow, here and there alike
+    other = ~((found == wide) | (found.isnan() & wide.isnan()))  # a scaled loss may overflow in both
     difference = (found - wide)[other].abs()
     error = (difference.max() / wide.abs().max()).item() if difference.numel() else 0.0
     return error, torch.finfo(expected.dtype).eps ** 0.5
@@ -157,7 +157,7 @@ def _run_without_stages(
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor whose gradient is not the script's."""
+    """A tensor with a gradient of its own, not the script's."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """Calls a function whose activations are computed again in backward (AWS API).
+    """Calls a function, and computes its activations again in backward (AWS API).
 
     Args:
         fn: The function.

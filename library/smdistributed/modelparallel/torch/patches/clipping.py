@@ -1,9 +1,9 @@
 """Patches of torch.nn.utils.clip_grad_norm_ and clip_grad_value_, so that they clip by the norm over all stages.
 
 Scripts and trainers clip `model.parameters()`. With the norm of one stage alone, each stage would scale its gradients
-by a different factor, without any error. If all given parameters are on one stage, such as those of
-`local_parameters`, the norm is theirs, and no other stage has to call. With a loss scale, gradients are unscaled before
-they are clipped, and all ranks must call.
+by a different factor, without any error. If all given parameters are on one stage, such as the
+result of `local_parameters`, it is their norm, and no other stage has to call. With a loss scale, gradients are
+unscaled before they are clipped, and all ranks must call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def updated_parameters(state: State, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Lists what the next update uses for these parameters: see `MasterWeights.updated`.
+    """Lists the parameters that the next update uses for these parameters: see `MasterWeights.updated`.
 
     It finishes the averages over replicas, which all of them call.
     """
@@ -81,7 +81,7 @@ def _patch_value(original: Any) -> Any:
 
 
 def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
-    """What the next update uses for these parameters, and the stages of those that belong to the model."""
+    """Finds the parameters that the next update uses, and the stages of parameters that belong to the model."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model, optimizer = state.model, state.optimizer
     originals = optimizer.master_weights.model_parameters(given) if optimizer else given

@@ -1,7 +1,7 @@
-"""State dicts between Hugging Face's names and those of tensor-parallel modules.
+"""State dicts between Hugging Face's names and the names of tensor-parallel modules.
 
-No module is tensor-parallel here, so that a model's state dict has Hugging Face's names in any case: translating either
-way gives it as it is.
+No module is tensor-parallel here. So a model's state dict always has Hugging Face's names, and both translations return
+it unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def same_names(name: str) -> Callable[..., Any]:
         if any(_OF_TENSORS in key for key in state_dict):
             raise SMPUnsupportedError(
                 f"{name}: the state dict is of a tensor-parallel model (its keys have {_OF_TENSORS!r}), which is not "
-                "implemented. Fix: translate it to Hugging Face's names where it was trained."
+                "implemented. Fix: translate it to Hugging Face's names in the job that trained it."
             )
         return state_dict
 

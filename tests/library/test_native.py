@@ -28,10 +28,10 @@ static int num_inputs(TF_OpKernelContext *context) { return (void)context, 1; }
 
 int main(void)
 {
-    node_t node = {.kind = SEND};
+    kernel_t node = {.kind = SEND};
     tf.NewStatus = new_status, tf.DeleteStatus = delete_status, tf.SetStatus = set_status, tf.NumInputs = num_inputs;
     tf.OpKernelConstruction_Failure = fail_construction, tf.OpKernelContext_Failure = fail_computation;
-    void *made = create((TF_OpKernelConstruction *)&node, SEND);
+    void *made = create_kernel((TF_OpKernelConstruction *)&node, SEND);
     compute(&node, (TF_OpKernelContext *)&node);
     return made || constructions != 1 || computations != 1 || code != RESOURCE_EXHAUSTED;
 }

@@ -210,6 +210,6 @@ class _Attempt:
         """Tries again: the sender has proved nothing, and may belong to an earlier job."""
         refusal = f"it refused this first host: {reason[:_MAX_SHOWN]}"
         if not self.refusal:
-            write_log(f"{self._host}: {refusal}: trying again")
+            write_log(f"{self._host}: {refusal}. Trying again")
         self.refusal = refusal
         self._retry("trying again")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from smdistributed.core.engines import Engine, Transport
+from smdistributed.core.engines import Engine, TensorTransport
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.explain import CHOICES
 from smdistributed.core.group_monitor import GroupMonitor
@@ -21,7 +21,7 @@ class Network(NamedTuple):
 
     name: str
     """As it appears in the name of the communication engine."""
-    connect: Callable[[Sequence[int]], Transport]
+    connect: Callable[[Sequence[int]], TensorTransport]
     """Connects the given ranks of the group; all of them call it with the same list."""
 
 

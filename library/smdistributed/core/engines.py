@@ -1,7 +1,7 @@
 """The interface of communication engines, which move flat tensors between the ranks of a group.
 
-`ShmEngine` uses memory that the ranks of one host share. `NetworkEngine` uses the messages of a `Transport` such as
-MPI. `HierarchicalEngine` uses both: each byte leaves a host once. `MonitoredEngine` wraps the last two.
+`ShmEngine` uses memory that the ranks of one host share. `NetworkEngine` uses the messages of a `TensorTransport` such
+as MPI. `HierarchicalEngine` uses both: each byte leaves a host once. `MonitoredEngine` wraps the last two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Request(Protocol):
         """Blocks until the message's memory may be used. Raises RuntimeError if it fails or takes too long."""
 
 
-class Transport(Protocol):
+class TensorTransport(Protocol):
     """Point-to-point messages between ranks, which have numbers of their own in it.
 
     A message keeps the owner of its memory alive.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from smdistributed.core import native
 from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
-from smdistributed.core.engines import Engine, Flats, Request, Transport
+from smdistributed.core.engines import Engine, Flats, Request, TensorTransport
 from smdistributed.core.flat import Flat, allocate, divide, reduce
 from smdistributed.core.group_monitor import GroupMonitor
 
@@ -30,7 +30,7 @@ class NetworkEngine(Engine):
         tag: Returns the tag of a message of that many bytes in the collective that runs.
     """
 
-    def __init__(self, transport: Transport, rank: int, size: int, tag: Callable[[int], int]) -> None:
+    def __init__(self, transport: TensorTransport, rank: int, size: int, tag: Callable[[int], int]) -> None:
         self._transport, self._rank, self._size, self._tag = transport, rank, size, tag
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:

@@ -38,6 +38,7 @@ class Environment:
         self._values = _read_values()
 
     def __getattr__(self, name: str) -> Any:
+        """Returns the value of a key. Raises AttributeError, with all keys in its message, if there is no such key."""
         values: dict[str, Any] = {} if name.startswith("__") else self.__dict__["_values"]
         if name in values:
             return values[name]
@@ -48,7 +49,7 @@ class Environment:
         return sorted([*super().__dir__(), *self._values])
 
     def to_cmd_args(self) -> list[str]:
-        """Returns the arguments of the script, from SM_USER_ARGS."""
+        """Returns the arguments of the script, from SM_USER_ARGS; none if it is not set."""
         arguments: list[str] = json.loads(os.environ.get("SM_USER_ARGS", "[]"))
         return arguments
 
@@ -58,13 +59,17 @@ class Environment:
 
 
 def _read_values() -> dict[str, Any]:
+    """Returns the decoded SM_TRAINING_ENV. If it is not set, builds the same from the files under /opt/ml."""
     text = os.environ.get("SM_TRAINING_ENV")
     values: dict[str, Any] = json.loads(text) if text else _read_contract()
     return values
 
 
 def _read_contract() -> dict[str, Any]:
-    """Reads the contract as `train` does, without fetching code."""
+    """Reads the contract and the machine as `train` does, without fetching code.
+
+    SM_NUM_GPUS replaces the number of GPUs.
+    """
     from shoal_toolkit.job import contract
     from shoal_toolkit.job.machine import read_machine
     from shoal_toolkit.plan.environment import build_training_environment

@@ -34,7 +34,10 @@ from shoal_toolkit.system.loop import STOP_SIGNALS
 
 
 def command() -> NoReturn:
-    """Runs `main` and ends with its exit code, without Python's shutdown, which takes as long as a no-op job."""
+    """Runs `main`, flushes stdout and stderr, and ends the process with the exit code.
+
+    Python's shutdown is skipped, because it takes as long as a no-op job. If nobody reads the output, 0 becomes 1.
+    """
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -46,7 +49,11 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `train`, by default with the arguments of the process. Returns its exit code."""
+    """Runs `train`, by default with the arguments of the process. Returns its exit code.
+
+    `--rehearse` sets SHOAL_REHEARSE in the environment of this process. If this process is PID 1, it runs the job in a
+    child process, and ends without returning. Standard descriptors that are closed are opened to /dev/null.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:
         print(f"train (shoal-toolkit) {__version__}")
@@ -78,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explain(words: Sequence[str], as_json: bool) -> int:
-    """Prints the plan of this host. Starts no process, and changes no file."""
+    """Prints the plan of this host as text or JSON. Starts no process, and changes no file.
+
+    Returns:
+        0, or the exit code of the error in the configuration, which is logged.
+    """
     environ = dict(os.environ)
     try:
         settings, problem = take_settings(environ)
@@ -103,7 +114,7 @@ def explain(words: Sequence[str], as_json: bool) -> int:
 
 
 def train(words: Sequence[str], began: float) -> int:
-    """Runs the job on this host, and turns every error into a result. No other function catches all errors.
+    """Runs the job on this host, and writes its result, also for an error, a signal or a bug in this toolkit.
 
     Args:
         words: Arguments for the script.
@@ -132,6 +143,12 @@ def _explain_bug(error: Exception) -> LaunchError:
 
 
 def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
+    """Plans and runs this host's part, as first host or worker. Returns the exit code of the job.
+
+    Sets up the log, removes the job's secret from os.environ, and removes the result of an earlier job. An error in the
+    plan is reported to the other hosts first. TrainError is raised if resourceconfig.json is wrong, StoppedError for a
+    signal before the event loop runs.
+    """
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
     cluster = read_cluster(paths, os.uname().nodename)
@@ -162,7 +179,10 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
 
 
 def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
-    """Returns the hosts in the order of the other hosts' plans, although this host has no plan."""
+    """Returns the hosts in the order of the other hosts' plans, although this host has no plan.
+
+    If the hyperparameters are wrong, it is the order of resourceconfig.json.
+    """
     try:
         hosts = select_hosts(cluster, read_framework(paths))
     except TrainError:
@@ -171,7 +191,10 @@ def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
 
 
 class EarlyStop:
-    """Raises StoppedError when a signal stops the job before the event loop runs, for example while code is fetched."""
+    """Raises StoppedError when a signal stops the job before the event loop runs, for example while code is fetched.
+
+    Creating it installs the signal handlers; ignored signals stay ignored.
+    """
 
     def __init__(self) -> None:
         for number in STOP_SIGNALS:
@@ -180,7 +203,7 @@ class EarlyStop:
         self._armed = True
 
     def end(self) -> None:
-        """Blocks signals until the loop handles them (see Host.run). Raises nothing from now on."""
+        """Blocks the signals until the loop handles them (see Host.run). Raises nothing from now on."""
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._armed = False
 
@@ -194,14 +217,16 @@ class EarlyStop:
 def plan_host(
     paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str], fetch: bool = True
 ) -> LaunchPlan:
-    """Reads the contract and the machine, and plans this host's part.
+    """Reads the contract and the machine, fetches the code, and plans this host's part.
+
+    For a job of one host it also reserves the rendezvous port, until this process ends.
 
     Args:
         paths: The directories of the job.
         cluster: Its hosts.
         environ: The environment of the script, without the variables that the plan adds.
         words: Arguments for the script.
-        fetch: Whether to fetch code from elsewhere.
+        fetch: Whether to fetch code from elsewhere, and to make a missing code directory.
 
     Raises:
         ContractError: If the configuration is wrong.

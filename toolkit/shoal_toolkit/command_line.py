@@ -24,6 +24,8 @@ class CommandLine(NamedTuple):
 def parse_command_line(words: Sequence[str]) -> CommandLine:
     """Parses the words after `train`. Its options may be anywhere before `--`; --json must follow --explain.
 
+    All other words, and all words after `--`, are arguments for the script. If arguments precede it, `--` is one too.
+
     Raises:
         ContractError: If an option is misspelt. Otherwise the job would run although it was only to be explained.
     """
@@ -45,6 +47,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _refuse_misspelt_option(word: str) -> None:
+    """Raises ContractError if a word is nearly --explain or --rehearse, or one of them with a value."""
     name, _, value = word.partition("=")
     stem = name.lstrip("-\u2013\u2014").lower()  # text editors replace -- by a long dash
     if stem == name.lower():
@@ -60,7 +63,10 @@ def _refuse_misspelt_option(word: str) -> None:
 
 
 def _edit_distance(left: str, right: str) -> int:
-    """Returns how many letters differ: added, left out, replaced, or swapped with the next one."""
+    """Returns how many letters differ: added, left out, replaced, or swapped with the next one.
+
+    If the lengths differ by more than 2, returns the length of `right` without counting.
+    """
     if abs(len(left) - len(right)) > max(_MAX_WRONG_LETTERS.values()):
         return len(right)
     rows: list[list[int]] = [list(range(len(right) + 1))]

@@ -136,7 +136,7 @@ def mask_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask_json(value: Any) -> Any:
-    """Returns a decoded JSON value with masked secrets."""
+    """Returns a decoded JSON value with masked secrets. A list of texts is masked as arguments are."""
     if isinstance(value, dict):
         return {key: MASK if _is_secret_item(key, item) else mask_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -166,6 +166,7 @@ def _mask_value(value: str) -> str:
 
 
 def _mask_pair(pair: re.Match[str]) -> str:
+    """Returns a pair of name and value, with a mask if the value is a secret. Several words are masked as a text."""
     group = _value_group(pair)
     if not is_secret(_pair_name(pair), pair[group]):
         return pair[0].replace(pair["words"], mask_text(pair["words"])) if pair["words"] else pair[0]
@@ -204,10 +205,12 @@ def _split_name(name: str) -> list[str]:
 
 
 def _names_key(name: str) -> bool:
+    """Whether a name is `key` or ends with that word, such as ssh_key."""
     return name.lower().lstrip("-") == "key" or name.lower().endswith(_KEY_ENDS)
 
 
 def _may_name_secret(text: str) -> bool:
+    """Whether a text contains a word such as `secret` or `token`; `tokenizer` and `author` don't count."""
     lowered = text.lower()
     if "authorization" in lowered:
         return True

@@ -32,7 +32,10 @@ _RESOLVE_AGAIN_SECONDS = 0.5
 
 
 class Agent:
-    """Listens until the first host has proved the secret, then calls `on_first_host(channel)`."""
+    """Listens until the first host has proved the secret, then calls `on_first_host(channel)`.
+
+    Creating it opens the port on all addresses, and raises LaunchError if the port is taken.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,10 @@ class Agent:
             handshake.end()
 
     def _on_connection(self) -> None:
+        """Accepts a connection, and starts a handshake if it is from an address of the first host.
+
+        For another address it looks up the first host's name again; within 0.5 s of the last lookup it rejects it.
+        """
         try:
             sock, peer = self._listener.accept()
         except OSError:  # it was closed already
@@ -91,7 +98,10 @@ class Agent:
         self._handshakes[_Handshake(self, sock)] = None
 
     def _resolve_first_host(self, sock: socket.socket, address: str) -> None:
-        """Keeps a connection until the first host's name is looked up again: it may have become known."""
+        """Keeps a connection until the first host's name is looked up again: it may have become known.
+
+        If too many connections wait, of this address or of all, the oldest one is closed.
+        """
         same = [waiting for waiting in self._waiting if waiting[1] == address]
         if len(same) >= _MAX_WAITING_EACH:
             self._drop_waiting(same[0])
@@ -106,6 +116,7 @@ class Agent:
         self._waiting.remove(waiting)
 
     def _on_resolved(self, found: list[Address] | OSError) -> None:
+        """Starts the handshakes of waiting connections from the first host's addresses, and rejects the others."""
         if not isinstance(found, OSError):  # otherwise the earlier addresses still count
             self._allowed = {address[0] for _, address in found}
         self._resolved_at = monotonic()
@@ -117,6 +128,7 @@ class Agent:
                 self._reject(sock, address)
 
     def _reject(self, sock: socket.socket, address: str) -> None:
+        """Closes a connection, and logs its address the first time, for at most 32 addresses."""
         sock.close()
         if address not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(address)
@@ -124,13 +136,15 @@ class Agent:
             write_log(f"rejected a connection from {address}: the first host {self._hosts[0]!r} has {known}")
 
     def make_hello(self, nonce: str) -> Hello:
+        """Returns this host's first message of a handshake."""
         return Hello(messages.VERSION, self._current_host, nonce)
 
     def make_transcript(self, first_nonce: str, worker_nonce: str) -> dict[str, str]:
+        """Returns the facts that both proofs of a handshake cover, see `wire.make_transcript`."""
         return wire.make_transcript(self._hosts, self._current_host, first_nonce, worker_nonce)
 
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
-        """Checks the first host's proof, and returns the answer."""
+        """Checks the first host's proof, and returns the answer: this host's own proof, or a refusal."""
         if message.hosts != transcript["hosts"]:
             return self._refuse("its resourceconfig.json lists other hosts than this host's")
         if not wire.equal_proofs(wire.make_proof(self._secret, "first", transcript), message.proof):
@@ -138,6 +152,7 @@ class Agent:
         return Welcome(wire.make_proof(self._secret, "worker", transcript))
 
     def _refuse(self, reason: str) -> Refused:
+        """Returns a refusal, keeps it in `refused`, and logs each reason once."""
         self.refused = f"refused a connection from the first host's address: {reason}"
         if reason not in self._reasons:  # it connects again and again
             self._reasons.add(reason)
@@ -145,17 +160,21 @@ class Agent:
         return Refused(reason)
 
     def end_handshake(self, handshake: _Handshake) -> None:
+        """Forgets a handshake. Its connection stays open."""
         self._handshakes.pop(handshake, None)
 
     def accept(self, channel: Channel, transcript: Mapping[str, str]) -> None:
-        """Accepts the first host, and stops listening."""
+        """Accepts the first host: stops listening, closes all other connections, and calls `on_first_host`.
+
+        From now on the frames of this channel have tags.
+        """
         channel.start(wire.make_seals(self._secret, "worker", transcript))
         self.close()
         self._on_first_host(channel)
 
 
 class _Handshake:
-    """A connection that has not proved the secret yet."""
+    """A connection that has not proved the secret yet. Creating it sends a Hello; it is closed after 10 s."""
 
     def __init__(self, agent: Agent, sock: socket.socket) -> None:
         self._agent = agent
@@ -165,6 +184,7 @@ class _Handshake:
         self._channel.send(agent.make_hello(self._nonce))
 
     def _on_message(self, message: Any) -> None:
+        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it."""
         if not isinstance(message, Prove):
             raise ProtocolError("not a proof")
         transcript = self._agent.make_transcript(message.nonce, self._nonce)
@@ -178,13 +198,14 @@ class _Handshake:
         self._agent.accept(self._channel, transcript)
 
     def end(self) -> None:
+        """Closes the connection, and removes it from the agent."""
         self._deadline.cancel()
         self._agent.end_handshake(self)
         self._channel.close()
 
 
 def _listen(port: int) -> socket.socket:
-    """Listens on every address of this host, with IPv6 if it is available."""
+    """Listens on every address of this host, with IPv6 if it is available. Raises LaunchError if the port is taken."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET

@@ -25,9 +25,10 @@ _MAX_SHOWN = 200  # characters of a text from another host
 
 
 class WorkerSearch:
-    """Connects to all workers. Calls `on_found(host, channel)` for each, and `on_failed(reason)` at most once.
+    """Connects to all workers at once, from its creation on, and tries again after each failure.
 
-    The log shows every 15 s which hosts are missing.
+    Calls `on_found(host, channel)` for each worker that has proved the secret. Calls `on_failed(reason)` at most once,
+    if workers are missing after `seconds`. The log shows every 15 s which hosts are missing.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WorkerSearch:
         self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in hosts[1:]}
 
     def close(self) -> None:
-        """Stops searching for the missing hosts."""
+        """Stops searching for the missing hosts, without calling `on_failed`. Connections that were found stay open."""
         self.resolver.close()
         for timer in self._timers:
             timer.cancel()
@@ -62,20 +63,23 @@ class WorkerSearch:
         self.missing = {}
 
     def announce_limit(self, seconds: float) -> None:
-        """Shows a shorter limit in the log, `seconds` from now. The caller ends the search then."""
+        """Shows a shorter limit in the log, `seconds` from now. It sets no timer: the caller ends the search then."""
         self._seconds = min(self._seconds, monotonic() - self._began + seconds)
 
     def on_connected(self, host: str, channel: Channel) -> None:
+        """Removes a host from the missing ones, and calls `on_found`. After the last one the search ends."""
         del self.missing[host]
         if not self.missing:
             self.close()
         self._on_found(host, channel)
 
     def fail(self, reason: str) -> None:
+        """Ends the search, and calls `on_failed`."""
         self.close()
         self._on_failed(reason)
 
     def _list_missing(self) -> str:
+        """Returns at most ten missing hosts as text, each with its last problem."""
         listed = [
             f"{host} ({'; '.join(filter(None, (attempt.refusal, attempt.problem)))})"
             for host, attempt in list(self.missing.items())[:10]
@@ -84,6 +88,7 @@ class WorkerSearch:
         return ", ".join(listed) + more
 
     def _log_progress(self) -> None:
+        """Logs which hosts are missing, and repeats that after 15 s."""
         waited = monotonic() - self._began
         write_log(f"waiting for {self._list_missing()}, for {waited:.0f} s of at most {self._seconds:.0f} s")
         self._timers.append(self._loop.call_later(_PROGRESS_SECONDS, self._log_progress))
@@ -117,6 +122,7 @@ class _Attempt:
         self._timer: Timer = loop.call_later(0, self._try)
 
     def close(self) -> None:
+        """Closes the current connection, and tries no more."""
         self._timer.cancel()
         if self._sock is not None:
             self._loop.unwatch(self._sock.fileno(), WRITE)
@@ -128,6 +134,7 @@ class _Attempt:
         self._transcript = {}
 
     def _retry(self, problem: str) -> None:
+        """Closes the connection, keeps the problem for the log, and tries again after a pause that grows to 1 s."""
         self.close()
         self.problem = problem
         pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), _SLOWEST_RETRY_SECONDS)
@@ -135,6 +142,7 @@ class _Attempt:
         self._timer = self._loop.call_later(max(pause, least), self._try)
 
     def _try(self) -> None:
+        """Looks up the host's name, then connects to the next of its addresses."""
         self._tries += 1
         self.problem = "looking up its name"
         self._search.resolver.look_up(self._host, self._port, self._on_resolved)
@@ -146,6 +154,7 @@ class _Attempt:
             self._connect(*found[(self._tries - 1) % len(found)])
 
     def _connect(self, family: int, address: tuple[Any, ...]) -> None:
+        """Starts to connect without waiting; tries again if there is no answer within 5 s."""
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:  # the kernel does not support this address family
@@ -161,6 +170,7 @@ class _Attempt:
         self._loop.watch(sock.fileno(), WRITE, self._on_connect)
 
     def _on_connect(self) -> None:
+        """Starts the handshake of 10 s at most, or tries again if the connection failed."""
         sock = self._sock
         if sock is None:
             return
@@ -179,6 +189,7 @@ class _Attempt:
         self._retry(f"in the handshake {reason}")
 
     def _on_message(self, message: Any) -> None:
+        """Handles a message of the handshake. Raises ProtocolError if it is wrong at this time."""
         if isinstance(message, Hello) and not self._transcript:
             self._send_proof(message)
         elif isinstance(message, Welcome) and self._transcript:
@@ -189,7 +200,10 @@ class _Attempt:
             raise ProtocolError("a message that is wrong at this time")
 
     def _send_proof(self, message: Hello) -> None:
-        """Answers the worker's nonce with a proof, and with a nonce of this host."""
+        """Answers the worker's nonce with a proof, and with a nonce of this host.
+
+        Raises ProtocolError if the worker has another name or version.
+        """
         if message.version != messages.VERSION or message.host != self._host:
             raise ProtocolError(f"it calls itself {message.host[:_MAX_SHOWN]!r}, protocol {message.version}")
         self._transcript = wire.make_transcript(self._hosts, self._host, wire.make_nonce(), message.nonce)
@@ -198,6 +212,10 @@ class _Attempt:
             self._channel.send(Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))
 
     def _check_welcome(self, message: Welcome) -> None:
+        """Checks the worker's proof, and gives the channel to the search.
+
+        Raises ProtocolError if the proof is wrong.
+        """
         if not wire.equal_proofs(wire.make_proof(self._secret, "worker", self._transcript), message.proof):
             raise ProtocolError("it does not have this job's SHOAL_JOB_SECRET")
         channel, self._channel = self._channel, None

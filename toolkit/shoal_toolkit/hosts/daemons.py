@@ -42,7 +42,10 @@ SendExitCode = Callable[[int], None]
 
 
 class DaemonRequests:
-    """The socket for requests from rsh.py. Calls `on_request(host, command, send_exit_code)` for each."""
+    """Listens on a Unix socket in the run directory for requests from rsh.py.
+
+    Calls `on_request(host, command, send_exit_code)` for each. rsh.py waits until `send_exit_code` is called.
+    """
 
     def __init__(self, loop: Loop, directory: str, on_request: Callable[[str, str, SendExitCode], None]) -> None:
         self._loop = loop
@@ -55,6 +58,7 @@ class DaemonRequests:
         loop.watch(self._listener.fileno(), READ, self._on_connection)
 
     def close(self) -> None:
+        """Stops listening, and closes open requests without an exit code: rsh.py ends with 255 then."""
         self._loop.unwatch(self._listener.fileno(), READ)
         self._listener.close()
         for sock in list(self._open):
@@ -71,6 +75,11 @@ class DaemonRequests:
         self._loop.watch(sock.fileno(), READ, lambda: self._on_readable(sock, received))
 
     def _on_readable(self, sock: socket.socket, received: bytearray) -> None:
+        """Reads a part of a request.
+
+        A whole one goes to `on_request`, and its socket stays open until the exit code is sent. A request that is
+        wrong, too long or cut short is dropped.
+        """
         try:
             data = sock.recv(65536)
         except BlockingIOError:
@@ -91,6 +100,7 @@ class DaemonRequests:
             self._on_request(host, command, lambda code: self._send_exit_code(sock, code))
 
     def _send_exit_code(self, sock: socket.socket, code: int) -> None:
+        """Answers a request, and closes its socket. Does nothing if it is closed already."""
         if sock in self._open:
             try:
                 sock.send(str(code).encode())
@@ -146,7 +156,13 @@ def build_daemon_command(
 
 
 def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Returns the daemon's options. Each must be allowed by data/daemon.json or by the plan."""
+    """Returns the daemon's options. Each must be allowed by data/daemon.json or by the plan.
+
+    The first host's session directory is left out. Its launch agent is replaced by this host's.
+
+    Raises:
+        LaunchError: If an option is not allowed.
+    """
     arguments = []
     for option, *values in _split_options(words):
         if option not in _PAIRS:
@@ -168,6 +184,7 @@ def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Ma
 
 
 def _is_allowed(parameter: str, value: str, forms: Mapping[str, str], planned: Mapping[str, str]) -> bool:
+    """Whether the plan allows a parameter with this value, or data/daemon.json allows values of this form."""
     if parameter in planned and planned[parameter] in (value, ANY):
         return True
     return parameter in forms and re.fullmatch(_VALUE_FORMS[forms[parameter]], value) is not None

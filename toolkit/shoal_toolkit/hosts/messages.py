@@ -1,7 +1,8 @@
 """The messages between hosts, and how they are encoded. Every frame is parsed and checked before anything acts on it.
 
-A frame has a kind (1 byte) and a payload: a flat JSON object with exactly the fields of its kind, or bytes for output.
-Anything else raises ProtocolError, and no other error. Whether a message is allowed at this time is not checked here.
+A frame has a kind (1 byte) and a payload: a JSON object with exactly the fields of its kind, or bytes for output. In
+the handshake the object must be flat. Anything else raises ProtocolError, and no other error. Whether a message is
+allowed at this time is not checked here.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ Handshake = (Hello, Prove, Welcome, Refused)
 
 
 def _check_whole_number(most: int) -> Callable[[Any], Any]:
+    """Makes a check of an integer from 0 to `most`; it refuses true and false."""
+
     def check(value: Any) -> Any:
         if type(value) is not int or not 0 <= value <= most:
             raise ProtocolError(f"a number that is not from 0 to {most}")
@@ -151,6 +154,8 @@ def _check_whole_number(most: int) -> Callable[[Any], Any]:
 
 
 def _check_digest(length: int) -> Callable[[Any], Any]:
+    """Makes a check of a text with `length` lower-case hexadecimal digits."""
+
     def check(value: Any) -> Any:
         if not isinstance(value, str) or len(value) != length or not _HEXADECIMAL.issuperset(value):
             raise ProtocolError(f"a field that is not {length} hexadecimal digits")
@@ -183,7 +188,7 @@ def _check_stop_signal(value: Any) -> Any:
 
 
 def _check_facts(value: Any) -> Any:
-    """Checks facts about a failure: a number for each name."""
+    """Checks facts about a failure: an integer for each name."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS or {type(item) for item in value.values()} - {int}:
         raise ProtocolError("facts that are not numbers")
     return value
@@ -265,6 +270,10 @@ def _parse_output(payload: bytes) -> Output:
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
+    """Parses a JSON object; raises ProtocolError for anything else.
+
+    `flat` refuses nested objects and lists unparsed.
+    """
     if flat and (payload.count(b"{") != 1 or b"[" in payload):
         raise ProtocolError("a payload that is not flat")
     try:

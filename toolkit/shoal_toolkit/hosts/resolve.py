@@ -26,7 +26,7 @@ _THREADS = 16  # hundreds of hosts may be looked up at once
 
 
 class Resolver:
-    """Looks up hosts in threads, and calls back from the loop."""
+    """Looks up hosts in at most 16 threads, and calls back from the loop."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -64,6 +64,7 @@ class Resolver:
             os.write(self._write, b".")
 
     def _on_found(self) -> None:
+        """Calls back for the hosts that threads have looked up so far."""
         os.read(self._read, 4096)
         while self._found:
             on_resolved, found = self._found.popleft()
@@ -71,6 +72,7 @@ class Resolver:
 
 
 def _try_look_up(host: str, port: int) -> list[Address] | OSError:
+    """Returns the addresses of a host, or the error; a wrong host name gives an OSError too."""
     try:
         return look_up_host(host, port)
     except OSError as error:

@@ -13,7 +13,10 @@ import sys
 
 
 def main() -> int:
-    """Returns the exit code of the command; 255, like ssh, if the host or `train` is gone."""
+    """Sends the request, and waits until the command has ended on the other host.
+
+    Returns the exit code of the command; 255, like ssh, if the host or `train` is gone.
+    """
     host, command = sys.argv[1], " ".join(sys.argv[2:])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as train:
         train.connect(os.path.join(os.environ["SHOAL_RUN_DIR"], "rsh.sock"))

@@ -39,13 +39,17 @@ class Seal:
         self._key, self._count = key, 0
 
     def make_tag(self, kind: bytes, payload: bytes) -> bytes:
+        """Returns the tag of the next frame. Each call counts one frame."""
         mac = hashlib.blake2b(self._count.to_bytes(8, "big") + kind, key=self._key, digest_size=_TAG_BYTES)
         mac.update(payload)
         self._count += 1
         return mac.digest()
 
     def check(self, kind: bytes, sealed: bytes) -> bytes:
-        """Returns the payload without its tag. Raises ProtocolError if the tag is wrong."""
+        """Checks the tag of the next frame, and returns the payload without it.
+
+        Raises ProtocolError if the tag is wrong.
+        """
         payload, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]
         if not hmac.compare_digest(tag, self.make_tag(kind, payload)):
             raise ProtocolError("a frame that was changed, or is out of order")
@@ -81,10 +85,11 @@ class Channel:
 
     @property
     def open(self) -> bool:
+        """Whether the connection is neither closed nor lost."""
         return self._sock is not None
 
     def start(self, seals: tuple[Seal, Seal]) -> None:
-        """Ends the handshake: from now on frames have tags, and a silent connection is lost.
+        """Ends the handshake: frames have tags, a heartbeat is sent each second, and after 10 s of silence it is lost.
 
         Args:
             seals: The seal of this side, and of the other.
@@ -122,17 +127,20 @@ class Channel:
             self._paused = True
 
     def resume(self) -> None:
+        """Reads again after `pause`. The time of silence is counted from now on."""
         if self._sock is not None:
             self._loop.watch(self._sock.fileno(), READ, self._on_readable)
             self._paused = False
             self._last_heard = monotonic()
 
     def _lose(self, reason: str) -> None:
+        """Closes the connection, and calls `on_lost`, unless it is closed already."""
         if self._sock is not None:
             self.close()
             self.on_lost(reason)
 
     def _heartbeat(self) -> None:
+        """Runs each second: loses a silent connection, and sends a PING if nothing waits to be sent."""
         silent = monotonic() - self._last_heard
         if silent > LOST_SECONDS and not self._paused:
             self._lose(f"it was silent for {silent:.0f} s")
@@ -142,6 +150,10 @@ class Channel:
         self._beat = self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
 
     def _flush(self) -> None:
+        """Sends as much as the socket takes now, and calls `on_held` with the number of bytes left.
+
+        The loop sends these.
+        """
         sock = self._sock
         try:
             while sock is not None and self._out:
@@ -165,6 +177,10 @@ class Channel:
         self.on_held(self._unsent)
 
     def _on_readable(self) -> None:
+        """Reads the available bytes, and passes on their messages.
+
+        An end, an error or a wrong frame loses the connection.
+        """
         if self._sock is None:
             return
         try:

@@ -110,10 +110,12 @@ class Cluster(NamedTuple):
 
     @property
     def first_host(self) -> str:
+        """The first host in resourceconfig.json. It may be outside the distribution: see `launcher.select_hosts`."""
         return self.hosts[0]
 
     @property
     def instance_groups(self) -> list[dict[str, Any]]:
+        """The instance groups in resourceconfig.json; empty if there are none."""
         return list(self.resource_config.get("instance_groups") or [])
 
 
@@ -193,7 +195,10 @@ def read_cluster(paths: Paths, hostname: str) -> Cluster:
 
 
 def read_framework(paths: Paths) -> dict[str, Any]:
-    """Returns the hyperparameters for the launcher, decoded. Raises ContractError if the file can't be read."""
+    """Returns the hyperparameters in LAUNCHER_KEYS, decoded; none without a file.
+
+    Raises ContractError if it can't be read.
+    """
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS)) or {}
     return {key: decode(value) for key, value in raw.items() if key in LAUNCHER_KEYS}
 
@@ -202,6 +207,8 @@ def read_job(
     paths: Paths, cluster: Cluster, environ: Mapping[str, str], extra_args: tuple[str, ...], fetch: bool = True
 ) -> Job:
     """Reads the rest of the contract, fetches the code, and returns the job.
+
+    For an installed module it makes the code directory if that is missing.
 
     Args:
         paths: The directories of the job.
@@ -261,7 +268,9 @@ def decode(value: Any) -> Any:
 
 
 def read_flag(settings: Mapping[str, Any], key: str) -> bool:
-    """Returns a true/false hyperparameter. true, "true", "True" (SDK 1.x) and "\\"true\\"" are true, absent is false.
+    """Returns a true/false hyperparameter. true, "true", "True" (SDK 1.x), "\\"true\\"" and 1 are true.
+
+    false, "false", 0, null, "none", an empty text and an absent one are false.
 
     Args:
         settings: The hyperparameters.
@@ -282,7 +291,7 @@ def read_flag(settings: Mapping[str, Any], key: str) -> bool:
 
 
 def read_count(settings: Mapping[str, Any], key: str) -> int | None:
-    """Returns a hyperparameter that is a whole number of at least 1; None if it is absent or null.
+    """Returns a hyperparameter that is a whole number of at least 1; None if it is absent, null or empty.
 
     Args:
         settings: The hyperparameters.
@@ -312,7 +321,7 @@ def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple
 
 
 def _read_object(path: str) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, None if there is no file."""
+    """Returns the JSON object in a file, None if there is no file. Raises ContractError if it holds anything else."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             value = json.load(file)
@@ -348,5 +357,6 @@ def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
 
 
 def _find_region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
+    """Returns the AWS region of the hyperparameter, else of the variables; empty if none is set."""
     named = (environ.get(name) for name in ("SAGEMAKER_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"))
     return str(toolkit.get("sagemaker_region") or next(filter(None, named), ""))

@@ -94,6 +94,7 @@ def describe_entry(code: Code, script: Script, environ: Mapping[str, str]) -> tu
 
 
 def _parse_module(name: str, code: Code) -> Script:
+    """Returns the entry point for `-m package.module`; the file is not searched."""
     words = name.split()
     if len(words) != 2 or words[0] != "-m" or not re.fullmatch(_DOTTED, words[1]):
         raise ContractError(
@@ -104,6 +105,10 @@ def _parse_module(name: str, code: Code) -> Script:
 
 
 def _inspect_command(name: str, path: str) -> Script:
+    """Returns the entry point of a file other than .py, with the interpreter of its #! line.
+
+    Without a #! line it must be .sh or executable; otherwise raises ContractError.
+    """
     try:
         with open(path, "rb") as file:
             line = file.readline(256).decode("utf-8", "replace").strip()
@@ -120,12 +125,14 @@ def _inspect_command(name: str, path: str) -> Script:
 
 
 def _script_by_suffix(name: str) -> Script:
+    """Returns the entry point by its suffix alone: .py is Python's, .sh is for /bin/sh, others run by themselves."""
     if name.endswith(".py"):
         return Script(PYTHON, name, name)
     return Script(COMMAND, name, name, ("/bin/sh",) if name.endswith(".sh") else ())
 
 
 def _missing_script(name: str, path: str, code: Code) -> ContractError:
+    """Makes the error for a script that is not a file: a directory, or a name with the closest one in its message."""
     if os.path.isdir(path):
         module = name.strip("/").replace("/", ".")
         return ContractError(
@@ -138,6 +145,7 @@ def _missing_script(name: str, path: str, code: Code) -> ContractError:
 
 
 def _code_files(code: Code) -> list[str]:
+    """Returns the sorted names in the code directory; none if it can't be read."""
     try:
         return sorted(os.listdir(code.directory))
     except OSError:

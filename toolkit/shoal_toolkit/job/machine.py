@@ -1,4 +1,6 @@
-"""Reads the hardware and programs of this machine. Reads files only, and starts no process.
+"""Reads the hardware and programs of this machine. Starts no process.
+
+It reads files. It looks up the other hosts' names only if the configured network interface does not exist.
 
 CPUs respect the affinity mask and the quotas of all cgroups of this process: a container with half a machine has half
 its CPUs.
@@ -159,7 +161,7 @@ def _mig_directory(root: str, minor: str) -> str:
 
 
 def count_cpus(root: str = "/") -> int:
-    """Returns the number of CPUs that this process may use. A quota is rounded up."""
+    """Returns the number of CPUs that this process may use, at least 1. A quota is rounded up."""
     allowed = len(os.sched_getaffinity(0))
     quota = read_cpu_quota(root)
     return max(1, min(allowed, -(-int(quota * 1000) // 1000))) if quota else allowed
@@ -190,6 +192,7 @@ def _cgroup_and_parents(mount: str, path: str) -> list[str]:
 
 
 def _read_version_1_quota(cgroup: str) -> list[str]:
+    """Returns quota and period of a cgroup of version 1, in microseconds; empty without a limit."""
     quota = read_text(cgroup, "cpu.cfs_quota_us").strip()  # -1: no limit
     return [quota, read_text(cgroup, "cpu.cfs_period_us").strip()] if quota.isdigit() else []
 
@@ -242,7 +245,12 @@ def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tupl
 
 
 def find_route_interface(table: str, address: str) -> str:
-    """Returns the interface of the most specific route to an IPv4 address, from the text of /proc/net/route."""
+    """Returns the interface of the most specific route to an IPv4 address; empty if there is none.
+
+    Args:
+        table: The text of /proc/net/route.
+        address: Such as "10.0.0.2".
+    """
     target = _ipv4_to_int(address)
     best, best_mask = "", -1
     for line in table.splitlines()[1:]:

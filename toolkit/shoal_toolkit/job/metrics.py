@@ -60,6 +60,7 @@ def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[
 
 
 def _load_json(path: str) -> Any:
+    """Returns the decoded content of a file. Raises ContractError if it can't be read."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)
@@ -68,6 +69,10 @@ def _load_json(path: str) -> Any:
 
 
 def _check_definition(item: Any, index: int, source: str) -> MetricDefinition:
+    """Returns a definition with its compiled expression, which must have a group.
+
+    Raises ContractError if it is wrong.
+    """
     name, regex = (item.get("Name"), item.get("Regex")) if isinstance(item, dict) else (None, None)
     if not isinstance(name, str) or not name or not isinstance(regex, str):
         raise ContractError(

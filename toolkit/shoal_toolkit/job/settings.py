@@ -44,7 +44,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
 
     Returns:
         The settings, and the first error in them or None. A wrong setting has its default value, so that `train` can
-        still report the error to the other hosts.
+        still report the error to the other hosts. A wrong secret is replaced by a random one, which no host can prove.
     """
     problems: list[ContractError] = []
 
@@ -80,7 +80,10 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
 
 
 def _take_secret(environ: MutableMapping[str, str]) -> str:
-    """Returns the job's secret from its variable, or from the file that another variable names. Removes both."""
+    """Returns the job's secret from its variable, or from the file that another variable names. Removes both.
+
+    It is empty if none is set. Raises ContractError if both are set, or the file can't be used.
+    """
     secret, path = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
     if not path:
         return secret

@@ -118,7 +118,7 @@ def fetch_code(source: CodeSource, code_dir: str, environ: Mapping[str, str]) ->
 
 
 def inspect_code(directory: str) -> Code:
-    """Returns a description of the code in a directory."""
+    """Returns a description of the code in a directory. Raises ContractError if a file there can't be read."""
     setup_py = os.path.isfile(os.path.join(directory, "setup.py"))
     # A pyproject.toml that only configures tools makes no package.
     package = setup_py or _has_line(directory, "pyproject.toml", r"\[(project|build-system)\]")
@@ -138,7 +138,10 @@ def make_code_directory(code: Code) -> None:
 
 
 def _has_line(directory: str, name: str, pattern: str) -> bool:
-    """Whether a file of that name exists and has a line that matches at its beginning."""
+    """Whether a file of that name exists and has a line that matches at its beginning.
+
+    Raises ContractError if the file can't be read.
+    """
     path = os.path.join(directory, name)
     if not os.path.isfile(path):
         return False
@@ -189,7 +192,11 @@ def _wait_for(pid: int) -> None:
 
 
 def _run_unpack(argv: Sequence[str], environ: Mapping[str, str], source: CodeSource) -> None:
-    """Runs the child process to its end. An exception (a signal that stops the job) kills it."""
+    """Runs the child process to its end. An exception (a signal that stops the job) kills it.
+
+    Raises:
+        ContractError, LaunchError: If the child fails, with the message that it wrote.
+    """
     read_end, write_end = os.pipe()
     try:
         pid = spawn(argv, environ, "/", stdout=write_end)

@@ -1,6 +1,7 @@
 """Splits streams of bytes into lines, in linear time: with a prefix, as text, as JSON objects, or only the last ones.
 
-Bytes are never changed. A prefix is added where a line, or a piece of a progress bar, begins.
+Bytes are never changed. A prefix is added where a line, or a piece of a progress bar, begins. A line end is added to an
+incomplete last line, and to a piece of more than 1 MiB without one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _TAIL_BYTES = 16384
 
 
 class Tail:
-    """Keeps the last bytes of a stream."""
+    """Keeps the last `size` bytes of a stream."""
 
     def __init__(self, size: int = _TAIL_BYTES) -> None:
         self._chunks: deque[bytes] = deque()
@@ -43,7 +44,10 @@ class Lines:
         self._after_return = False  # the last piece ended with \\r
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the lines that are complete now."""
+        """Returns the lines that are complete now, and keeps the rest.
+
+        A rest of more than 1 MiB is ended and returned.
+        """
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end:
             self._partial.append(data)
@@ -73,7 +77,10 @@ class Lines:
 
 
 class TextLines:
-    """Turns chunks of a stream into lines of text without their ends. \\r separates lines like \\n."""
+    """Turns chunks of a stream into lines of text without their ends. \\r separates lines like \\n.
+
+    Bytes that are not UTF-8 become \\xNN.
+    """
 
     def __init__(self) -> None:
         self._lines = Lines(b"")

@@ -83,6 +83,7 @@ class MetricReader:
 
 
 def _parse_number(text: str | None) -> float | None:
+    """Returns a finite number; None for anything else."""
     try:
         value = float(text or "")
     except ValueError:

@@ -34,7 +34,7 @@ class _Stream(NamedTuple):
 
 
 class Output:
-    """stdout and stderr of `train` on this host."""
+    """Writes to stdout and stderr of `train` on this host. Creating it sends the log through it, until `close`."""
 
     def __init__(
         self, loop: Loop, flow: FlowControl, prefixed: bool, as_json: bool, metrics: MetricsFile | None
@@ -61,7 +61,7 @@ class Output:
         return all(sink.empty for sink in self._sinks.values())
 
     def write_rank(self, stream: int, rank: int, host: str, data: bytes) -> None:
-        """Writes output of a rank, and reads its metrics."""
+        """Writes output of a rank, reads its metrics, and keeps the end of its stderr."""
         handlers = self._streams.get((stream, rank)) or self._add_stream(stream, rank, host)
         if handlers.tail is not None:
             handlers.tail.add(data)
@@ -75,7 +75,7 @@ class Output:
         self._write(stream, None, formatter.feed(data) if formatter is not None else data)
 
     def add_tail(self, rank: int, text: str) -> None:
-        """Keeps the end of stderr of a rank on another host."""
+        """Adds the end of stderr of a rank on another host, for `stderr_tail`. Writes nothing."""
         self._tails.setdefault(rank, Tail()).add(text.encode("utf-8", "backslashreplace"))
 
     def stderr_tail(self, rank: int) -> str:
@@ -91,12 +91,12 @@ class Output:
                 self._write(stream, rank, handlers.formatter.flush())
 
     def drop(self) -> None:
-        """Discards output that nobody reads."""
+        """Discards output that nobody reads, now and later."""
         for sink in self._sinks.values():
             sink.drop()
 
     def close(self) -> None:
-        """Writes everything, blocking if needed. Later log lines go directly to stderr."""
+        """Writes everything, blocking if needed, and closes the metrics file. Later log lines go directly to stderr."""
         set_log_writer(None)
         for sink in self._sinks.values():
             sink.close()
@@ -104,6 +104,7 @@ class Output:
             self._metrics.close()
 
     def _add_stream(self, stream: int, rank: int | None, host: str) -> _Stream:
+        """Makes and keeps the handlers of a stream, which depend on the format of the log."""
         formatter: Formatter | None = None
         if self._as_json:
             formatter = JsonLines(host, rank, stream)
@@ -117,6 +118,7 @@ class Output:
         return self._streams[stream, rank]
 
     def _write(self, stream: int, writer: int | None, data: bytes) -> None:
+        """Writes to a sink. If another writer's line has not ended, it begins a new line."""
         if not data:
             return
         sink = self._sinks[stream]

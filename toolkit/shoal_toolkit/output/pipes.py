@@ -30,13 +30,14 @@ class Pausable(Protocol):
 
 
 class FlowControl:
-    """Pauses all sources while a sink is full. This bounds memory, and no write blocks the loop."""
+    """Pauses all sources while more than 1 MiB waits in a sink. This bounds memory, and no write blocks the loop."""
 
     def __init__(self) -> None:
         self._sources: set[Pausable] = set()
         self._full: set[object] = set()
 
     def add(self, source: Pausable) -> None:
+        """Adds a source. It is paused at once if a sink is full."""
         self._sources.add(source)
         if self._full:
             source.pause()
@@ -73,7 +74,7 @@ class Sink:
         self.last = b"\n"  # the last byte that was passed to `write`
 
     def write(self, data: bytes) -> None:
-        """Writes as much as the descriptor takes now, and queues the rest."""
+        """Writes as much as the descriptor takes now, and queues the rest. Does nothing once the reader is gone."""
         if not data or self._broken:
             return
         self.last = data[-1:]
@@ -110,6 +111,7 @@ class Sink:
         self._opened = -1
 
     def _on_writable(self) -> None:
+        """Writes a part of the queue, and stops watching the descriptor when nothing is left."""
         if self._descriptor() < 0:
             # A shared, blocking descriptor takes one piece without blocking; then it is polled again.
             written = self._try_write(self._fd, [self._waiting[0][:_PIPE_BUF]])
@@ -131,6 +133,10 @@ class Sink:
         return self._try_write(fd, pieces) if fd >= 0 else 0
 
     def _try_write(self, fd: int, pieces: Sequence[bytes | memoryview]) -> int:
+        """Returns how many bytes were written, 0 if the descriptor would block.
+
+        Any other error is logged once; then all later output is discarded.
+        """
         try:
             return os.writev(fd, pieces)
         except BlockingIOError:
@@ -170,7 +176,10 @@ def _reopen_nonblocking(fd: int) -> int:
 
 
 class Source:
-    """Reads a pipe or FIFO to its end, and passes the bytes to a callback."""
+    """Reads a pipe or FIFO to its end, passes the bytes to a callback, and closes it.
+
+    Creating it makes the descriptor non-blocking, and adds it to the flow control.
+    """
 
     def __init__(self, loop: Loop, flow: FlowControl, fd: int, on_data: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -199,11 +208,12 @@ class Source:
         self._watch()
 
     def finish(self) -> None:
-        """Reads the available bytes and closes the pipe: its writers have ended."""
+        """Reads the available bytes, at most 1 MiB, and closes the pipe: its writers have ended."""
         self.poll()
         self._close()
 
     def _on_readable(self) -> None:
+        """Reads once. After a small read, the pipe is not watched for 1 ms. The first read enlarges the pipe."""
         size = self._read()
         if not size or self._fd < 0:
             return
@@ -218,6 +228,7 @@ class Source:
         self._watch()
 
     def _watch(self) -> None:
+        """Watches the pipe, unless it is closed or paused."""
         if self._fd >= 0 and not self._paused and self._pause is None:
             self._loop.watch(self._fd, READ, self._on_readable)
 

@@ -117,7 +117,10 @@ def _format_option(name: str) -> str:
 
 
 def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
-    """Returns the names of the hyperparameters that are flags."""
+    """Returns the names of the hyperparameters that are flags.
+
+    Raises ContractError if sagemaker_store_true is wrong.
+    """
     possible = {name for name, value in hyperparameters.items() if isinstance(value, bool)}
     if store_true is None or isinstance(store_true, bool):
         return possible if store_true else set()
@@ -139,6 +142,7 @@ def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[s
 
 
 def _check_length(name: str, value: str) -> str:
+    """Returns the value. Raises ContractError if it is too long for an argument on Linux."""
     size = len(value.encode("utf-8", "surrogatepass"))
     if size > MAX_ARGUMENT_BYTES:
         raise ContractError(

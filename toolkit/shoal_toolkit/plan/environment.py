@@ -89,7 +89,7 @@ def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str,
 
 
 def format_variable(value: Any) -> str:
-    """Returns a value as the text of a variable."""
+    """Returns a value as the text of a variable: None as empty, text unchanged, anything else as compact JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -98,13 +98,17 @@ def format_variable(value: Any) -> str:
 
 
 def add_shell_names(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables, and for each name that a shell can't use a copy with underscores in its name."""
+    """Returns the variables, and for each name that a shell can't use a copy with underscores in its name.
+
+    A variable with = in its name is left out, but its copy stays. An existing variable of that name wins over a copy.
+    """
     aliases = {re.sub(r"\W", "_", name, flags=re.ASCII): value for name, value in variables.items()}
     # A name with = would become another variable.
     return {**aliases, **{name: value for name, value in variables.items() if "=" not in name}}
 
 
 def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
+    """Returns the values of the SM_* variables, under their names in lower case and without SM_."""
     cluster, paths = job.cluster, job.paths
     groups = cluster.instance_groups
     return {
@@ -144,6 +148,7 @@ def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine) -> dict[str, Any]:
+    """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job."""
     renamed = {"framework_params": "additional_framework_parameters"}
     omitted = ("host_count", "current_host_rank", "master_addr", "channels")
     described = {renamed.get(name, name): value for name, value in values.items() if name not in omitted}
@@ -165,6 +170,8 @@ def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine)
 
 def read_log_level(job: Job) -> int:
     """Returns sagemaker_container_log_level as a number of the module logging; 20 by default.
+
+    The hyperparameter counts, otherwise the variable SAGEMAKER_CONTAINER_LOG_LEVEL.
 
     Raises:
         ContractError: If it is not a level.
@@ -190,6 +197,7 @@ def _neuron_cores(instance_type: str) -> int:
 
 
 def _instance_group_hosts(job: Job) -> list[str]:
+    """Returns the hosts of this host's instance group; none without groups."""
     for group in job.cluster.instance_groups:
         if group.get("instance_group_name") == job.cluster.group_name:
             return list(group.get("hosts", []))
@@ -197,6 +205,7 @@ def _instance_group_hosts(job: Job) -> list[str]:
 
 
 def _distribution_groups(job: Job) -> list[str]:
+    """Returns the instance groups that take part in the distribution; none if no launcher is configured."""
     named = job.framework.get("sagemaker_distribution_instance_groups")
     if named:
         return list(named)
@@ -208,6 +217,7 @@ def _distribution_groups(job: Job) -> list[str]:
 
 
 def _job_name(job: Job) -> str:
+    """Returns the name of the job, from its hyperparameter or TRAINING_JOB_NAME; empty if it has none."""
     return str(job.toolkit.get("sagemaker_job_name") or job.environ.get("TRAINING_JOB_NAME") or "")
 
 

@@ -7,7 +7,7 @@ from shoal_toolkit.plan.plan import LaunchPlan
 
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
-    """Returns the plan for `train --explain --json`, with masked secrets."""
+    """Returns the plan for `train --explain --json`, with masked secrets. `notes` contains the reasons too."""
     return {
         "launcher": plan.launcher,
         "hosts": list(plan.hosts),

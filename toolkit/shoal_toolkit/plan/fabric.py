@@ -32,7 +32,7 @@ class NetworkChoice(NamedTuple):
 
 
 def choose_network_variables(job: Job, machine: Machine, launcher: str) -> NetworkChoice:
-    """Returns the variables with which the ranks of this host reach the others.
+    """Returns the variables with which the ranks of this host reach the others, without those that the user has set.
 
     Args:
         job: The job.

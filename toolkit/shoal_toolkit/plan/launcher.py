@@ -77,7 +77,8 @@ def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
 def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
     """Returns the hosts of the distribution. The first one leads the job.
 
-    These are all hosts, or the hosts of the groups in sagemaker_distribution_instance_groups.
+    These are all hosts, or the hosts of the groups in sagemaker_distribution_instance_groups. If these groups have no
+    hosts, all hosts are returned.
 
     Args:
         cluster: The hosts and instance groups of the job.

@@ -100,6 +100,7 @@ def build_mpirun_command(
 
 
 def _format_hosts(hosts: Mapping[str, int]) -> list[str]:
+    """Returns the options for hosts and ranks. A single host is always called `localhost`."""
     total = sum(hosts.values())
     places = [f"{host}:{count}" for host, count in hosts.items()] if len(hosts) > 1 else [f"localhost:{total}"]
     return ["--host", ",".join(places), "-np", str(total)]

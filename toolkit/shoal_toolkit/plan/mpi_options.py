@@ -76,7 +76,7 @@ class _Parser:
         self._key, self._series, self._table = key, series, table
 
     def parse_option(self, words: Sequence[str], start: int) -> int:
-        """Adds the option at `start`; returns the start of the next one."""
+        """Adds the option at `start`; returns the start of the next one. Raises ContractError if it is not allowed."""
         word = words[start]
         spelled = _SPELLING.fullmatch(word)
         if spelled is None:
@@ -96,6 +96,7 @@ class _Parser:
         return end
 
     def _refusal(self, word: str, reason: str) -> ContractError:
+        """Makes the error for an option that is not allowed, with masked secrets."""
         shown = redact.mask_arguments([word])[0]
         return ContractError(f"hyperparameters.json, {self._key}: the option {shown!r} is not allowed: {reason}.")
 
@@ -134,6 +135,7 @@ class _Parser:
         return spelled is not None and bool(self._find(spelled["name"])[1])
 
     def _add(self, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]) -> None:
+        """Adds an option to the named ones, the MCA parameters or the exports. Of two, the last counts."""
         if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
             self._add_export(f"NCCL_DEBUG={values[0]}")
         elif name == "x":
@@ -162,7 +164,11 @@ class _Parser:
             self._note(f"{word} is left out: it is not needed in Open MPI {RELEASE[5]}")
 
     def _add_export(self, export: str) -> None:
-        """Adds `-x NAME` or `-x NAME=value`."""
+        """Adds `-x NAME` or `-x NAME=value`.
+
+        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out. SHOAL_
+        variables are refused.
+        """
         name, equals, value = export.partition("=")
         if not name or name.startswith("SHOAL_"):
             raise self._refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
@@ -178,6 +184,12 @@ class _Parser:
         self.exports[name] = export
 
     def _add_mca(self, word: str, option: str, key: str, value: str) -> None:
+        """Adds an MCA parameter with its name in the installed series.
+
+        One that it does not have is left out, with a note.
+
+        Raises ContractError if the parameter would break the job.
+        """
         if "=" in key:
             raise self._refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
         refused = self._table["mca"]["refused"].get(key)

@@ -182,6 +182,10 @@ def _build_command(
 def _build_mpirun(
     job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
+    """Returns mpirun's command (empty on other hosts), the parameters for its daemon here, and notes.
+
+    Raises LaunchError if mpirun is missing, or is not Open MPI's.
+    """
     from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
 
     if not machine.mpirun:
@@ -222,6 +226,7 @@ def _build_torchrun(
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
+    """Returns the commands before the launch: they install what the code needs, and make output/intermediate."""
     if not (job.code.requirements or job.code.package or job.toolkit.get("sagemaker_s3_output")):
         return []
     from shoal_toolkit.plan import sidecars
@@ -230,6 +235,7 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 
 
 def _plan_sidecars(job: Job, machine: Machine, launcher: str, hosts: Sequence[str]) -> list[Sidecar]:
+    """Returns the sidecars of this host: a parameter server, and the upload of output/intermediate."""
     planned = []
     if launcher == PARAMETER_SERVER and len(hosts) > 1:
         from shoal_toolkit.plan import tf_config

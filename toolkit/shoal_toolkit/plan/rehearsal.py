@@ -28,9 +28,10 @@ def is_rehearsal(environ: Mapping[str, str]) -> bool:
 
 
 def emulate_gpus(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], str]:
-    """Adds emulated GPUs to a machine.
+    """Replaces the GPUs of a machine by emulated ones.
 
-    Their number is SHOAL_REHEARSE_GPUS, or the number of the instance type, or one for each configured process.
+    Their number is SHOAL_REHEARSE_GPUS, or the number of the instance type, or one for each configured process. If none
+    of these is known, there are as many as the machine has, at least one.
 
     Args:
         job: The job.

@@ -22,7 +22,11 @@ def install_commands(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 
 
 def prepare_upload(job: Job) -> list[tuple[str, ...]]:
-    """Returns the command that makes output/intermediate before the launch, as the stock toolkit does."""
+    """Returns the command that makes output/intermediate before the launch, as the stock toolkit does.
+
+    There is none if no upload is configured, or the platform uploads. Raises ContractError if sagemaker_s3_output is
+    wrong.
+    """
     return [("mkdir", "-p", job.paths.intermediate)] if _upload_address(job) else []
 
 
@@ -41,7 +45,10 @@ def upload_command(job: Job, machine: Machine) -> tuple[str, ...]:
 
 
 def _upload_address(job: Job) -> str:
-    """Returns the address to upload to; empty if none is configured, or the platform uploads."""
+    """Returns the address to upload to; empty if none is configured, or the platform uploads.
+
+    It may be a file:// address, which means no upload. Raises ContractError for any other kind.
+    """
     address = str(job.toolkit.get("sagemaker_s3_output") or "")
     if not address or job.platform_syncs:
         return ""

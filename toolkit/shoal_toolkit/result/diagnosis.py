@@ -157,6 +157,7 @@ def _find_advice(failure: Failure, cause: Cause) -> tuple[str, str]:
 
 
 def _match_advice(entry: Mapping[str, Any], failure: Failure, cause: Cause) -> re.Match[str] | None:
+    """Returns a match if the facts, and the exit code or the words, fit an entry of data/failures.json; else None."""
     facts = failure.facts
     if any(facts.get(name, 0) < least for name, least in entry.get("least", {}).items()):
         return None

@@ -62,7 +62,7 @@ def describe_exit_code(code: int) -> str:
 
 
 def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
-    """Removes the result of an earlier job, and writes the first job.json.
+    """Makes the output directories, removes the result of an earlier job, and writes the first job.json.
 
     An output directory that can't be written is an error now, and not only after the training.
 
@@ -87,7 +87,7 @@ def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
 
 
 def read_script_failure(paths: Paths) -> str:
-    """Returns the text that the script itself wrote to the failure file; usually nothing.
+    """Returns the text that the script itself wrote to the failure file; usually empty.
 
     Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
     """
@@ -99,7 +99,9 @@ def read_script_failure(paths: Paths) -> str:
 
 
 def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
-    """Writes the result files, and logs a failure.
+    """Writes job.json, and the file `success` or `failure`. Removes the other one, and logs a failure.
+
+    Secrets are masked. If the disk is full, job.json is removed so that the failure file fits.
 
     Args:
         paths: The directories of the job.
@@ -164,7 +166,7 @@ def write_provisional_failure(paths: Paths, result: Result) -> None:
 
 
 def clamp_exit_code(code: int) -> int:
-    """Returns an exit code from 0 to 255. The kernel keeps 8 bits, so that a failure with 256 would become 0."""
+    """Returns an exit code from 0 to 255, 1 for any other. The kernel keeps 8 bits, so that 256 would become 0."""
     return code if 0 <= code <= 255 else 1
 
 
@@ -177,7 +179,7 @@ def _needs(paths: Paths) -> str:
 
 
 def _write_failure_only(paths: Paths, message: str) -> None:
-    """Removes job.json to make room for the failure file on a full disk."""
+    """Writes the failure file alone, after removing job.json, for a full disk. Ignores errors."""
     try:
         _remove_file(paths, SUCCESS)
         _remove_file(paths, REPORT)

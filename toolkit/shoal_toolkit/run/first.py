@@ -55,6 +55,7 @@ class FirstHost(Host):
     # Connecting and setting up
 
     def begin(self) -> None:
+        """Starts to connect to the workers and to set up this host. An error in the plan is reported to them."""
         task = self.task
         if len(task.hosts) > 1:
             from shoal_toolkit.hosts.connect import WorkerSearch
@@ -90,6 +91,7 @@ class FirstHost(Host):
                 self.set_result(Result.from_error(error))
 
     def _log_setup_progress(self) -> None:
+        """Logs which connected hosts still set up, every 15 s until all are ready."""
         waiting = sorted(self._unready & self._channels.keys())
         if waiting:
             more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
@@ -113,6 +115,7 @@ class FirstHost(Host):
             self.loop.call_later(_DELIVERY_SECONDS, lambda: self.set_result(result))
 
     def _on_found(self, host: str, channel: Channel) -> None:
+        """Takes over a worker's connection. The last one sends an earlier failure to all."""
         channel.on_message = partial(self._on_message, host)
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
@@ -123,6 +126,10 @@ class FirstHost(Host):
     # Launching
 
     def _launch(self) -> None:
+        """Launches the job: tells hosts with a command of their own to start it, and starts the script or launcher here.
+
+        Raises TrainError if a process can't be started.
+        """
         plan, processes = self.plan, self.processes
         assert processes is not None
         self._launched = True
@@ -150,6 +157,10 @@ class FirstHost(Host):
         processes.start_launcher(plan.command, set_session_directory(processes.directory))
 
     def _on_daemon_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
+        """Passes mpirun's request on to a worker. The exit code of its daemon is sent to mpirun later.
+
+        For a host that is lost, unknown, or has a daemon, 255 is sent at once.
+        """
         from shoal_toolkit.hosts.messages import Start
 
         channel = self._channels.get(host)
@@ -166,6 +177,7 @@ class FirstHost(Host):
         self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
+        """Notes the host of a rank. The first start ends the time in `launch_seconds` of the report."""
         self._ranks.host_of[rank] = host
         if not self._first_start:
             self._first_start = monotonic()
@@ -175,6 +187,7 @@ class FirstHost(Host):
         self.output.write_rank(stream, rank, self._ranks.host_of.get(rank, "?"), data)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
+        """Writes output of the launcher without mpirun's noise. The lines left out say which rank failed."""
         kept = self._mpirun_log.feed(stream, data) if self._mpirun_log is not None else data
         self.output.write_launcher(stream, self.name, kept)
 
@@ -212,6 +225,7 @@ class FirstHost(Host):
             raise messages.ProtocolError(f"{type(message).__name__}, which a worker does not send")
 
     def _on_lost(self, host: str, reason: str) -> None:
+        """Forgets a worker after its connection was lost. If the job has no result yet, it fails."""
         self.flow.remove(self._channels.pop(host))
         send_exit_code = self._daemons.pop(host, None)
         if send_exit_code:
@@ -222,6 +236,7 @@ class FirstHost(Host):
     # The end
 
     def _on_worker_ended(self, host: str, message: CommandEnded) -> None:
+        """Handles the end of a worker's own command, or of its daemon. mpirun gets the daemon's exit code."""
         self._ranks.add_facts(host, message.facts)
         if message.unrecorded:
             self._unrecorded = self._unrecorded or f"On {host}: {message.unrecorded}"
@@ -235,6 +250,7 @@ class FirstHost(Host):
             self._on_host_command_ended(host, message.code, message.stderr)
 
     def on_command_ended(self, code: int) -> None:
+        """Handles the end of this host's command. After mpirun, the workers' daemons have 5 s to end."""
         if not self.plan.by_mpirun:
             self._on_host_command_ended(self.name, code, self._mpirun_log.text() if self._mpirun_log else "")
             return
@@ -267,11 +283,13 @@ class FirstHost(Host):
             self.set_result(self._explain_rank(rank, code))
 
     def _explain_rank(self, rank: int, code: int) -> Result:
+        """Returns the result for a rank that failed; if it ran here, with facts about this host."""
         if self._ranks.host_of.get(rank) == self.name:
             self._ranks.add_facts(self.name, self.collect_facts())
         return self._ranks.explain_rank(rank, code)
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
+        """Fails the job, unless it is being stopped: a sidecar must not end before it."""
         if not self.stopped_by:
             self.set_result(Result(code or 1, describe_sidecar_end(name, self.name, code)))
 
@@ -295,12 +313,14 @@ class FirstHost(Host):
         return self._mpirun_code is not None and not self._daemons
 
     def _give_up_daemons(self) -> None:
+        """Logs which daemons have not ended, and counts them as ended."""
         for host in list(self._daemons):
             write_log(f"mpirun has ended, but its daemon on {host} has not within {_FAREWELL_SECONDS:.0f} s")
             self._daemons.pop(host)(255)
         self._check_mpirun_end()
 
     def _check_mpirun_end(self) -> None:
+        """Sets the result once mpirun and all of its daemons have ended."""
         code, log = self._mpirun_code, self._mpirun_log
         if code is None or log is None or self._daemons or self.result is not None:
             return
@@ -314,6 +334,7 @@ class FirstHost(Host):
     # Stopping
 
     def _on_stopped_host(self, host: str, number: int) -> None:
+        """Stops the job for a signal that a worker received. A second one from the same worker kills the ranks."""
         if host in self._stopped_hosts:
             write_log(f"{host} received a second signal: killing the ranks now")
             self.kill()
@@ -324,6 +345,10 @@ class FirstHost(Host):
             self.stop(number)
 
     def stop(self, number: int) -> None:
+        """Passes a signal to the ranks of all hosts, and kills them after the grace period.
+
+        Before the launch, or without a plan, the job ends at once.
+        """
         if self.processes is None or not self._launched:
             self.set_result(Result.from_signal(number))
             return
@@ -338,10 +363,15 @@ class FirstHost(Host):
         self.loop.call_later(self.task.settings.stop_grace, self.kill)
 
     def kill(self) -> None:
+        """Ends the job with the result of a signal, which kills the ranks."""
         if self.result is None:
             self.set_result(Result.from_signal(self.stopped_by))
 
     def set_result(self, result: Result) -> None:
+        """Ends the job as `Host.set_result` does.
+
+        Before, notes `training_seconds`, and writes the last line of mpirun.
+        """
         if self.result is None:
             if self._first_start:
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
@@ -351,7 +381,10 @@ class FirstHost(Host):
         super().set_result(result)
 
     def send_result(self, result: Result) -> None:
-        """Sends every worker the result, and waits until they have confirmed it: they end after the launcher."""
+        """Sends every worker the result, and waits at most 5 s until they have confirmed it.
+
+        They confirm it by closing the connection, so that they end after the launcher.
+        """
         if self._search is not None:
             self._search.close()
         if not self._channels:

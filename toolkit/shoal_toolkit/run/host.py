@@ -63,7 +63,7 @@ class Role(HostEvents, Protocol):
 
 
 class Host(Role):
-    """One host's run, from its start to its result."""
+    """One host's run, from its start to its result. Creating it learns the secrets to mask, and takes over the log."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -91,6 +91,7 @@ class Host(Role):
         return self.task.plan
 
     def _make_output(self) -> Output:
+        """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say."""
         as_json, metrics = self.task.settings.log_format == "json", None
         if not self.has_plan:
             return Output(self.loop, self.flow, False, as_json, None)
@@ -103,7 +104,10 @@ class Host(Role):
         return Output(self.loop, self.flow, prefixed, as_json, metrics)
 
     def run(self) -> int:
-        """Runs the job to its result; returns the exit code of `train`."""
+        """Runs the job to its result, writes the result files, and sends the result to the other hosts.
+
+        At the end, also after an error, it kills the processes and closes everything. Returns the exit code of `train`.
+        """
         self.loop.on_signals(STOP_SIGNALS, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
@@ -128,6 +132,7 @@ class Host(Role):
             self.loop.call_later(_KILL_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
+        """Ends the job although a killed process still runs."""
         write_log("a process does not end although it was killed; ending without it")
         self._gave_up = True
 
@@ -135,6 +140,10 @@ class Host(Role):
         return self.processes is not None and self.processes.running
 
     def _finish(self) -> int:
+        """Writes output and result files, sends the result, and lets sidecars finish.
+
+        Returns the exit code of `train`.
+        """
         assert self.result is not None
         self._write_output()
         code = write_result(self.task.paths, self.result, self.report)
@@ -174,7 +183,7 @@ class Host(Role):
             self.output.drop()
 
     def collect_facts(self) -> dict[str, int]:
-        """Returns facts about this host that may explain a failure."""
+        """Returns facts about this host that may explain a failure: memory, full disks, and the number of GPUs."""
         from shoal_toolkit.system.disks import collect_disk_facts
 
         gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0
@@ -219,7 +228,7 @@ def describe_sidecar_end(name: str, host: str, code: int) -> str:
 
 
 def make_report(task: Task) -> dict[str, Any]:
-    """Returns the first content of job.json."""
+    """Returns the first content of job.json. Values that are not known yet are None."""
     plan = task.plan if isinstance(task.plan, LaunchPlan) else None
     return {
         "hosts": list(task.cluster.hosts),

@@ -86,11 +86,11 @@ class HostProcesses:
         return bool(self._sidecars)
 
     def set_up(self, seconds: int, on_set_up: OnSetUp) -> None:
-        """Starts the set-up commands, one after the other.
+        """Starts the set-up commands, one after the other. The rest is not run after a failure.
 
         Args:
             seconds: The time limit for all of them; then the running one is killed.
-            on_set_up: Called with None, or with the first failure.
+            on_set_up: Called with None, or with the first failure. Without commands it is called at once.
         """
         limit = self._loop.call_later(seconds, lambda: self._on_setup_timeout(seconds, on_set_up))
 
@@ -101,6 +101,10 @@ class HostProcesses:
         self._start_next_setup(list(self._plan.setup), finish)
 
     def _start_next_setup(self, commands: list[tuple[str, ...]], finish: OnSetUp) -> None:
+        """Starts the first command and, when it has succeeded, the next.
+
+        Calls `finish` after the last or a failed one.
+        """
         if not commands:
             self._on_end = self._events.on_command_ended
             finish(None)
@@ -127,7 +131,10 @@ class HostProcesses:
             finish(error)
 
     def _on_setup_timeout(self, seconds: int, on_set_up: OnSetUp) -> None:
-        """Reports the failure at once: a process that hangs in the kernel does not end even if it is killed."""
+        """Kills the running command, and reports the failure at once.
+
+        A process that hangs in the kernel does not end even if it is killed.
+        """
         command, tail = self._setup
         self._on_end = lambda _: None
         self.signal_launcher(signal.SIGKILL)
@@ -163,7 +170,7 @@ class HostProcesses:
         self._events.on_rank_started(rank)
 
     def prepare_ranks(self) -> None:
-        """Makes the run directory, in which the ranks of this host report."""
+        """Makes the run directory and its FIFOs, in which the ranks of this host report and write."""
         self.directory = make_run_directory()
         count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(self._loop, self._flow, self.directory, count, self._events)
@@ -187,6 +194,7 @@ class HostProcesses:
         self._start_sidecars()
 
     def _start(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str, reader_of: ReaderOf) -> None:
+        """Starts a process in pipes for stdout and stderr, which `reader_of` reads."""
         self._sources, writes = self._make_pipes(reader_of)
         self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
 
@@ -200,6 +208,11 @@ class HostProcesses:
         return sources, [write for _, write in pipes]
 
     def _start_sidecars(self) -> None:
+        """Starts the sidecars.
+
+        Their output goes to stdout and stderr of `train`, or through the log if that must be read.
+        """
+
         def reader_of(stream: int) -> Callable[[bytes], None]:
             lines = Lines(b"")  # whole lines, because several processes write at once
             return lambda data: self._events.on_launcher_output(stream, lines.feed(data))
@@ -217,6 +230,7 @@ class HostProcesses:
             self._loop.on_child(pid, lambda code, pid=pid: self._on_sidecar_end(pid, code))  # type: ignore[misc]
 
     def _on_sidecar_end(self, pid: int, code: int) -> None:
+        """Kills the processes that a sidecar left in its group, reads its last output, and reports its end."""
         name, sources = self._sidecars.pop(pid)
         signal_group(pid, signal.SIGKILL)
         for source in sources:
@@ -244,7 +258,7 @@ class HostProcesses:
             signal_group(self._pid, number)
 
     def kill(self) -> None:
-        """Kills everything except sidecars."""
+        """Kills the running command with its ranks and descendants, but not the sidecars."""
         self._killed = True
         if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
@@ -266,6 +280,7 @@ class HostProcesses:
     def _spawn(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], to_close: list[int]
     ) -> None:
+        """Starts this host's process, marked by a variable, and closes the descriptors `to_close`."""
         try:
             marks = f"{env.get(MARK, '')} {self._mark}".strip()
             self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
@@ -276,7 +291,10 @@ class HostProcesses:
         self._loop.on_child(self._pid, self._on_child_ended)
 
     def _on_child_ended(self, code: int) -> None:
-        """Kills what the process left running, daemons too: the job is over. Then reads its last output."""
+        """Kills the processes that the command left running, daemons too: the job is over. Then reads its last output.
+
+        While child processes of a stopped script may save a checkpoint, it waits for them instead.
+        """
         if self._stopping and not self._killed and self._ranks is None and self._may_be_saving():
             self._loop.call_later(_POLL_SECONDS, lambda: self._on_child_ended(code))
             return
@@ -300,6 +318,7 @@ class HostProcesses:
 
 
 def _explain_setup_failure(command: Sequence[str], code: int, output: str) -> LaunchError:
+    """Returns the error for a set-up command that failed: pip's cause, the command and the end of its output."""
     from shoal_toolkit.result.pip_failure import explain_pip_failure
 
     reason = explain_pip_failure(output) or "it printed nothing"
@@ -308,7 +327,7 @@ def _explain_setup_failure(command: Sequence[str], code: int, output: str) -> La
 
 
 def _format_command(command: Sequence[str], output: str) -> str:
-    """Returns a command and the last lines of its output, with masked secrets in the command."""
+    """Returns a command and the last ten lines of its output, with masked secrets in the command."""
     from shoal_toolkit import redact
 
     lines = [line for line in output.splitlines() if line.strip()]

@@ -52,7 +52,10 @@ class RankTable:
         return Result(1, f"{program} ended with exit code 0, but only {started} had started.")
 
     def explain_rank(self, rank: int, code: int) -> Result:
-        """Returns the result of a job in which a rank failed."""
+        """Returns the result of a job in which a rank failed.
+
+        If the script on this host wrote a failure file, its text is the reason instead of stderr.
+        """
         host = self.host_of.get(rank, "")
         own = read_script_failure(self._paths) if host == self._plan.current_host else ""
         stderr, reason = own or self._output.stderr_tail(rank), own.partition("\n")[0]

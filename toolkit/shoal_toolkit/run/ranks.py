@@ -63,6 +63,7 @@ def remove_run_directory(path: str) -> None:
 
 
 def _try_remove(remove: Callable[[str], None], path: str) -> None:
+    """Removes a file or directory, and ignores errors."""
     try:
         remove(path)
     except OSError:
@@ -70,7 +71,7 @@ def _try_remove(remove: Callable[[str], None], path: str) -> None:
 
 
 class LocalRanks:
-    """The ranks of this host, at most `count`."""
+    """The ranks of this host, at most `count`. Creating it makes their FIFOs in `directory`, and reads them."""
 
     def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: RankEvents) -> None:
         self._loop = loop
@@ -117,6 +118,7 @@ class LocalRanks:
         self._writers = []
 
     def _open_fifo(self, name: str, on_data: Callable[[bytes], None]) -> Source:
+        """Makes a FIFO that only this user can open, keeps a writer open, and reads it to `on_data`."""
         path = os.path.join(self._directory, name)
         os.mkfifo(path, 0o600)
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -125,6 +127,8 @@ class LocalRanks:
         return Source(self._loop, self._flow, reader, on_data)
 
     def _reader_of(self, local: int, stream: int) -> Callable[[bytes], None]:
+        """Returns a reader of a local rank's output, which reads the report of its start first."""
+
         def read(data: bytes) -> None:
             if local not in self._rank_of:
                 self._reports.poll()  # a rank reports its start before it writes
@@ -144,6 +148,7 @@ class LocalRanks:
                 self._on_ended(*numbers)
 
     def _on_started(self, rank: int, local: int, pid: int) -> None:
+        """Notes a rank, and signals it if the job is being stopped already."""
         self._rank_of[local] = rank
         self._start_times[pid] = read_start_time(pid)
         self._shell_of[rank] = pid
@@ -152,6 +157,10 @@ class LocalRanks:
             self.signal(self._stopped_by)
 
     def _on_ended(self, rank: int, code: int) -> None:
+        """Reads the last output of all ranks, and reports the end of one.
+
+        If the job is being stopped, it waits for child processes of the rank first.
+        """
         shell = self._shell_of.get(rank, 0)
         if self._stopped_by and read_start_time(shell) == self._start_times.get(shell) and has_orphans(shell):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.

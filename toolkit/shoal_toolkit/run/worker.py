@@ -18,7 +18,7 @@ from shoal_toolkit.run.processes import HostProcesses
 
 
 class Worker(Host):
-    """Follows the first host."""
+    """Follows the first host. It decides nothing itself, unless the first host is missing or lost."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -31,6 +31,7 @@ class Worker(Host):
         self._problem: TrainError | None = None  # why this host can't take part
 
     def begin(self) -> None:
+        """Listens for the first host, and sets up this host. Raises LaunchError if the port is taken."""
         settings, hosts = self.task.settings, self.task.hosts
         self._agent = Agent(self.loop, settings.port, settings.secret, hosts, self.name, self._on_first_host)
         self.loop.call_later(settings.hosts_timeout, self._on_timeout)
@@ -40,6 +41,7 @@ class Worker(Host):
             self.processes.set_up(settings.setup_timeout, self._on_set_up)
 
     def _on_set_up(self, error: TrainError | None) -> None:
+        """Keeps the result of the set-up, and reports it to the first host, now or when that connects."""
         self._is_set_up, self._problem = error is None, error
         if error is not None and self._channel is None:
             write_log(f"{error}\nReporting this to the first host {self._first_host}.")
@@ -53,6 +55,7 @@ class Worker(Host):
             self._send(messages.READY)
 
     def _on_timeout(self) -> None:
+        """Ends the job if the first host has not connected."""
         if self._channel is None:
             refused = self._agent.refused if self._agent is not None else ""
             why = f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; "
@@ -62,6 +65,7 @@ class Worker(Host):
             self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
     def _on_first_host(self, channel: Channel) -> None:
+        """Takes over the connection of the first host, and reports the state of this host to it."""
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = self._on_lost
@@ -90,7 +94,10 @@ class Worker(Host):
             raise messages.ProtocolError(f"{type(message).__name__}, which a first host does not send")
 
     def _start(self, command: str | None) -> None:
-        """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan."""
+        """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan.
+
+        Ignored if this host has failed. Raises ProtocolError for a start that is not allowed now.
+        """
         if self.processes is None or self._problem is not None:
             return  # the first host sent this before it got our failure
         if not self._is_set_up or self._is_started:
@@ -104,6 +111,7 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
+        """Starts the script (None), or the daemon of mpirun's request. Raises TrainError if that is not possible."""
         if command is None:
             processes.start()
             return
@@ -122,6 +130,7 @@ class Worker(Host):
         self._send(messages.RankEnded(rank, code, self.collect_facts() if code else {}))
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
+        """Reports a sidecar that ended before the job as a failure of this host."""
         if self.result is None and not self.stopped_by:
             self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
 
@@ -133,9 +142,11 @@ class Worker(Host):
             self.output.write_rank(stream, rank, self.name, data)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
+        """Writes output of the launcher to stderr of this host, without mpirun's noise."""
         self.output.write_launcher(STDERR, self.name, self._daemon_log.feed(stream, data))
 
     def on_command_ended(self, code: int) -> None:
+        """Reports the end of this host's command to the first host, with the end of its stderr and facts."""
         stderr = self._daemon_log.text() if self._has_ranks else self.output.stderr_tail(self.plan.rank_of(self.name))
         facts = self.collect_facts() if code else {}
         unrecorded = "" if code else self._check_writable()
@@ -150,6 +161,7 @@ class Worker(Host):
         return ""
 
     def _send(self, message: Any) -> None:
+        """Sends a message to the first host; does nothing if it is not connected."""
         if self._channel is not None:
             self._channel.send(message)
 
@@ -161,6 +173,7 @@ class Worker(Host):
             self._send(messages.StopReceived(number))
 
     def kill(self) -> None:
+        """Asks the first host to kill the job, by reporting a second signal."""
         self._send(messages.StopReceived(self.stopped_by or signal.SIGTERM))
 
     def send_result(self, result: Result) -> None:

@@ -25,7 +25,10 @@ _ARN = re.compile(r"arn:[^:]+:codeartifact:([^:]+):([^:]+):repository/([^/]+)/(.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs pip in the current directory; returns its exit code."""
+    """Runs `pip install` in the current directory. `.` among the words stands for a copy of the directory.
+
+    Returns its exit code. An error before pip is printed to stderr.
+    """
     import subprocess
     import tempfile
 
@@ -43,7 +46,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def list_constraints() -> list[str]:
-    """Returns the constraints for pip: a line for each package that keeps its version, such as torch==2.0.1+cu117."""
+    """Returns the constraints for pip: a line for each package that keeps its version, such as torch==2.0.1+cu117.
+
+    Packages that keep only their major version give a range, such as numpy>=1,<2.
+    """
     from fnmatch import fnmatchcase
     from importlib import metadata
 
@@ -61,13 +67,17 @@ def list_constraints() -> list[str]:
 
 
 def _copy_code(directory: str) -> str:
+    """Copies the current directory to `directory`/code, and returns that path."""
     import shutil
 
     return str(shutil.copytree(os.curdir, os.path.join(directory, "code"), symlinks=True))
 
 
 def _codeartifact_index(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns pip's variable for the index of a CodeArtifact repository; empty if none is named."""
+    """Returns pip's variable for the index of a CodeArtifact repository, with a token from AWS; empty if none is named.
+
+    Raises TrainError if the name is wrong, or AWS refuses.
+    """
     arn = environ.get("CA_REPOSITORY_ARN")
     if not arn:
         return {}

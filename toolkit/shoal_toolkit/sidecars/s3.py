@@ -75,6 +75,8 @@ def download(address: str, path: str, environ: Mapping[str, str]) -> None:
 def upload(client: Any, file: BinaryIO, address: str) -> None:
     """Uploads a file in this thread. If reading it fails, the upload ends and makes no object.
 
+    Errors of boto3 are raised unchanged: see `explain_error`.
+
     Args:
         client: A client of S3.
         file: An open file.
@@ -87,7 +89,10 @@ def upload(client: Any, file: BinaryIO, address: str) -> None:
 
 
 def explain_error(address: str, error: Exception) -> TrainError:
-    """Converts an error of boto3: a ContractError if S3 refuses the request, a LaunchError if it can't be reached."""
+    """Converts an error of boto3: a ContractError if S3 refuses the request, a LaunchError if it can't be reached.
+
+    A wrong address gives a ContractError. A TrainError is returned as it is.
+    """
     if isinstance(error, TrainError):
         return error
     answer = getattr(error, "response", {}).get("Error", {})

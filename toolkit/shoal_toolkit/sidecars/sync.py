@@ -72,6 +72,10 @@ class Uploader:
         return succeeded
 
     def _upload(self, path: str, signature: Signature) -> TrainError | None:
+        """Uploads a file.
+
+        Returns the error, which is logged; None for a success, or for a file that has changed or is gone.
+        """
         from shoal_toolkit.sidecars import s3
 
         target = f"{self._address}/{os.path.relpath(path, self._directory)}"
@@ -87,6 +91,7 @@ class Uploader:
         return None
 
     def _log_failure(self, path: str, error: TrainError) -> TrainError:
+        """Logs a failed upload unless it repeats the last one, keeps it in `failure`, and returns its error."""
         text = f"{path} is not uploaded: {error}"
         if text != self.failure:
             write_log(text)
@@ -95,7 +100,10 @@ class Uploader:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Uploads until SIGTERM. The exit code is 0 even if files could not be uploaded."""
+    """Makes the directory, and uploads its files until SIGTERM or the end of the parent process.
+
+    Returns 0, even if files could not be uploaded.
+    """
     directory, address = argv
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -127,6 +135,7 @@ class _UnchangedFile(io.FileIO):
 
 
 def _scan_files(directory: str) -> Iterator[tuple[str, Signature]]:
+    """Yields the regular files below a directory, also those behind links to files."""
     for parent, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(parent, name)

@@ -35,7 +35,10 @@ class Limits(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code. If it fails, writes the reason to stdout."""
+    """Unpacks the code at an address (argv: address, directory), and returns the exit code.
+
+    If that fails, writes the reason to stdout.
+    """
     address, directory = argv
     try:
         unpack(address, directory)
@@ -46,7 +49,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unpack(address: str, directory: str) -> None:
-    """Fetches the code at an address and unpacks it to `directory`/code. Raises TrainError."""
+    """Fetches the code at an address and unpacks it to `directory`/code, which must not exist.
+
+    Raises TrainError if it can't be fetched or unpacked.
+    """
     target = os.path.join(directory, "code")
     os.mkdir(target)
     if not address.startswith(S3):
@@ -63,6 +69,10 @@ def unpack(address: str, directory: str) -> None:
 
 
 def _unpack_file(path: str, address: str, target: str) -> None:
+    """Unpacks an archive to `target`; another file is copied there under the name in its address.
+
+    Raises ContractError if the archive is damaged or refused, LaunchError if the disk fails.
+    """
     try:
         if tarfile.is_tarfile(path):
             disk = os.statvfs(target)
@@ -80,7 +90,10 @@ def _unpack_file(path: str, address: str, target: str) -> None:
 
 
 def extract(archive: str, directory: str, limits: Limits) -> None:
-    """Unpacks a tar archive into an empty directory. Raises ContractError with the name of a member that is refused."""
+    """Unpacks a tar archive into an empty directory. Raises ContractError with the name of a member that is refused.
+
+    A damaged archive raises the errors of tarfile and of its compression.
+    """
     size = 0
     with tarfile.open(archive, "r:*") as tar:
         for count, member in enumerate(tar, start=1):
@@ -94,7 +107,10 @@ def extract(archive: str, directory: str, limits: Limits) -> None:
 
 
 def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str) -> None:
-    """Writes one member. Its parents are real directories, so that no path leads through a link in the archive."""
+    """Writes one member. Raises ContractError if it is a device, or leaves `root` by its name or a link.
+
+    Its parents must be real directories too, so that no path leads through a link in the archive.
+    """
     parts = _split_name(member)
     path = os.path.join(root, *parts)
     for depth in range(1, len(parts)):
@@ -116,6 +132,7 @@ def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str) -> 
 
 
 def _split_name(member: tarfile.TarInfo) -> list[str]:
+    """Returns the parts of a member's path. Raises ContractError if it is absolute or has `..`."""
     parts = [part for part in member.name.split("/") if part not in ("", ".")]
     if member.name.startswith("/") or ".." in parts:
         raise _refusal(member, "its name leaves the code directory")
@@ -123,7 +140,10 @@ def _split_name(member: tarfile.TarInfo) -> list[str]:
 
 
 def _check_link(member: tarfile.TarInfo, parts: Sequence[str]) -> None:
-    """Refuses links out of the directory. A relative link may start with as many `..` as lead to the code directory."""
+    """Raises ContractError for a link out of the directory.
+
+    A relative link may start with as many `..` as lead to the code directory.
+    """
     steps = member.linkname.split("/")
     climbed = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
     if member.linkname.startswith("/") or ".." in steps[climbed:] or climbed >= len(parts):
@@ -131,6 +151,7 @@ def _check_link(member: tarfile.TarInfo, parts: Sequence[str]) -> None:
 
 
 def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
+    """Makes a hard link to an earlier file of the archive. Raises ContractError for any other target."""
     target = os.path.join(root, member.linkname)
     inside = not member.linkname.startswith("/") and ".." not in member.linkname.split("/")
     if not inside or os.path.realpath(target) != os.path.normpath(
@@ -144,6 +165,10 @@ def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
 
 
 def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    """Writes a regular file, which replaces an earlier one.
+
+    Set-user-ID bits and write access for others are dropped.
+    """
     _remove_earlier(member, path)
     source = tar.extractfile(member)
     assert source is not None
@@ -154,13 +179,14 @@ def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> Non
 
 
 def _make_directory(member: tarfile.TarInfo, path: str) -> None:
+    """Makes a directory, unless it exists. Raises ContractError if a link or a file has its path."""
     if os.path.islink(path) or os.path.isfile(path):
         raise _refusal(member, "its path goes through something that is not a directory")
     os.makedirs(path, exist_ok=True)
 
 
 def _remove_earlier(member: tarfile.TarInfo, path: str) -> None:
-    """Removes an earlier file of the same name: the last one counts."""
+    """Removes an earlier file of the same name: the last one counts. Raises ContractError for a directory."""
     if os.path.isdir(path) and not os.path.islink(path):
         raise _refusal(member, "it has the name of a directory")
     if os.path.lexists(path):
@@ -168,7 +194,10 @@ def _remove_earlier(member: tarfile.TarInfo, path: str) -> None:
 
 
 def _check_end(tar: tarfile.TarFile, limits: Limits) -> None:
-    """Checks the end mark and the checksum: tarfile takes a broken header for the end, and skips the checksum."""
+    """Reads to the end, and checks the end mark and the checksum. Raises ReadError, or the compression's errors.
+
+    tarfile takes a broken header for the end, and skips the checksum.
+    """
     file = tar.fileobj
     assert file is not None
     file.seek(tar.offset)

@@ -35,6 +35,7 @@ def _unescape(path: str) -> str:
 
 
 def _is_full(path: str) -> bool:
+    """Whether a mounted directory has less than 1 MiB or no inode free; False if that can't be read."""
     try:
         found = os.statvfs(path)
     except OSError:

@@ -18,7 +18,10 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 
 
 def run_as_child(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` in a child process, and ends with its exit code. Then the container ends."""
+    """Runs `main` in a child process, passes signals on, and ends with its exit code. Then the container ends.
+
+    The child process has a session of its own. Meanwhile this process reaps all orphans.
+    """
     # Blocked during the fork, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
@@ -36,6 +39,7 @@ def run_as_child(main: Callable[[], int]) -> NoReturn:
 
 
 def _run_main(main: Callable[[], int]) -> int:
+    """Returns the exit code of `main`; 1 after printing the traceback of any error."""
     try:
         return main()
     except BaseException:  # nothing above this frame would print it

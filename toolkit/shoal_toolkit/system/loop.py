@@ -36,7 +36,10 @@ class Timer:
 
 
 class Loop:
-    """Calls back when descriptors are ready, timers are due, child processes have ended or signals have arrived."""
+    """Calls back when descriptors are ready, timers are due, child processes have ended or signals have arrived.
+
+    Creating it takes over SIGCHLD and the wake-up descriptor of the process.
+    """
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -53,7 +56,7 @@ class Loop:
         self._install_handler(signal.SIGCHLD)
 
     def close(self) -> None:
-        """Restores the earlier signal handlers."""
+        """Restores the earlier signal handlers, and closes the wake-up pipe. The loop can't be used afterwards."""
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)
@@ -61,7 +64,10 @@ class Loop:
         os.close(self._wake_write)
 
     def watch(self, fd: int, event: int, callback: Callable[[], None]) -> None:
-        """Calls `callback` whenever fd is ready for the event (READ or WRITE), or broken."""
+        """Calls `callback` whenever fd is ready for the event (READ or WRITE), or broken.
+
+        Replaces an earlier callback.
+        """
         self._watched.setdefault(fd, {})[event] = callback
         self._register(fd)
 
@@ -87,7 +93,7 @@ class Loop:
         return timer
 
     def on_child(self, pid: int, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with the exit code of a child process when it has ended (128 + n for signal n)."""
+        """Calls `callback` once, with the exit code of a child process when it has ended (128 + n for signal n)."""
         self._children[pid] = callback
 
     def on_signals(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
@@ -103,7 +109,7 @@ class Loop:
             self.step()
 
     def step(self) -> None:
-        """Waits for the next events, and calls back for them."""
+        """Waits, without a time limit, for the next event or timer, and calls back for all that are due."""
         for fd, event in self._poll.poll(self._wait_ms()):
             for wanted in (READ, WRITE):
                 # Looked up now, because an earlier callback may have closed this descriptor.
@@ -124,10 +130,12 @@ class Loop:
         return max(0, int((self._timers[0].when - time.monotonic()) * 1000) + 1)
 
     def _install_handler(self, number: int) -> None:
+        """Replaces the handler of a signal by one that only wakes the loop. `close` restores it."""
         if number not in self._old_handlers:
             self._old_handlers[number] = signal.signal(number, lambda *_: None)
 
     def _on_wakeup(self) -> None:
+        """Calls back for the signals that have arrived, and for child processes that have ended."""
         try:
             numbers = os.read(self._wake_read, 4096)
         except BlockingIOError:
@@ -138,6 +146,7 @@ class Loop:
         self._reap()
 
     def _reap(self) -> None:
+        """Reaps the watched child processes that have ended, and calls back for each."""
         for pid in list(self._children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -7,7 +7,10 @@ import errno
 
 
 def find_free_port(default: str) -> str:
-    """Returns a port for a job of one host: the default one, or another if a second job on this machine uses it."""
+    """Returns a port for a job of one host: the default one, or another if a second job on this machine uses it.
+
+    The default one is reserved until this process ends, the other is not.
+    """
     port = int(default)
     if _reserve(port) and not any(_is_taken(family, port) for family in (_socket.AF_INET, _socket.AF_INET6)):
         return default

@@ -30,6 +30,8 @@ def spawn(
 ) -> int:
     """Starts a command without stdin, in a new session: Ctrl-C at the terminal then reaches only `train`.
 
+    Returns once the program has replaced the child process. The descriptors stay open here.
+
     Args:
         argv: The program and its arguments.
         env: Its whole environment.
@@ -122,11 +124,12 @@ def find_marked(mark: str, since: int) -> list[int]:
 
 
 def _is_running_since(since: int, stat: Sequence[str]) -> bool:
+    """Whether a process started at `since` or later, and neither is a zombie nor hangs in the kernel."""
     return len(stat) > 19 and stat[0] not in ("Z", "X", "D") and int(stat[19]) >= since
 
 
 def _await_starts(since: int, deadline: float) -> None:
-    """Waits until new processes have an environment, without which their mark can't be seen.
+    """Waits until new processes have an environment, without which their mark can't be seen, or until `deadline`.
 
     The parent goes on before the kernel has set it up, and loading the program may wait for a disk.
     """
@@ -135,6 +138,7 @@ def _await_starts(since: int, deadline: float) -> None:
 
 
 def _is_starting(pid: int, since: int) -> bool:
+    """Whether a process that started at `since` or later has no environment yet."""
     stat = _read_stat(pid)
     if len(stat) <= _ENVIRONMENT_END or int(stat[19]) < since or int(stat[6]) & _KERNEL_THREAD:
         return False
@@ -144,6 +148,7 @@ def _is_starting(pid: int, since: int) -> bool:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
+    """Whether a process has the mark in its environment; False if that can't be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")

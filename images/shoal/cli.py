@@ -11,7 +11,11 @@ from shoal.builds import noop_cache
 
 
 def main() -> None:
-    """Run the command line. Print expected failures, and exit with their codes."""
+    """Run the command line. Print expected failures, and exit with their codes.
+
+    A repeated `build` with nothing to do is answered from a cache. Otherwise, while modules are imported, an interrupt
+    ends the process at once, and the garbage collector is off.
+    """
     command = noop_cache.read_command(sys.argv[1:], os.getcwd())
     if command and (lines := noop_cache.find_answer(command)):
         print("\n".join(lines))

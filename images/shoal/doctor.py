@@ -249,7 +249,7 @@ def check_gpus(site: Site) -> Result:
 
 
 def check_networks(site: Site) -> Result:
-    """Check that Docker can create a bridge network, as for a job. The network is removed at once."""
+    """Check that Docker can create a bridge network, as for a job. Creates one, which is removed at once."""
     client = site.connect()
     label = containers.unique_name("shoal-doctor")
     try:
@@ -285,7 +285,7 @@ def check_base_images(site: Site) -> Result:
 
 
 def _check_base_image(site: Site, system: spec.System) -> Result:
-    """Check one base image."""
+    """Check one base image: in Docker, in its registry, in the cache, or made by mmdebstrap. Pulls nothing."""
     client, upstream = site.connect(), system.upstream
     if found := base_image.find_base(client, system):
         return Result("ok", f"Docker has {found.reference}")
@@ -362,7 +362,7 @@ def _wait(threads: Iterable[threading.Thread]) -> None:
 
 
 def _run_check(name: str, check: Check, site: Site) -> Finding:
-    """Run a check. Body of a thread."""
+    """Run a check. Body of a thread: every error becomes a finding."""
     try:
         return Finding(name, *check(site))
     except DockerError:  # the check of Docker reports it

@@ -80,11 +80,15 @@ class BaseImage:
 
     @property
     def identity(self) -> str:
+        """`reference@ID`, with the hexadecimal ID of the image: two images of one name differ in it."""
         return f"{self.reference}@{self.image_id.removeprefix('sha256:')}"
 
 
 def make_recipe(system: System) -> tuple[str, ...]:
-    """Return mmdebstrap's options and suite."""
+    """Return mmdebstrap's options and suite for a system, the same on every machine.
+
+    Mirrors and proxies are not among them.
+    """
     return (
         *_OPTIONS,
         f"--dpkgopt=path-include={_EXAMPLES}/{system.sources}",
@@ -100,7 +104,10 @@ def recipe_digest(system: System) -> str:
 
 
 def find_base(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return the system's base image if Docker has one: Debian's, else one that was made here before."""
+    """Return the system's base image if Docker has one: Debian's, otherwise one made here before.
+
+    Pulls and makes nothing.
+    """
     return _find_upstream(client, system) or _find_bootstrapped(client, system)
 
 
@@ -135,10 +142,13 @@ def provide_base(
 ) -> BaseImage:
     """Return the system's base image. If Docker has none, pull it; if it cannot be pulled, make it.
 
+    Making it may install mmdebstrap with apt-get, and keeps an archive in `cache`.
+
     Args:
         read_settings: Is called only if the image must be made.
+        say: Is called with a line for each step that takes long.
         pin: The digest of the image to pull; empty: the newest.
-        newest: Whether to pull even if Docker has a base image.
+        newest: Whether to pull even if Docker has a base image. If that fails, the present one is returned.
 
     Raises:
         BaseImageError: If it can neither be pulled nor made.
@@ -166,6 +176,7 @@ def provide_base(
 
 
 def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
+    """Return Debian's own image if Docker has it. Its digest is empty if it was loaded, not pulled."""
     image = find_image(client, system.upstream)
     if image is None:
         return None
@@ -177,6 +188,7 @@ def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | N
 
 
 def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
+    """Return the image that was made here by the present recipe, if Docker has one."""
     # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
     images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={recipe_digest(system)}"})
     tagged = sorted(tag for image in images for tag in image["RepoTags"])
@@ -189,6 +201,7 @@ def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage
 def _bootstrap(
     client: docker.DockerClient, system: System, settings: NetworkSettings, cache: Path, say: Say
 ) -> BaseImage:
+    """Load the archive of a base image that is kept in the cache, or make it first, and return the image."""
     kept = archive_path(cache, system)
     if not kept.is_file():
         _run_mmdebstrap(system, settings, kept, say)
@@ -203,6 +216,10 @@ def _bootstrap(
 
 
 def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, say: Say) -> None:
+    """Make the archive of a base image with mmdebstrap, which is installed if it is missing.
+
+    Raises `BaseImageError`.
+    """
     _install_mmdebstrap(system, say)
     archive.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=archive.parent, prefix="base-") as name:  # two builds at once do not share a file
@@ -240,6 +257,7 @@ def explain_no_bootstrap(system: System) -> str:
 
 
 def _install_mmdebstrap(system: System, say: Say) -> None:
+    """Install mmdebstrap with apt-get, unless it is here. Raises `BaseImageError` if that is not possible."""
     if reason := explain_no_bootstrap(system):
         raise BaseImageError(reason)
     if shutil.which("mmdebstrap"):

@@ -113,6 +113,9 @@ def build_images(
 ) -> list[BuildResult]:
     """Bring images and those that they extend up to date, and return how each build ended. An interrupt stops all.
 
+    A failed build is a result, and is not raised. Each build writes a log file under the cache. Missing base images are
+    pulled or made, or loaded from the bundle.
+
     Args:
         jobs: The number of builds at once.
         bundle: A directory that `shoal bundle` filled. Its files are checked; then builds take all from it, offline.
@@ -162,6 +165,7 @@ def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -
 
 
 def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
+    """Return a result with its seconds; an error becomes the result "failed", or "not tried" if its parent failed."""
     if isinstance(result, BuildResult):
         return replace(result, seconds=seconds)
     return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
@@ -170,6 +174,7 @@ def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | N
 def _load_bundle(
     client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
 ) -> None:
+    """Check a bundle, print its digest, and load its base images into Docker."""
     digest = bundled.check_bundle(bundle, expected)
     hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
     say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
@@ -195,7 +200,7 @@ def _provide_base(
 
 
 def _build(session: _Session, image: ImageSpec) -> BuildResult:
-    """Bring one image up to date; the image that it extends is there.
+    """Bring one image up to date; the image that it extends is there. An image that it replaces is removed.
 
     Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
     """
@@ -249,7 +254,10 @@ def _run_build(
 
 
 def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
-    """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases."""
+    """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases.
+
+    A base image that Docker does not have is None.
+    """
     client = docker_client.connect()
     systems = dict.fromkeys(image.system for image in images)
     ids: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
@@ -258,7 +266,10 @@ def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult
 
 
 def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
-    """Return the work of `build_images` for each image, without doing it. Raises the same errors before any build."""
+    """Return the work of `build_images` for each image, without doing it. Base images are not pulled.
+
+    Raises the same errors before any build.
+    """
     wanted = spec.with_parents(images)
     client = docker_client.connect()
     bases = {image.system: base_image.find_base(client, image.system) for image in wanted}
@@ -280,11 +291,13 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
 
 
 def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
+    """Return the sources of images by tag. Our packages are installed once for each Python."""
     install = functools.cache(functools.partial(context.install_own_packages, project))
     return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}
 
 
 def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:
+    """Return an image of the matrix as a base image. Raises `BuildError` if Docker no longer has it."""
     image = find_image(client, tag)
     if image is None:
         raise BuildError(f"{tag}: Docker no longer has this image, which another extends. Fix: build again")
@@ -298,7 +311,10 @@ def _send(
     progress: BuildProgress,
     streams: _Streams,
 ) -> None:
-    """Send the context and show the answer. The SDK's own `build` can neither ask for BuildKit nor hang up."""
+    """Send the context, and show the answer until the build ends. Raises `BuildError` if Docker refuses it.
+
+    The SDK's own `build` can neither ask for BuildKit nor hang up.
+    """
     api = client.api
     url = f"{api.base_url}/v{api.api_version}/build"
     headers = {"Content-Type": "application/x-tar"}
@@ -313,6 +329,7 @@ def _send(
 
 
 def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:
+    """Return the error of a failed build, with its step and last lines: `DiskError` if the disk is full."""
     step = progress.failed_step
     lines = [f"{tag}: the build failed"]
     if step:

@@ -50,7 +50,10 @@ Event = StepEvent | OutputLine | BuildFailed
 
 
 def decode_protobuf(message: bytes) -> Fields:
-    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
+    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes.
+
+    Raises ValueError for an unknown wire type.
+    """
     fields: Fields = defaultdict(list)
     position = 0
     while position < len(message):
@@ -71,6 +74,7 @@ def decode_protobuf(message: bytes) -> Fields:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position, and the position after it."""
     value = shift = 0
     while True:
         byte = message[position]
@@ -82,7 +86,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Translate Docker's JSON objects into events."""
+    """Translate Docker's JSON objects into events. A step's state is yielded once; other objects are skipped."""
     known: set[tuple[str, str]] = set()
     partial: dict[str, bytes] = {}
     for entry in stream:
@@ -101,6 +105,7 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
 
 
 def _step(vertex: Fields) -> StepEvent | None:
+    """Return the event of a step; None if it has not started."""
     name = _text(vertex, 3)
     match = _STEP.match(name)
     number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)
@@ -127,16 +132,18 @@ def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
 
 
 def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
+    """Yield the rest of a step's output, if its last line has no end."""
     if rest := partial.pop(key, b""):
         yield OutputLine(key, rest.decode(errors="replace"))
 
 
 def _text(fields: Fields, number: int) -> str:
+    """Return the last value of a field as text; empty if there is none."""
     return b"".join(fields[number][-1:]).decode(errors="replace")
 
 
 def _seconds(fields: Fields, number: int) -> float | None:
-    """Read a Timestamp (1 seconds, 2 nanoseconds)."""
+    """Return the seconds of a Timestamp field (1 seconds, 2 nanoseconds); None if there is none."""
     if not fields[number]:
         return None
     stamp = decode_protobuf(fields[number][-1])

@@ -62,7 +62,7 @@ class Bundle:
 
 
 def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
-    """Download what builds of these images, and of those that they extend, need.
+    """Download all that builds of these images, and of those that they extend, need. Writes `SHA256SUMS` at the end.
 
     Existing files of a bundle stay. Each file is moved to its place when it is whole, so an interrupt leaves no part.
 
@@ -126,6 +126,7 @@ def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
 
 
 def _make_directories(directory: Path) -> None:
+    """Make the bundle's directory, if it is missing. Raises UsageError if it is a file."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,10 @@ def _check_unchanged(directory: Path) -> None:
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory on the bundle's own disk, so that whole files can be moved out of it."""
+    """Yield a temporary directory on the bundle's own disk, so that whole files can be moved out of it.
+
+    It is removed at the end. An OSError of a full disk becomes `DiskError`.
+    """
     try:
         with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
             yield Path(name)
@@ -163,6 +167,7 @@ def _failure(text: str) -> BuildError | DiskError:
 
 
 def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None:
+    """Save an image as an archive, as `docker save` writes it. The file appears when it is whole."""
     with _scratch(path.parent) as scratch:
         with (scratch / path.name).open("wb") as file:
             for chunk in client.images.get(reference).save(named=True):
@@ -171,6 +176,7 @@ def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None
 
 
 def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
+    """Download Debian packages and their dependencies in a container, and add them and their index to the bundle."""
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
         with (
@@ -196,6 +202,7 @@ def _index_others(new: Path, old: Path) -> None:
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
+    """Copy a directory of a container. Raises BuildError if a part of it cannot be unpacked safely."""
     with containers.read_archive(container, path, directory) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
@@ -208,6 +215,7 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 
 def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
+    """Download the locked wheels of an image that the bundle does not have. Raises BuildError with pip's words."""
     wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
     present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}
     if not (missing := [pin for pin in wanted if pin not in present]):
@@ -227,7 +235,10 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
 
 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Download into `scratch`/wheels. Temporary files are in `scratch` too: an interrupt stops pip at once."""
+    """Run `pip download` into `scratch`/wheels, and return how it ended; a failure raises nothing.
+
+    Temporary files are in `scratch` too: an interrupt stops pip at once.
+    """
     for name in ("wheels", "temporary"):
         (scratch / name).mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]

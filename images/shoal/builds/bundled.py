@@ -86,6 +86,10 @@ def find_differences(directory: Path) -> dict[str, Literal["changed", "missing",
 
 
 def _read_sums(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file by path, as `SHA256SUMS` lists them.
+
+    Raises UsageError without it, BundleError if damaged.
+    """
     try:
         lines = (directory / SUMS).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -108,6 +112,7 @@ def _files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; empty for a directory, or a link that leads nowhere."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -122,9 +127,10 @@ def _not_a_bundle(directory: Path) -> UsageError:
 
 
 def read_settings(directory: Path) -> NetworkSettings:
-    """Return the settings for builds from a bundle that `check` has passed. Raises UsageError if it is not a bundle.
+    """Return the settings for builds from a bundle that `check_bundle` has passed: no package index, mirror or proxy.
 
-    apt trusts the packages of the bundle: their index has been checked, and apt checks them against it.
+    apt trusts the packages of the bundle: their index has been checked, and apt checks them against it. Raises
+    UsageError if it is not a bundle.
     """
     suites = [path.parent for path in directory.glob(f"*/{BASE}") if (path.parent / DEBS / INDEX).is_file()]
     if not suites:
@@ -142,7 +148,7 @@ def read_settings(directory: Path) -> NetworkSettings:
 
 
 def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[System]) -> None:
-    """Load the bundle's base images of these systems, if Docker has none. `check` has passed the bundle.
+    """Load the bundle's base images of these systems, if Docker has none. `check_bundle` has passed the bundle.
 
     Raises UsageError if the bundle lacks a system, and BundleError if a base image would replace another image.
     """
@@ -187,6 +193,7 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of images in the documents of an archive, in the forms of all versions of Docker."""
     for image in documents.get("manifest.json", ()):
         yield from image["RepoTags"] or ()
     for repository, tags in documents.get("repositories", {}).items():

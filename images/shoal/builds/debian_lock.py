@@ -41,7 +41,7 @@ class LockResult:
 
 
 def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[str, ...]]:
-    """Return the sets of Debian packages that steps of these images install, each once."""
+    """Return the sets of Debian packages that steps of these images install, each once. Reads the templates only."""
     steps = (step for image in images for step in render.read_steps(project, image))
     return sorted({names for step in steps for names in step.packages})
 
@@ -51,7 +51,8 @@ def lock_systems(
 ) -> Iterator[LockResult]:
     """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
 
-    Raises BuildError with apt's words, DockerError, BaseImageError.
+    Pulls the newest base image, or makes it, and runs apt in a container of it. Raises BuildError with apt's words,
+    DockerError, BaseImageError.
     """
     client = docker_client.connect()
     for system in systems:
@@ -113,9 +114,10 @@ def describe_drift(tag: str, system: System, files: Sequence[str]) -> str:
 def run_in_base(
     client: docker.DockerClient, reference: str, suite: str, script: str, doing: str
 ) -> Iterator[Container]:
-    """Run a script in a container of a base image and yield the container. /run/machine has this machine's settings.
+    """Run a script in a container of a base image and yield the container, which has ended and is removed afterwards.
 
-    Raises BuildError with the end of its log if it cannot do what `doing` says.
+    `apt-get update` runs before the script. /run/machine has this machine's settings. Raises BuildError with the end of
+    its log if it cannot do what `doing` says.
     """
     host = read_network_settings()
     files = io.BytesIO()
@@ -136,6 +138,7 @@ def run_in_base(
 def _list_packages(
     client: docker.DockerClient, found: BaseImage, system: System, wanted: Iterable[tuple[str, ...]]
 ) -> dict[str, str]:
+    """Return the digests of the packages that apt would install now, by file name. Raises BuildError."""
     script = "\n".join(_PRINT.format(names=" ".join(names)) for names in wanted)
     with run_in_base(
         client, found.reference, system.suite, script, f"list packages of Debian {system.suite}"

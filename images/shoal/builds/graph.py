@@ -22,7 +22,8 @@ def run_tasks(
 ) -> dict[str, T | Exception]:
     """Run `work` for every name in `parents`, up to `jobs` at once; return its results and errors by name.
 
-    A failure stops only the tasks that depend on it. An interrupt calls `stop`, waits for running tasks, and is raised.
+    Each call has a thread of its own. A failure stops only the tasks that depend on it: their error is `NotTriedError`.
+    An interrupt calls `stop`, waits up to 10 s for each running task, and is raised.
 
     Args:
         parents: For each name, in the order to begin with, the name that it depends on. A parent that is not itself
@@ -34,6 +35,7 @@ def run_tasks(
     running: dict[str, threading.Thread] = {}
 
     def one(name: str) -> None:
+        """Body of a thread: puts the result of a task, or its error, into the queue."""
         try:
             ended.put((name, work(name)))
         except Exception as error:
@@ -59,6 +61,7 @@ def run_tasks(
 
 
 def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -> dict[str, NotTriedError]:
+    """Return an error for each task without a result that depends on a failed one."""
     return {
         name: NotTriedError(f"it extends {parent}, which was not built")
         for name, parent in parents.items()
@@ -67,6 +70,7 @@ def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -
 
 
 def _ready(parents: Mapping[str, str | None], results: Mapping[str, object]) -> list[str]:
+    """Return the tasks without a result that depend on no other, or on one that succeeded."""
     done: set[str | None] = {name for name, result in results.items() if not isinstance(result, Exception)}
     done |= set(parents.values()) - set(parents)  # None among them
     return [name for name, parent in parents.items() if name not in results and parent in done]

@@ -59,7 +59,10 @@ def read_command(arguments: list[str], start: str) -> BuildCommand | None:
 
 
 def find_answer(command: BuildCommand) -> list[str] | None:
-    """Return the lines that the command printed last time, if it would print the same now; else None."""
+    """Return the lines that the command printed last time, if it would print the same now; else None.
+
+    Reads the saved answers, and asks Docker for the IDs of the images. No error is raised.
+    """
     found = _load_answers(command).get(command.key)
     try:
         if found and all(_ask_docker(tag) == held for tag, held in found["images"].items()):
@@ -70,7 +73,9 @@ def find_answer(command: BuildCommand) -> list[str] | None:
 
 
 def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
-    """Save what a build printed when all images were up to date. Nothing is saved if the file cannot be written.
+    """Save the lines that a build printed when all images were up to date.
+
+    Nothing is saved if an input changed in the last seconds, or the file cannot be written.
 
     Args:
         lines: The printed lines.
@@ -105,7 +110,10 @@ def _load_answers(command: BuildCommand) -> dict[str, Any]:
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the inputs in the checkout, the files of this package, and the directory of the installed packages."""
+    """Yield the inputs in the checkout, the files of this package, and the directory of the installed packages.
+
+    Raises OSError if one is missing.
+    """
     for name in _INPUTS:
         yield from _walk(os.path.join(root, name))
     if os.path.exists(ignored := os.path.join(root, ".gitignore")):  # it decides what is in a wheel

@@ -38,8 +38,9 @@ def make_display(console: Console, tags: Iterable[str]) -> Progress:
 class BuildProgress:
     """Shows the events of one image's build on a display, writes its log, and keeps the cause of a failure.
 
-    Use it as a context manager. `failed_step` and `tail`, the last lines that it printed, describe the failing step.
-    `not_locked` are the Debian packages that steps installed and the lock does not have.
+    Use it as a context manager. Creating it opens the log file, and replaces an earlier one. `failed_step` and `tail`,
+    the last lines that it printed, describe the failing step. `not_locked` are the Debian packages that steps installed
+    and the lock does not have.
     """
 
     def __init__(self, tag: str, log: Path, display: Progress) -> None:
@@ -88,6 +89,7 @@ class BuildProgress:
         self._write(text)
 
     def _step(self, step: StepEvent) -> None:
+        """Log a step, and show it: on the display, or as a line without a terminal. Internal steps are only logged."""
         if step.state == "failed" and (self.failed_step is None or not self.failed_step.number):
             self.failed_step = step
         line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"

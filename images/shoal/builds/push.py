@@ -62,8 +62,10 @@ def push_image(
 ) -> Pushed:
     """Push the image `tag` as `target`, with the credentials that `docker login` has stored.
 
-    Temporary errors are retried after 1, 2, 4 and 8 seconds. Raises PushError with the registry's words, or if Docker
-    goes away.
+    The image has the tag `target` meanwhile. Temporary errors are retried after 1, 2, 4 and 8 seconds.
+
+    Raises:
+        PushError: With the registry's words, or if Docker goes away or lacks the image.
     """
     started = time.monotonic()
     with _report_lost_docker(target), _tagged(client, tag, target):
@@ -96,7 +98,10 @@ def _report_lost_docker(target: str) -> Iterator[None]:
 
 @contextmanager
 def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
-    """Tag the image with `target` while it is pushed."""
+    """Tag the image with `target` while it is pushed. A tag that it had before stays.
+
+    Raises PushError if Docker does not have the image.
+    """
     try:
         image = client.images.get(tag)
     except docker.errors.ImageNotFound:
@@ -113,7 +118,7 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
 
 
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
-    """Push once; return the manifest's digest."""
+    """Push once, with a progress bar on a terminal; return the manifest's digest. Raises PushError."""
     digest = ""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -134,11 +139,13 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
 
 
 def _sums(layers: Iterable[Mapping[str, int]]) -> tuple[int, int]:
+    """Return the sums of sent and of all bytes, of the layers with a known size."""
     known = [(layer.get("current", 0), layer["total"]) for layer in layers if "total" in layer]
     return sum(min(current, total) for current, total in known), sum(total for _, total in known)
 
 
 def _advice(error: str, tries: int) -> str:
+    """Return the end of an error: a fix if access was refused, otherwise the number of tries if there were several."""
     if re.search(r"unauthorized|authentication|credentials|denied|forbidden", error, re.IGNORECASE):
         return ". Fix: docker login to the registry, with an account that may push there"
     return f" (tried {tries} times)" if tries > 1 else ""

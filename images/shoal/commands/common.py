@@ -57,6 +57,7 @@ Options = TypeVar("Options")
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and exit, if that is requested."""
     if requested:
         print(f"shoal {__version__}")
         raise typer.Exit
@@ -145,14 +146,14 @@ def resolve_tag(name: str) -> str:
 
 
 def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:
-    """Print how each build ended, print all failures but the first, and raise the first."""
+    """Print how each build ended. If builds failed, print all errors but the first, and raise the first."""
     for result in results:
         print_line(str(result), progress)
     raise_first(result.error for result in results if result.state == "failed")
 
 
 def raise_first(errors: Iterable[Exception | None]) -> None:
-    """Raise the first of the errors, after printing the others. None stands for success."""
+    """Raise the first of the errors, after printing the others to standard error. None stands for success."""
     failures = [error for error in errors if error]
     for error in failures[1:]:
         print(f"shoal: {error}", file=sys.stderr)

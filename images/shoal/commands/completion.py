@@ -17,7 +17,8 @@ _SPLIT = "\x1f"
 def join_words(environment: MutableMapping[str, str]) -> None:
     """Join the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
 
-    The last word keeps only the part that bash will replace. The part before it is stored for `complete_images`.
+    Does nothing unless bash asks for completion. The last word keeps only the part that bash will replace. The part
+    before it is stored for `complete_images`.
     """
     if environment.get("_SHOAL_COMPLETE") != "complete_bash":
         return
@@ -31,7 +32,10 @@ def join_words(environment: MutableMapping[str, str]) -> None:
 
 
 def complete_images(incomplete: str) -> list[str]:
-    """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon."""
+    """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon.
+
+    Returns none outside a checkout, or if buildspec.yml is wrong.
+    """
     try:
         matrix = spec.load(project.find(Path.cwd()).buildspec)
     except (ShoalError, OSError):

@@ -14,7 +14,7 @@ Content = bytes | Path
 
 
 def pack_tree(root: Path, arcname: str, out: IO[bytes]) -> None:
-    """Write the tree at `root` as `arcname`, owned by root, and rewind `out`."""
+    """Write the tree at `root` as `arcname`, owned by root, and rewind `out`. Directories get mode 0755."""
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(root, arcname, filter=_owned_by_root)
     out.seek(0)
@@ -54,8 +54,9 @@ def pack_file(name: str, content: bytes) -> bytes:
 def unpack_safely(source: IO[bytes], target: Path) -> Iterator[str]:
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
-    Files keep their permissions, without setuid and setgid, and are readable for this user. `tarfile`'s own
-    `filter="data"` is missing in Debian 12's Python (3.11.2), and would let one odd file stop the others.
+    It unpacks only while the caller iterates. Such a link becomes a copy of the file. Files keep their permissions,
+    without setuid and setgid, and are readable for this user. `tarfile`'s own `filter="data"` is missing in Debian 12's
+    Python (3.11.2), and would let one odd file stop the others.
     """
     with tarfile.open(fileobj=source) as archive:
         for entry in archive:
@@ -87,6 +88,7 @@ def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -
 
 
 def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Change an entry to belong to root, a directory also to mode 0755, and return it."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     if entry.isdir():

@@ -36,8 +36,9 @@ def unique_name(stem: str) -> str:
 def delay_interrupts() -> Iterator[None]:
     """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
-    A removal must be complete. Docker also completes a request that nobody waits for any longer, and its result can be
-    removed only after that. If a signal has waited for `HANGS` seconds, the next one is raised at once.
+    Then the first is raised. A removal must be complete. Docker also completes a request that nobody waits for any
+    longer, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next one is
+    raised at once. In other threads than the main one it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
         yield
@@ -72,7 +73,10 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
-    """Remove all containers and networks of the job at the end. Its label finds half-made ones too."""
+    """Remove all containers and networks with the label `JOB_LABEL=name` at the end.
+
+    The label finds half-made ones too. Running containers are killed, and their anonymous volumes are removed.
+    """
     try:
         yield
     finally:
@@ -129,12 +133,12 @@ def read_archive(container: Container, path: str, scratch: Path | None = None) -
 
 
 def strip_controls(text: str) -> str:
-    """Return a text from an image without control characters, except line ends."""
+    """Return a text from an image with a replacement character for each control character, except line ends."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield whole lines. The \\r of a progress bar ends one too."""
+    """Yield whole lines as text, and the last one even if it has no end. The \\r of a progress bar ends one too."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

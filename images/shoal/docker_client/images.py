@@ -12,7 +12,7 @@ from shoal.matrix.spec import BuildSpec
 
 
 def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
-    """Return the image with the tag, or None."""
+    """Return the image with the tag or ID; None if Docker does not have it. Pulls nothing."""
     try:
         return client.images.get(tag)
     except docker.errors.ImageNotFound:
@@ -30,7 +30,10 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
 
 
 def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
-    """Remove an image that lost its tag to a new one, unless another tag or a container still uses it."""
+    """Remove an image that lost its tag to a new one, unless another tag or a container still uses it.
+
+    An image that is gone already is ignored.
+    """
     try:
         if not client.images.get(image_id).tags:
             client.images.remove(image_id)

@@ -98,7 +98,7 @@ def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, Fi
 
 
 def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
-    """Compare two images.
+    """Compare two images by their files and Debian packages.
 
     Args:
         before: The tag of the first image.

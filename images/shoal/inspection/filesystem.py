@@ -80,7 +80,7 @@ def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
-    """Return the file system in a tar archive, as `docker export` writes it."""
+    """Return the file system in a tar archive, as `docker export` writes it, without files that Docker makes."""
     files: dict[str, File] = {}
     entries: list[Entry] = []
     with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:

@@ -35,7 +35,10 @@ class Manifest:
 
 
 def make_manifest(facts: ImageFacts, image: ImageSpec | None) -> Manifest:
-    """Return the manifest; check the tag if the matrix has the image."""
+    """Return the manifest; check the tag if the matrix has the image.
+
+    Labels that begin with `shoal.`, and the variables HOME, HOSTNAME and PWD, are left out.
+    """
     named = {"system": facts.system.get("PRETTY_NAME", ""), "machine": facts.machine}
     environment = facts.environment.items()
     return Manifest(
@@ -72,6 +75,7 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
 
 
 def _find_framework(facts: ImageFacts, framework: str) -> str | None:
+    """Return the version of the framework's distribution, without its local part; None if it is not installed."""
     names = _FRAMEWORKS.get(framework, (framework,))
     return next((facts.versions[name].partition("+")[0] for name in names if name in facts.versions), None)
 

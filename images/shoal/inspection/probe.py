@@ -22,6 +22,7 @@ DPKG = ["dpkg-query", "--show", "--showformat=${Package}\t${Version}\t${Architec
 
 
 def main() -> None:
+    """Print the JSON object: system, python, machine, distributions, packages, commands and environment."""
     facts = {
         "system": read_os_release("/etc/os-release", "/usr/lib/os-release"),
         "python": platform.python_version(),
@@ -50,6 +51,7 @@ def list_distributions() -> list[dict[str, str]]:
 
 
 def describe_distribution(found: importlib.metadata.Distribution) -> dict[str, str]:
+    """Return the name, version, licence and homepage of a distribution; empty if it does not name them."""
     about = found.metadata
     licence = about["License-Expression"] or join_classifiers(about.get_all("Classifier") or [])
     return {
@@ -61,6 +63,7 @@ def describe_distribution(found: importlib.metadata.Distribution) -> dict[str, s
 
 
 def join_classifiers(classifiers: list[str]) -> str:
+    """Return the licences among the classifiers of a distribution, joined by AND."""
     names = [line.rsplit(" :: ", 1)[1] for line in classifiers if line.startswith("License :: ")]
     return " AND ".join(name for name in names if name != "OSI Approved")
 

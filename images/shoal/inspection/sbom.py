@@ -1,4 +1,7 @@
-"""A bill of materials in the CycloneDX 1.5 format."""
+"""Makes a bill of materials of an image, in the CycloneDX 1.5 format.
+
+It lists the operating system and the Debian and Python packages, but no files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _NAMESPACE = uuid.UUID("5f2f6a4e-5d1c-4c63-9c0a-3f0d6f0e8f11")
 
 
 def make_sbom(facts: ImageFacts) -> dict[str, Any]:
-    """Return the document. It is the same for the same image: its serial number is derived from the image's digest."""
+    """Return the bill of materials as a JSON object.
+
+    It is the same for the same image: its serial number is derived from the image's digest.
+    """
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",

@@ -20,6 +20,10 @@ _KEYS = ("mpi", "smdistributed", "pytorchddp", "instance_groups", *_SWITCHES)
 def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reserved hyperparameters for a `distribution`; values are not yet encoded as JSON.
 
+    Args:
+        distribution: May have the keys mpi, smdistributed, pytorchddp, torch_distributed, parameter_server,
+            multi_worker_mirrored_strategy and instance_groups.
+
     Raises:
         UsageError: If the SDK does not know a key, or model and data parallelism are both enabled.
     """
@@ -81,6 +85,7 @@ def _is_enabled(options: Mapping[str, Any]) -> bool:
 
 
 def _convert_mpi(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters for the key `mpi`. Raises `UsageError` for an unknown key in it."""
     _check_options(options, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
     values: dict[str, Any] = {"sagemaker_mpi_enabled": options.get("enabled", False)}
     if options.get("processes_per_host"):

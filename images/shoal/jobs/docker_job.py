@@ -50,15 +50,18 @@ class _HostExit:
 
 
 def run_job_in_docker(image: str, request: job.JobRequest, console: Console) -> job.JobResult:
-    """Run a job in containers, and print the hosts' logs with the host's name before each line.
+    """Run a job in containers to its end, and print the hosts' logs with the host's name before each line.
 
-    An interrupt stops the hosts, removes them and the network, and is raised again. A second interrupt removes them
-    without waiting for the script.
+    The files of each host are copied to the job's directory. An interrupt stops the hosts, removes them and the
+    network, and is raised again. A second interrupt removes them without waiting for the script.
 
     Args:
         image: The tag of the image.
         request: The job, which the caller has checked.
         console: The console for logs and messages.
+
+    Returns:
+        The result. A job that failed raises nothing.
 
     Raises:
         DockerError: If Docker does not answer, refuses, or lacks the image.
@@ -175,7 +178,10 @@ def _start_log_reader(container_id: str, host: str, console: Console) -> threadi
 
 
 def _wait(hosts: dict[str, Container]) -> dict[str, _HostExit]:
-    """Wait until all hosts have ended. `STRAGGLER_SECONDS` after the last one that ended, stop the others."""
+    """Wait until all hosts have ended. `STRAGGLER_SECONDS` after the last one that ended, stop the others.
+
+    An interrupt stops all hosts, and is raised. Raises `DockerError` if the connection to Docker is lost.
+    """
     arrivals: queue.SimpleQueue[tuple[str, _HostExit | Exception]] = queue.SimpleQueue()
     for host, container in hosts.items():
         threading.Thread(target=_report_exit, args=(host, str(container.id), arrivals), daemon=True).start()
@@ -231,7 +237,10 @@ def _stop_container(container_id: str) -> None:
 
 
 def _fetch_results(container: Container, target: Path, console: Console) -> Path:
-    """Copy model, output and checkpoints from a container to `target`, which is created, and return it."""
+    """Copy model, output and checkpoints from a container to `target`, which is created, and return it.
+
+    Files that are not copied, such as devices, are printed.
+    """
     target.mkdir()
     for part in ("model", "output", "checkpoints"):
         with (

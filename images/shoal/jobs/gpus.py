@@ -85,14 +85,14 @@ def divide_gpus(
 
 
 def device_requests(devices: Devices) -> list[DeviceRequest]:
-    """Return the setting of a container that gives it these GPUs."""
+    """Return the setting of a container that gives it these GPUs; empty for none."""
     if devices == (ALL,):
         return [DeviceRequest(count=-1, capabilities=[["gpu"]])]
     return [DeviceRequest(device_ids=list(devices), capabilities=[["gpu"]])] if devices else []
 
 
 def gpu_environment(devices: Devices) -> dict[str, str]:
-    """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default."""
+    """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default; none for all GPUs."""
     return {} if devices == (ALL,) else {VISIBLE: ",".join(devices) or "void"}
 
 

@@ -83,6 +83,7 @@ class JobRequest:
 
     @property
     def host_names(self) -> list[str]:
+        """algo-1, algo-2 and so on, one for each host."""
         return [f"algo-{number}" for number in range(1, self.hosts + 1)]
 
     @property

@@ -16,9 +16,10 @@ from shoal.jobs import distribution, gpus, job
 
 
 def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
-    """Run a job on this machine. All ranks run on one host, so the world size is as requested.
+    """Run a job on this machine to its end. All ranks run on one host, so the world size is as requested.
 
-    An interrupt ends `train`, which ends its ranks.
+    Its /opt/ml tree stays in the job's directory, without the copy of the code. An interrupt ends `train`, which ends
+    its ranks.
 
     Args:
         request: The job, which the caller has checked.

@@ -19,7 +19,7 @@ _DIRECTORY = "/opt/plan"
 
 
 def run_locally(factory: str, options: Sequence[str], *, as_json: bool) -> int:
-    """Run the plan command with this Python, and return its exit code."""
+    """Run the plan command with this Python, on this standard output, and return its exit code."""
     return subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False).returncode
 
 

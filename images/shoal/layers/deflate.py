@@ -63,7 +63,7 @@ class Meter:
             del self._buffer[:BLOCK]
 
     def finish(self) -> StreamSizes:
-        """Return the sizes of all that was written."""
+        """Wait for all blocks, and return the sizes of all that was written."""
         if self._buffer:
             self._submit(bytes(self._buffer), is_last=True)
         self._sizes += [pending.result() for pending in self._pending]
@@ -72,6 +72,7 @@ class Meter:
         return StreamSizes(self._bytes, tuple(accumulate(self._sizes)))
 
     def _submit(self, block: bytes, *, is_last: bool) -> None:
+        """Give a block to the pool. Waits while too many blocks are pending."""
         self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))
         self._window = block[-_WINDOW:]
         while len(self._pending) > _MOST_PENDING:
@@ -84,6 +85,7 @@ def make_pool() -> ThreadPoolExecutor:
 
 
 def _compressed(block: bytes, window: bytes, is_last: bool) -> int:
+    """Return the compressed bytes of a block. Runs in a thread of the pool."""
     compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=window)
     size = len(compressor.compress(block))
     return size + len(compressor.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH))

@@ -123,6 +123,7 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
+    """Return a layer with the sum of each owner. The end of its archive belongs to `TAR`."""
     sums: dict[Owner, Sum] = {}
     for place, entry in enumerate(layer.entries):
         owner = owners.find_owner(entry)
@@ -134,6 +135,7 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
 
 
 def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
+    """Return the bytes of a part of a layer, from `begin` to `end`."""
     size, compressed = end - begin, layer.measured.compressed_before(end) - layer.measured.compressed_before(begin)
     return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
 
@@ -169,9 +171,11 @@ class _HiddenPaths:
                 self._remove(entry.path)
 
     def hides(self, path: str) -> bool:
+        """Return whether the layer hides the entry that lower layers have at a path."""
         return path in self._paths or any(above in self._trees for above in _directories(path))
 
     def _remove(self, path: str) -> None:
+        """Hide a path and all below it."""
         self._paths.add(path)
         self._trees.add(f"{path}/")
 

@@ -87,6 +87,7 @@ class Owners:
         return self._claims.get(path, Owner("python", name)) != Owner("python", name)
 
     def _claim_record(self, path: str, text: bytes) -> None:
+        """Give the files of a RECORD to their Python distribution; do nothing for other files."""
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "RECORD":
             owner = Owner("python", _name_and_version(found[2])[0])
@@ -95,12 +96,14 @@ class Owners:
                     self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
 
     def _claim_list(self, path: str, text: bytes) -> None:
+        """Give the files of one of dpkg's lists to their Debian package; do nothing for other files."""
         if found := _LIST.fullmatch(path):
             owner = Owner("debian", found[1])
             for line in _decoded(text).splitlines():
                 self._claim(line.lstrip("/"), owner)
 
     def _claim(self, path: str, owner: Owner) -> None:
+        """Give a file to an owner, also if it has one already: the last claim counts."""
         self._claims[self._tree.real(path)] = owner
 
 
@@ -122,6 +125,7 @@ class _Tree:
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, links: int) -> str:
+        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is."""
         if not path or links > _MOST_LINKS:
             return path
         if path not in self._known:
@@ -163,6 +167,7 @@ def _name_and_version(directory: str) -> tuple[str, str]:
 
 
 def _directory_of(path: str) -> str:
+    """Return the first four directories of a path, which name the owner of a file without a package."""
     directories = path.split("/")[:-1]
     return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 

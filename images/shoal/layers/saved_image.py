@@ -94,7 +94,7 @@ def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
 
 
 class Chunks(io.RawIOBase):
-    """A readable file over an iterable of bytes."""
+    """A readable file over an iterable of bytes, which is read once from begin to end."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks, self._rest = iter(chunks), memoryview(b"")
@@ -130,6 +130,7 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
+    """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped."""
     name = normalize_path(member.name)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
@@ -156,6 +157,7 @@ def _is_tar(begin: bytes) -> bool:
 
 
 def _layer(content: IO[bytes], pool: ThreadPoolExecutor) -> LayerTar:
+    """Read a layer to its end, and return its entries and sizes. Digest and command are still empty."""
     meter = deflate.Meter(pool)
     source = _Metered(content, meter)
     with tarfile.open(fileobj=source, mode="r|", bufsize=_AT_ONCE) as archive:
@@ -166,6 +168,7 @@ def _layer(content: IO[bytes], pool: ThreadPoolExecutor) -> LayerTar:
 
 
 def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
+    """Yield the entries of a layer. Only files that describe packages have their text."""
     begin = 0
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
@@ -215,6 +218,7 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
 
 
 def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
+    """Return the only image in manifest.json. Raises `ImageError` if it has none or several."""
     images = _json(name, members, "manifest.json")
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
         raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}.")
@@ -226,6 +230,7 @@ def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
 
 
 def _json(name: str, members: _Members, path: str) -> object:
+    """Return the decoded document of a member. Raises `ImageError` if it is missing or not JSON."""
     text = members.texts.get(_follow(path, members.links))
     if text is None:
         raise ImageError(f"{name}: no {path} in it; {_EXPECTED}.")
@@ -237,6 +242,7 @@ def _json(name: str, members: _Members, path: str) -> object:
 
 
 def _texts(name: str, what: str, value: object) -> list[str]:
+    """Return a value that must be a list of strings. Raises `ImageError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ImageError(f"{name}: {what}: {value!r} is no list of names; {_EXPECTED}.")
     return value
@@ -252,6 +258,7 @@ def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str],
 
 
 def _follow(path: str, links: Mapping[str, str]) -> str:
+    """Return the path to which links of the archive lead; links in a circle are followed a limited number of times."""
     for _ in links:
         if path not in links:
             break

@@ -47,4 +47,5 @@ def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> st
 
 
 def matches(glob: str, tag: str) -> bool:
+    """Return whether a glob matches a whole tag; `-` and `:` are the same in both."""
     return fnmatchcase(tag.replace(":", "-"), glob.replace(":", "-"))

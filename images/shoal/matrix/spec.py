@@ -153,6 +153,7 @@ def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
 
 
 def _extend(parent: ImageSpec, child: Child) -> ImageSpec:
+    """Return the image of a child on a parent, with the parent's device, CUDA, Python and system."""
     place = parent.model_dump(include={"device", "cuda", "python", "os", "system"})
     return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
 
@@ -176,6 +177,7 @@ class Axes(Model):
                 yield axis, values
 
     def allow(self, image: ImageSpec) -> bool:
+        """Return whether an image has a value of each axis that is set. An image without CUDA fits every `cuda`."""
         return all(getattr(image, axis) in (None, *values) for axis, values in self.values())
 
 
@@ -192,6 +194,7 @@ class Exclusion(Model):
     variant: str = "*"
 
     def matches(self, image: ImageSpec) -> bool:
+        """Return whether an image matches all globs."""
         return all(fnmatchcase(getattr(image, axis) or "", glob) for axis, glob in self)
 
 
@@ -246,7 +249,7 @@ class BuildSpec:
         return list(dict.fromkeys(image.system for image in self.images))
 
     def parent(self, image: ImageSpec) -> ImageSpec | None:
-        """Return the image that `image` extends."""
+        """Return the image that `image` extends; None if it extends a base image."""
         return next((parent for parent in self.images if parent.tag == image.extends), None)
 
     def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:

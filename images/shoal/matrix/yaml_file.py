@@ -63,6 +63,7 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
 
 
 def _parse(path: Path) -> Any:
+    """Return the content of a YAML file, with line numbers. Raises `SpecError` if it cannot be read."""
     try:
         return YAML(typ="rt").load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -76,6 +77,7 @@ def _parse(path: Path) -> Any:
 
 
 def _explain(document: Document, model: type[Model], problem: Any) -> str:
+    """Return the message for a mistake that pydantic found, with file, line and key."""
     location = tuple(problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
@@ -97,6 +99,7 @@ def _model_at(model: type[Model], location: Iterable[str | int]) -> type[Model]:
 
 
 def _models(annotation: Any) -> Iterator[type[Model]]:
+    """Yield the models in a type annotation, such as the one of `tuple[Release, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Model):
         yield annotation
     for inner in typing.get_args(annotation):

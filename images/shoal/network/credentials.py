@@ -33,7 +33,10 @@ class Netrc:
 
 
 def read_netrc() -> Netrc:
-    """Read the netrc file that pip would read: the one that NETRC names, or the one in the home directory."""
+    """Read the netrc file that pip would read: the one that NETRC names, or the one in the home directory.
+
+    A file that cannot be read or parsed raises nothing: it becomes `problem`.
+    """
     named = os.environ.get("NETRC")
     paths = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
     path = next((path for path in paths if path.is_file()), None)
@@ -75,7 +78,10 @@ def select_auth_entries(text: str, sources: Iterable[str]) -> str:
 
 
 def add_apt_credentials(url: str, auth: str) -> str:
-    """Return the URL with the credentials of the first entry of `auth` (in the form of auth.conf) that matches it."""
+    """Return the URL with the credentials of the first entry of `auth` (in the form of auth.conf) that matches it.
+
+    It is unchanged if no entry matches, or the URL has its own credentials.
+    """
     parts = urlsplit(url)
     for words in map(str.split, auth.splitlines()):
         place = urlsplit(words[1] if "://" in words[1] else f"{parts.scheme}://{words[1]}")
@@ -87,6 +93,7 @@ def add_apt_credentials(url: str, auth: str) -> str:
 
 
 def _insert_login(url: str, login: str, password: str) -> str:
+    """Return a URL with user and password before its host."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=f"{quote(login, safe='')}:{quote(password, safe='')}@{parts.netloc}"))
 

@@ -41,6 +41,7 @@ def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str =
 
 
 def _parse_file(path: Path) -> configparser.RawConfigParser:
+    """Read one file of pip; a missing one is empty. Raises `SpecError` if it is not valid."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(path)
@@ -65,4 +66,5 @@ def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path
 
 
 def _option_name(key: str) -> str:
+    """Return the name of an option for `--Name_of`, a key of a file or the rest of a PIP_ variable."""
     return key.lower().replace("_", "-").removeprefix("--")

@@ -93,7 +93,10 @@ def _convert_proxies(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _request(
     shown: str, url: str, settings: NetworkSettings, proxies: Mapping[str, str], verify: bool = True
 ) -> Answer:
-    """Request `url`, and report the answer under the address `shown`, less its credentials."""
+    """Request `url`, and report the answer under the address `shown`, less its credentials.
+
+    A failure is an answer too, and raises nothing.
+    """
     parts = urlsplit(shown)
     plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     try:
@@ -120,6 +123,7 @@ def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
 
 
 def _describe_failure(error: requests.RequestException) -> str:
+    """Return why there was no answer, in a few words."""
     for kind, problem in _PROBLEMS:
         if isinstance(error, kind):
             return problem

@@ -85,7 +85,11 @@ class NetworkSettings:
         return credentials.select_auth_entries(self.apt_auth, sources)
 
     def build_files(self, suite: str) -> dict[str, bytes]:
-        """Return the files of the context's `machine/` directory, by name, for a build on a Debian suite."""
+        """Return the files of the context's `machine/` directory, by name, for a build on a Debian suite.
+
+        They are pip.conf and apt.conf, and if they are needed sources.list, auth.conf and ca.crt. They hold
+        credentials.
+        """
         sources = self.select_sources(suite)
         auth = self.select_auth(sources)
         files = {"pip.conf": self._pip_conf(), "apt.conf": self._apt_conf(bool(sources), bool(auth))}
@@ -115,7 +119,14 @@ class NetworkSettings:
 
 @functools.cache
 def read_network_settings() -> NetworkSettings:
-    """Read the settings of this machine, once per process. Runs `apt-config`, if it is installed."""
+    """Read the settings of pip and apt, the proxies and the CA bundle, with their credentials, once per process.
+
+    Reads pip's files and variables, netrc, and apt's files. Runs `apt-config`, if it is installed. Do not print the
+    result.
+
+    Raises:
+        SpecError: If a file of pip is not valid.
+    """
     pip = pip_settings.read_pip_settings()
     netrc = credentials.read_netrc()
     kept, left_out = _select_pip_settings(pip)
@@ -200,7 +211,10 @@ def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterat
 
 
 def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
-    """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options."""
+    """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options.
+
+    Disabled sources and `deb-src` are left out.
+    """
     for path in (directory / "sources.list", *sorted(directory.glob("sources.list.d/*"))):
         if path.suffix == ".list" and path.is_file():
             yield from _parse_one_line_sources(path.read_text())
@@ -209,12 +223,13 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
 
 
 def _parse_one_line_sources(text: str) -> Iterator[str]:
+    """Yield the sources of binary packages in a .list file, without options."""
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
 def _parse_deb822_sources(text: str) -> Iterator[str]:
-    """Yield the sources of a file in deb822 format, in one-line form."""
+    """Yield the enabled sources of binary packages in a file in deb822 format, in one-line form."""
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":

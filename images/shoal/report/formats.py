@@ -9,12 +9,12 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def format_time(nanoseconds: int | None) -> str:
-    """Return a duration with three digits and its unit."""
+    """Return a duration with three digits and its unit; None is `NONE`."""
     return NONE if nanoseconds is None else _scale(nanoseconds, _TIMES)
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes with three digits and its unit (MB: 10⁶ bytes)."""
+    """Return a number of bytes with three digits and its unit (MB: 10⁶ bytes); 0 is `NONE`."""
     return _scale(count, _BYTES) if count else NONE
 
 
@@ -24,17 +24,17 @@ def format_byte_change(count: int) -> str:
 
 
 def format_bandwidth(value: float | None) -> str:
-    """Return a bandwidth in GB/s (10⁹ bytes per second)."""
+    """Return a bandwidth in GB/s (10⁹ bytes per second); None is `NONE`."""
     return NONE if value is None else f"{value:#.3g} GB/s"
 
 
 def format_percent(part: float | None) -> str:
-    """Return a fraction of 1 as a percentage."""
+    """Return a fraction of 1 as a whole percentage; None is `NONE`."""
     return NONE if part is None else f"{part:.0%}"
 
 
 def format_share(part: int, whole: int) -> str:
-    """Return `part / whole` as a percentage, or "less than 1%"."""
+    """Return `part / whole` as a percentage, or "less than 1%"; `NONE` if `whole` is 0."""
     if not whole:
         return NONE
     return "less than 1%" if 0 < part < whole / 100 else format_percent(part / whole)
@@ -46,6 +46,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def _scale(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """Return a value in the largest unit that is not larger than it."""
     size, unit = next(((size, unit) for size, unit in units if abs(value) >= size), units[-1])
     scaled = value / size
     digits = 0 if size == 1 else 2 if scaled < 10 else 1 if scaled < 100 else 0

@@ -84,7 +84,7 @@ def print_size_report(console: Console, inventories: Sequence[Inventory]) -> Non
 
 
 def make_document(inventories: Sequence[Inventory], comparison: Comparison | None) -> dict[str, Any]:
-    """Return the inventories and the comparison as a JSON object. Sizes are in bytes."""
+    """Return the inventories (`images`) and the comparison (`difference`) as a JSON object. Sizes are in bytes."""
     found: dict[str, Any] = {"images": [_image_document(of) for of in inventories]}
     if comparison:
         found["difference"] = {
@@ -129,7 +129,10 @@ def _change_document(change: Change) -> dict[str, Any]:
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
-    """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has."""
+    """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has.
+
+    Raises `UsageError` if there is none.
+    """
     file = Path(name)
     if file.suffix == ".tar":
         try:
@@ -147,6 +150,7 @@ def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
 
 
 def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file in chunks, and close it at the end."""
     with file:
         while chunk := file.read(_CHUNK):
             yield chunk
@@ -189,6 +193,7 @@ def _print_sentences(console: Console, sentences: Iterable[str]) -> None:
 
 
 def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
+    """Print a table of the first ten rows, and how many are left out."""
     table = _make_table(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_MAX_ROWS]:
         table.add_row(
@@ -200,6 +205,7 @@ def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
+    """Print the ten largest changes of layers and of packages, each as a table."""
     for name, changes in (("layer", comparison.layers), ("package", comparison.packages)):
         shown_changes = sorted(filter(lambda change: change.is_changed, changes), key=lambda change: -abs(change.bytes))
         table = _make_table(console, name, "state", "change", "compressed")

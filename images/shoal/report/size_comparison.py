@@ -1,4 +1,7 @@
-"""Compares the sizes of two images, per package and per layer, in uncompressed and compressed bytes."""
+"""Compares the sizes of two images, per package and per layer, in uncompressed and compressed bytes.
+
+It only computes: `size_text` and `size_page` show the result.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class Comparison:
 
 
 def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
-    """Compare two images."""
+    """Return the changes from one image to another. Packages are matched by name, layers by content or command."""
     packages = sorted(
         _compare_packages(before, after), key=lambda change: (-abs(change.bytes), change.kind, change.name)
     )
@@ -79,11 +82,12 @@ def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
 
 
 def layer_title(layer: Layer) -> str:
-    """Return the command that made a layer, on one line."""
+    """Return the command that made a layer, shortened to one line; "unknown command" if there is none."""
     return one_line(_SHELL.sub("", layer.command)) or "unknown command"
 
 
 def _compare_packages(before: Inventory, after: Inventory) -> Iterator[Change]:
+    """Yield a change for each owner of files in either image, also if nothing changed."""
     old, new = before.owners, after.owners
     old_versions, new_versions = before.versions, after.versions
     for owner in {**new, **old}:

@@ -42,7 +42,11 @@ class Sources:
         return record.make_record(self.steps, contents, base, self.templates)
 
     def context_files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
-        """Return the files of the build context, by path."""
+        """Return the files of the build context, by path.
+
+        Among them are locked wheels of local directories, and this machine's settings with credentials under
+        `machine/`.
+        """
         context: dict[str, Content] = {"Dockerfile": self.dockerfile}
         for layer, pins in self.locks.items():
             local = [path for _, path in wheels.find_locked_wheels(pins, machine.find_links)]
@@ -68,10 +72,10 @@ def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
 
 
 def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
-    """Read the locks, the templates and the C sources of an image.
+    """Read the locks, the templates and the C sources of an image. Raises `SpecError` if a lock or template is wrong.
 
     Args:
-        own: Our packages, installed for the image's Python.
+        own: Our packages, installed for the image's Python. An image that extends another does not get them.
     """
     steps = render.read_steps(project, image, bytecode=packages.can_compile_for(image.python_version))
     return Sources(

@@ -29,6 +29,7 @@ class DebianLock:
     packages: Mapping[str, str]
 
     def text(self, suite: str) -> str:
+        """Return the content of the lock file, sorted."""
         bases = (f"base {name} {digest}" for name, digest in sorted(self.bases.items()))
         packages = (f"{name} {digest}" for name, digest in sorted(self.packages.items()))
         return "\n".join([_HEAD.format(suite=suite), *bases, *packages, ""])
@@ -56,7 +57,10 @@ def read_lock(project: Project, suite: str) -> DebianLock:
 
 
 def comparison_files(project: Project, suite: str) -> dict[str, bytes]:
-    """Return the files with which a build step compares the packages of apt with the lock."""
+    """Return the files with which a build step compares the packages of apt with the lock: compare.sh and lock.txt.
+
+    lock.txt is empty if no packages are locked.
+    """
     packages = DebianLock({}, read_lock(project, suite).packages)
     script = files("shoal.sources").joinpath("compare.sh").read_bytes()
     return {"compare.sh": script, "lock.txt": packages.text(suite).encode() if packages.packages else b""}

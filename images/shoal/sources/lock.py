@@ -65,6 +65,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
+    """Return the pins of an image that extends no other, by layer."""
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
@@ -92,6 +93,7 @@ def _resolve_on(
 
 
 def _empty_wheel(pin: Pin, directory: Path) -> Path:
+    """Write a wheel without modules that has a pin's name and version, and return its path."""
     name = f"{pin.name.replace('-', '_')}-{pin.version}"
     path = directory / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
@@ -103,7 +105,10 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 
 
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
-    """Return the files that pip chooses, sorted by name."""
+    """Return the files that pip chooses, sorted by name. If it fails, it is tried again with `index`.
+
+    Raises `SpecError` with pip's words, or on another platform than the images'.
+    """
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
@@ -132,17 +137,20 @@ def target_options(python_version: str) -> list[str]:
 
 
 def _make_pin(entry: dict[str, Any]) -> Pin:
+    """Return the pin of one file in pip's installation report (`--report`)."""
     metadata = entry["metadata"]
     digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
     return Pin(canonicalize_name(metadata["name"]), metadata["version"], digest)
 
 
 def _layer_of(name: str, mpi: Collection[str]) -> str:
+    """Return the layer of a package: mpi if it is named there, cuda for NVIDIA's, otherwise framework."""
     if name in mpi:
         return "mpi"
     return "cuda" if name.startswith(("nvidia-", "cuda-")) else "framework"
 
 
 def _write(path: Path, header: str, pins: Iterable[Pin]) -> Path:
+    """Write a lock file, and return its path."""
     path.write_text("\n".join([header, *map(str, pins)]) + "\n")
     return path

@@ -49,9 +49,10 @@ def can_compile_for(python: str) -> bool:
 
 
 def build_wheel(package: Path, directory: Path) -> Path:
-    """Build a package's wheel with the backend in its pyproject.toml. The wheel is the same on every host.
+    """Build a package's wheel with the backend in its pyproject.toml, and return its path.
 
-    For that, hatchling's hooks, which compile C, do not run. The build of an image compiles.
+    The wheel is the same on every host. For that, hatchling's hooks, which compile C, do not run. The build of an image
+    compiles. Sets two variables of this process, and changes its working directory meanwhile.
     """
     os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend, target = importlib.import_module(_backend(package)), directory.absolute()
@@ -60,7 +61,9 @@ def build_wheel(package: Path, directory: Path) -> Path:
 
 
 def install_package(package: Path, python: str, cache: Path) -> bytes:
-    """Install a package as images with that Python have it. Its bytecode is included if this process runs that Python.
+    """Install a package as images with that Python have it, into an archive. Nothing is installed on this machine.
+
+    Its bytecode is included if this process runs that Python.
 
     Args:
         package: The package's directory in the checkout.
@@ -104,6 +107,7 @@ def read_digests(layer: bytes) -> dict[str, str]:
 
 
 def _install(package: Path, python: str) -> bytes:
+    """Build a package's wheel, and return the files that it installs as a tar archive from the image's root."""
     # Not at the top: most builds find all of this in the cache.
     import installer
     from installer.destinations import SchemeDictionaryDestination
@@ -130,7 +134,10 @@ def _install(package: Path, python: str) -> bytes:
 
 
 def _compile(root: Path, modules: Path, package: str) -> None:
-    """Write bytecode beside each module, in a new interpreter. `root` is the root of an image."""
+    """Write bytecode beside each module, in a new interpreter. `root` is the root of an image.
+
+    Raises `BuildError` for a module that cannot be compiled.
+    """
     ended = subprocess.run([*_COMPILE, "-s", root, "-p", "/", root], capture_output=True, text=True, check=False)
     if ended.returncode:
         for path in sorted(modules.rglob("*.py")):
@@ -144,6 +151,7 @@ def _compile(root: Path, modules: Path, package: str) -> None:
 
 
 def _backend(package: Path) -> str:
+    """Return the name of the build backend in a package's pyproject.toml."""
     return str(tomllib.loads((package / "pyproject.toml").read_text())["build-system"]["build-backend"])
 
 

@@ -108,7 +108,7 @@ def read_record(labels: Mapping[str, str]) -> Record | None:
 
 
 def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Plan:
-    """Return the work of a build for the image with these labels; None: Docker has no such image."""
+    """Return the work of a build for the image with these labels. Labels of None: Docker has no such image."""
     names = tuple(step.name for step in wanted.steps)
     if labels is None:
         return Plan(tag, "new", len(names), names, ("Docker does not have it",))
@@ -128,11 +128,13 @@ def sha256(content: str | bytes) -> str:
 
 
 def _shorten(identity: str) -> str:
+    """Return an identity with its SHA-256 cut to 12 digits."""
     version, at, sha256 = identity.rpartition("@")
     return f"{version}{at}{sha256[:12]}"
 
 
 def _reasons(present: Record, wanted: Record) -> Iterator[str]:
+    """Yield a line for each difference between two records; an input that several steps read is named once."""
     before = {step.name: step for step in present.steps}
     templates = [name for name, identity in wanted.templates.items() if present.templates.get(name) != identity]
     cause = ", ".join(templates) or "by versions.yml, buildspec.yml, another Python here, or shoal itself"

@@ -89,6 +89,7 @@ def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
 
 @functools.cache
 def _referenced(project: Project, source: str) -> list[str]:
+    """Return the templates that a template's source extends, includes or imports."""
     return [name for name in jinja2.meta.find_referenced_templates(_environment(project).parse(source)) if name]
 
 

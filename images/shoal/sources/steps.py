@@ -51,6 +51,7 @@ class StepCollector:
         }
 
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
+        """Collect a step, with the inputs that its text noted while it was rendered. Returns no text."""
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()
         folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])
@@ -58,18 +59,22 @@ class StepCollector:
         return ""
 
     def _begin_stage(self, name: str = "") -> str:
+        """Note that the step begins a build stage, and return its FROM instruction."""
         self._begins = name
         return f"FROM ${{BASE}} AS {name}" if name else "FROM ${BASE}"
 
     def _folder(self, name: str) -> str:
+        """Note a folder of the build context that the step reads, and return its name."""
         self._noted["folder"].append(name)
         return name
 
     def _stage(self, name: str) -> str:
+        """Note a build stage that the step copies from, and return its name."""
         self._noted["stage"].append(name)
         return name
 
     def _debian(self, names: Iterable[str]) -> str:
+        """Note Debian packages that the step installs, and return their names, separated by spaces."""
         self._packages.append(tuple(names))
         return " ".join(names)
 
@@ -86,6 +91,7 @@ def write_dockerfile(steps: Iterable[Step], template: str, base: str) -> str:
 
 
 def _heading(step: Step) -> str:
+    """Return the name and note of a step as comment lines of a Dockerfile."""
     title = f"{step.name}: {step.note}" if step.note else step.name
     return "".join(f"# {line}\n" for line in textwrap.wrap(title, 118, break_on_hyphens=False))
 

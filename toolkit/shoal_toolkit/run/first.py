@@ -126,7 +126,7 @@ class FirstHost(Host):
     # Launching
 
     def _launch(self) -> None:
-        """Launches the job: tells hosts with a command of their own to start it, and starts the script or launcher here.
+        """Launches the job: starts the script or launcher here, and on each host that has a command of its own.
 
         Raises TrainError if a process can't be started.
         """

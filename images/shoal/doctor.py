@@ -83,10 +83,12 @@ class Site:
 
     @property
     def project(self) -> project.Project:
+        """The checkout around `start`. Raises `UsageError` if there is none."""
         return project.find(self.start)
 
     @property
     def matrix(self) -> spec.BuildSpec:
+        """The matrix of the checkout, read again each time. Raises `ShoalError`."""
         return spec.load(self.project.buildspec)
 
 

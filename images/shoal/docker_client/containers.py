@@ -48,6 +48,7 @@ def delay_interrupts() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def wait(number: int, _: object) -> None:
+        """A signal handler: keeps the signal for later, or raises it at once if the first has waited too long."""
         nonlocal first
         first = first or time.monotonic()
         came.append(number)
@@ -56,6 +57,7 @@ def delay_interrupts() -> Iterator[None]:
             signal.raise_signal(came.pop())
 
     def restore() -> None:
+        """Install the earlier signal handlers again."""
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -42,6 +42,7 @@ def make_sbom(facts: ImageFacts) -> dict[str, Any]:
 
 
 def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
+    """Yield the operating system, then the Debian packages, then the Python distributions."""
     system = facts.system
     yield {
         "type": "operating-system",

@@ -103,6 +103,7 @@ class Chunks(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the buffer from the current chunk, or the next one. Returns 0 at the end."""
         while not self._rest:
             try:
                 self._rest = memoryview(next(self._chunks))

@@ -26,6 +26,7 @@ class Project:
 
     @property
     def templates(self) -> Path:
+        """The directory of the templates, and of the locks, schemas and rendered Dockerfiles."""
         return self.root / "dockerfiles"
 
     @property
@@ -40,6 +41,7 @@ class Project:
         return self.templates / "requirements" / f"{spec.repository}-{spec.runtime_version_tag}"
 
     def rendered(self, spec: ImageSpec) -> Path:
+        """Return the path of an image's generated Dockerfile."""
         return self.templates / "rendered" / spec.repository / spec.version_tag / "Dockerfile"
 
 

@@ -101,6 +101,7 @@ class ImageSpec(Release):
 
     @property
     def version_tag(self) -> str:
+        """The part of its tag after the colon. A devel variant ends with that word."""
         return "-".join(part for part in (self.runtime_version_tag, self.variant) if part != "runtime")
 
     @property

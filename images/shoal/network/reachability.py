@@ -45,6 +45,7 @@ class Answer:
 
     @property
     def is_ok(self) -> bool:
+        """Whether an HTTP status below 400 came."""
         return self.status is not None and self.status < requests.codes.bad_request
 
     def __str__(self) -> str:

@@ -96,6 +96,7 @@ def make_document(inventories: Sequence[Inventory], comparison: Comparison | Non
 
 
 def _image_document(of: Inventory) -> dict[str, Any]:
+    """Return the inventory of an image as a JSON object: name, sums, layers, owners and packages."""
     return {
         "name": of.name,
         **asdict(of.sum),

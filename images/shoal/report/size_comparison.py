@@ -40,6 +40,7 @@ class Change:
 
     @property
     def state(self) -> State:
+        """How its uncompressed size changed."""
         if self.before is None or self.after is None:
             return "new" if self.before is None else "gone"
         if not self.bytes:

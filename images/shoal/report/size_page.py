@@ -87,6 +87,7 @@ def render_size_page(inventories: Sequence[Inventory], comparison: Comparison | 
 
 
 def _view_image(inventory: Inventory) -> ImageView:
+    """Return an inventory as the page shows it: rows of layers and packages, and the treemap."""
     owners = inventory.owners
     by_kind = {kind: total(of for owner, of in owners.items() if owner.kind == kind) for kind in size_text.KINDS}
     versions = inventory.versions
@@ -158,6 +159,7 @@ def _gather_small(items: list[tuple[str, Sum]], smallest: float) -> list[tuple[s
 
 
 def _make_cell(kind: str, name: str, of: Sum, box: Box) -> Cell:
+    """Return a rectangle of the treemap. Its label is empty if it does not fit."""
     percent = Box(
         _percent(box.x, _CANVAS.width),
         _percent(box.y, _CANVAS.height),

@@ -128,6 +128,7 @@ class _Track:
 
     @property
     def began(self) -> int:
+        """In nanoseconds since 1970; 0 if it was not recorded."""
         return int(self.about.get(_BEGIN, 0)) * 1000
 
 

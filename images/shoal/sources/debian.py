@@ -36,6 +36,7 @@ class DebianLock:
 
 
 def lock_path(project: Project, suite: str) -> Path:
+    """Return the path of a suite's lock file, which may not exist."""
     return project.templates / "debian" / f"{suite}.txt"
 
 

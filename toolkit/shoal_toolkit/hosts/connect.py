@@ -94,6 +94,7 @@ class WorkerSearch:
         self._timers.append(self._loop.call_later(_PROGRESS_SECONDS, self._log_progress))
 
     def _on_timeout(self) -> None:
+        """Ends the search: the missing hosts, and the last problem of each, are the reason."""
         self.fail(
             f"After {self._seconds:.0f} s these hosts are missing: {self._list_missing()}. Every host of "
             "resourceconfig.json must run `train`; check their logs, and that their port SHOAL_AGENT_PORT is "
@@ -148,6 +149,7 @@ class _Attempt:
         self._search.resolver.look_up(self._host, self._port, self._on_resolved)
 
     def _on_resolved(self, found: list[Address] | OSError) -> None:
+        """Connects to one of the addresses, a different one in each try. An unknown name is looked up again later."""
         if isinstance(found, OSError):
             self._retry(f"its name is unknown: {found.strerror or found}")
         else:
@@ -185,6 +187,7 @@ class _Attempt:
         self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS, lambda: self._retry("its agent does not answer"))
 
     def _on_lost(self, reason: str) -> None:
+        """Tries again after the connection was lost in the handshake."""
         self._channel = None
         self._retry(f"in the handshake {reason}")
 

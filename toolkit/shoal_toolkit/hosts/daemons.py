@@ -65,6 +65,7 @@ class DaemonRequests:
             self._drop(sock)
 
     def _on_connection(self) -> None:
+        """Accepts a connection, and waits for its request without blocking."""
         try:
             sock, _ = self._listener.accept()
         except OSError:  # closed already, or too many are open: mpirun asks again
@@ -109,6 +110,7 @@ class DaemonRequests:
             self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:
+        """Closes the socket of a request without an answer; does nothing if it is closed."""
         if sock in self._open:
             self._open.discard(sock)
             self._loop.unwatch(sock.fileno(), READ)

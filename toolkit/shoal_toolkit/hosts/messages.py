@@ -261,6 +261,7 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
 
 
 def _parse_output(payload: bytes) -> Output:
+    """Returns the output of a rank. Raises ProtocolError if the stream or the rank is wrong."""
     if len(payload) < _OUTPUT.size:
         raise ProtocolError("output without a rank")
     stream, rank = _OUTPUT.unpack_from(payload)
@@ -288,12 +289,17 @@ def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
 
 
 def _parse_integer(digits: str) -> int:
+    """Returns an integer of at most 20 characters.
+
+    Raises ProtocolError for a longer one, which would take quadratic time.
+    """
     if len(digits) > _MAX_DIGITS:
         raise ProtocolError("a number that is too long")
     return int(digits)
 
 
 def _parse_float(digits: str) -> float:
+    """Returns a finite number. Raises ProtocolError for NaN, infinity, or more than 40 characters."""
     number = float(digits) if len(digits) <= 2 * _MAX_DIGITS else float("inf")
     if number - number != 0:
         raise ProtocolError("a number that is not finite")

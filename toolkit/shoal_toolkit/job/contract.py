@@ -348,6 +348,10 @@ def _name_json_type(value: Any) -> str:
 
 
 def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
+    """Returns the hosts in the order of resourceconfig.json.
+
+    Raises ContractError if the list is wrong or names one twice.
+    """
     hosts = config.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')

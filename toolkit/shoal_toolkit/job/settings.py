@@ -153,6 +153,10 @@ def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """Returns a variable as a whole number; the default if it is not set or empty.
+
+    Raises ContractError if it is out of range.
+    """
     text = environ.get(name, "")
     if not text:
         return default

@@ -165,6 +165,7 @@ def _make_staging_directory(code_dir: str) -> tuple[str, str]:
 
 
 def _make_temporary_directory() -> str:
+    """Makes a temporary directory for code, which stays after this process. Raises LaunchError if that fails."""
     import tempfile
 
     try:

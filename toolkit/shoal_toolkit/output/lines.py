@@ -31,6 +31,7 @@ class Tail:
             self._held -= len(self._chunks.popleft())
 
     def text(self) -> str:
+        """Returns the kept bytes as text, with replacement characters for bytes that are not UTF-8."""
         return b"".join(self._chunks)[-self._size :].decode("utf-8", "replace")
 
 
@@ -65,6 +66,7 @@ class Lines:
         return self._add_prefix(rest + b"\n") if rest else b""
 
     def _add_prefix(self, whole: bytes) -> bytes:
+        """Adds the prefix at the beginning of each line. A \\n after the last \\r belongs to the same line end."""
         prefix, before = self._prefix, b""
         if self._after_return and whole.startswith(b"\n"):
             before, whole = whole[:1], whole[1:]  # the second half of \\r\\n
@@ -95,6 +97,7 @@ class TextLines:
         return self._split(self._lines.flush())
 
     def _split(self, whole: bytes) -> list[str]:
+        """Returns the lines of a text without their ends. Empty pieces between carriage returns are left out."""
         if not whole:
             return []
         if self._after_return and whole.startswith(b"\n"):

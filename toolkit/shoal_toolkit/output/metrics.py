@@ -71,6 +71,7 @@ class MetricReader:
         self._search(self._lines.flush())
 
     def _search(self, lines: Sequence[str]) -> None:
+        """Writes the metrics in these lines to the file. Only the first 4096 characters of a line are searched."""
         found = [
             {"time": "", "name": definition.name, "value": value, **self._origin}
             for line in lines

@@ -149,6 +149,7 @@ class Sink:
             return 0
 
     def _clear(self) -> None:
+        """Discards the queue, and lets paused sources go on."""
         if self._waiting:
             self._loop.unwatch(self._fd, WRITE)
         self._waiting.clear()
@@ -200,6 +201,7 @@ class Source:
             left -= size
 
     def pause(self) -> None:
+        """Stops reading until `resume`. The writer of the pipe waits when it is full."""
         self._paused = True
         self._loop.unwatch(self._fd, READ)
 

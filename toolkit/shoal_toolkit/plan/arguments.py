@@ -77,6 +77,7 @@ def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = No
 
 
 def _format_value(value: Any) -> str:
+    """Returns a value as an argument: None as empty text, an object as k=v,k=v, a list as JSON."""
     if value is None:
         return ""
     if isinstance(value, Mapping):

@@ -222,6 +222,7 @@ def _job_name(job: Job) -> str:
 
 
 def _unprefixed_variables(job: Job) -> dict[str, str]:
+    """Returns the variables of the contract without SM_. PYTHONPATH begins with the code directory."""
     environ = job.environ
     # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
     path = [job.code_dir, *filter(None, [environ.get("PYTHONPATH", "")])]

@@ -27,7 +27,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_to_text(plan: LaunchPlan) -> str:
-    """Returns the plan for `train --explain`, with masked secrets."""
+    """Returns the plan for `train --explain`, with masked secrets; the caller masks the commands of sidecars."""
     import shlex
 
     role = "first host" if plan.is_first else f"worker of {plan.hosts[0]}"

@@ -58,6 +58,7 @@ def choose_network_variables(job: Job, machine: Machine, launcher: str) -> Netwo
 
 
 def _nccl_variables(machine: Machine, launcher: str, several: bool) -> dict[str, str]:
+    """Returns the variables of NCCL and gloo. A replaced interface is named only if there are several hosts."""
     variables = {"NCCL_DEBUG": "INFO" if launcher in BY_MPIRUN else "WARN"}
     if launcher == MPI:
         variables["NCCL_MIN_NRINGS"] = "4"

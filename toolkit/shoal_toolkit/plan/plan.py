@@ -287,6 +287,7 @@ def _build_environment(
 
 
 def _tensorflow_variables(launcher: str, hosts: Sequence[str], current_host: str) -> dict[str, str]:
+    """Returns TF_CONFIG of the script; none for parameter servers on one host."""
     from shoal_toolkit.plan import tf_config
 
     if launcher == MULTI_WORKER_MIRRORED:
@@ -295,6 +296,7 @@ def _tensorflow_variables(launcher: str, hosts: Sequence[str], current_host: str
 
 
 def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
+    """Returns the variables that tell AWS's data parallel library about the hosts."""
     if len(hosts) == 1:
         return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
     return {
@@ -306,6 +308,7 @@ def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
 
 
 def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
+    """Returns a note on the hosts outside the distribution; none if there are no such hosts."""
     if not outside:
         return []
     groups = job.framework.get("sagemaker_distribution_instance_groups")
@@ -316,6 +319,7 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
 
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:
+    """Returns notes for the log: missing files, a replaced interface, settings without effect, unknown names."""
     notes = []
     if job.cluster.assumed:
         notes.append(f"no resourceconfig.json in {job.paths.config}: a single host is assumed")

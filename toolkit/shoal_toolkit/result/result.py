@@ -101,7 +101,8 @@ def read_script_failure(paths: Paths) -> str:
 def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
     """Writes job.json, and the file `success` or `failure`. Removes the other one, and logs a failure.
 
-    Secrets are masked. If the disk is full, job.json is removed so that the failure file fits.
+    Secrets are masked. If a file can't be written, the failure file alone is tried, without job.json: the disk may be
+    full.
 
     Args:
         paths: The directories of the job.

@@ -76,6 +76,7 @@ class FirstHost(Host):
             self.processes.set_up(task.settings.setup_timeout, self._on_set_up)
 
     def _on_set_up(self, error: LaunchError | None) -> None:
+        """Fails the job if the set-up of this host failed, otherwise counts this host as ready."""
         if error is not None:
             self._fail_early(Result.from_error(error))
         else:

@@ -27,6 +27,7 @@ class RankTable:
         self._paths = paths
 
     def add_end(self, rank: int, code: int) -> None:
+        """Keeps the exit code of a rank that has ended."""
         self._codes[rank] = code
 
     def add_facts(self, host: str, facts: Mapping[str, int]) -> None:

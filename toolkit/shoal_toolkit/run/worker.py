@@ -73,6 +73,7 @@ class Worker(Host):
         self._report_state()
 
     def _on_lost(self, reason: str) -> None:
+        """Fails the job on this host: the first host is gone without a result."""
         self.set_result(
             Result(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
         )
@@ -127,6 +128,7 @@ class Worker(Host):
         self._send(messages.RankStarted(rank))
 
     def on_rank_ended(self, rank: int, code: int) -> None:
+        """Reports the end of a rank to the first host; after a failure, with facts about this host."""
         self._send(messages.RankEnded(rank, code, self.collect_facts() if code else {}))
 
     def on_sidecar_ended(self, name: str, code: int) -> None:

@@ -29,6 +29,7 @@ class Timer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
+        """Prevents the call; does nothing after it."""
         self.callback = None
 
     def __lt__(self, other: Timer) -> bool:
@@ -77,6 +78,7 @@ class Loop:
             self._register(fd)
 
     def _register(self, fd: int) -> None:
+        """Polls a descriptor for the events that are watched now; for none, no longer."""
         mask = 0
         for event in self._watched[fd]:
             mask |= event
@@ -123,6 +125,7 @@ class Loop:
                 due()
 
     def _wait_ms(self) -> int | None:
+        """Returns the milliseconds until the next timer; None without one."""
         while self._timers and self._timers[0].callback is None:
             heapq.heappop(self._timers)
         if not self._timers:

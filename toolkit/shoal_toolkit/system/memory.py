@@ -66,6 +66,7 @@ def _read_limit(root: str) -> int:
 
 
 def _filesystem_size(path: str) -> int:
+    """Returns the size of a file system in bytes; 0 if it can't be read."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -74,6 +75,7 @@ def _filesystem_size(path: str) -> int:
 
 
 def _read_kill_counter(path: str) -> int:
+    """Returns the counter `oom_kill` in a file of the kernel; 0 if there is none."""
     for line in read_text(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():

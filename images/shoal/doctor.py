@@ -394,7 +394,10 @@ FIXES: Mapping[str, Callable[[Site], str]] = {"docker": _start_docker}
 
 
 def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
-    """Apply the `FIXES` of failed checks, and print what was done to standard error. Return whether there were any."""
+    """Apply the `FIXES` of failed checks, and print what was done to standard error. Return whether there were any.
+
+    Starting Docker may install it with apt-get.
+    """
     failed = [finding.name for finding in findings if finding.state == "failed" and finding.name in FIXES]
     for name in failed:
         try:

@@ -28,7 +28,7 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
 
 
 def print_summary(console: Console, request: JobRequest, result: JobResult, build_seconds: float | None) -> None:
-    """Print the failures, each once with its hosts, and the table."""
+    """Print the messages of hosts, each once with its hosts, and the table."""
     hosts_of: dict[str, list[str]] = {}
     for host, message in result.messages.items():
         hosts_of.setdefault(message, []).append(host)

@@ -140,7 +140,7 @@ class _Tree:
 
 
 def debian_packages(status: bytes) -> Iterator[DebianPackage]:
-    """Yield the packages that are installed by dpkg's status."""
+    """Yield the packages that dpkg's status, the content of `STATUS`, lists as installed."""
     for stanza in re.split(r"\n\s*\n", _replace_errors(status)):
         fields = dict(line.split(": ", 1) for line in stanza.splitlines() if ": " in line and not line[0].isspace())
         if "Package" in fields and fields.get("Status", "").endswith(" installed"):

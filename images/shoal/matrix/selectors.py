@@ -29,7 +29,10 @@ def choose_tags(
 
 
 def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[str]:
-    """Return the tags that one word matches. Raises `UsageError` with the nearest names if there is none."""
+    """Return the tags that one word matches.
+
+    Raises `UsageError`, with the nearest names and all choices, if there is none.
+    """
     known = list(tags)
     if found := [tag for tag in known if matches(defaults.get(word, word), tag)]:
         return found

@@ -54,7 +54,10 @@ class Answer:
 
 
 def check_indexes(settings: NetworkSettings) -> list[Answer]:
-    """Request the page of one package from each index that builds use; from none if pip's `no-index` is set."""
+    """Request the page of one package from each index that builds use; from none if pip's `no-index` is set.
+
+    An index that does not answer within 5 s is an answer with a problem.
+    """
     pip = dict(settings.pip)
     if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         return []
@@ -68,7 +71,10 @@ def check_indexes(settings: NetworkSettings) -> list[Answer]:
 
 
 def check_mirrors(settings: NetworkSettings, suite: str) -> list[Answer]:
-    """Request the release file of each source that builds on Debian's `suite` install from."""
+    """Request the release file of each source that builds on Debian's `suite` install from.
+
+    Sources without HTTP are left out.
+    """
     proxies = dict(_convert_proxies(settings.apt_proxies))
     sources = settings.select_sources(suite)
     auth = settings.select_auth(sources)

@@ -88,7 +88,10 @@ class Timeline:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files of `paths`; a directory stands for all timelines in it. Raises `UsageError`."""
+    """Return the files of `paths`, each once; a directory stands for all timelines in and below it.
+
+    Raises `UsageError` if a path does not exist, or a directory has no timeline.
+    """
     files = [file for path in paths for file in (_list_directory(path) if path.is_dir() else [path])]
     for file in files:
         if not file.exists():

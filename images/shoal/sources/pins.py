@@ -64,7 +64,7 @@ def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str)
 
 
 def read_lock(path: Path, header: str | None = None) -> list[Pin]:
-    """Return the pins of a lock file. Raises `SpecError` with the line if it is wrong or lacks `header`."""
+    """Return the pins of a lock file. Raises `SpecError` with the line if it is missing, wrong or lacks `header`."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:

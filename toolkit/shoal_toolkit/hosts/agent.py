@@ -63,7 +63,7 @@ class Agent:
         loop.watch(self._listener.fileno(), READ, self._on_connection)
 
     def close(self) -> None:
-        """Stops listening, and closes all connections that have proved nothing."""
+        """Stops listening and looking up names, and closes all connections that have proved nothing."""
         self._resolver.close()
         for sock, _ in self._waiting:
             sock.close()

@@ -15,7 +15,8 @@ import sys
 def main() -> int:
     """Sends the request, and waits until the command has ended on the other host.
 
-    Returns the exit code of the command; 255, like ssh, if the host or `train` is gone.
+    Returns the exit code of the command; 255, like ssh, if `train` closes the socket without one. Raises OSError if
+    `train` is gone already.
     """
     host, command = sys.argv[1], " ".join(sys.argv[2:])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as train:

@@ -102,7 +102,10 @@ class FirstHost(Host):
             self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
 
     def _fail_early(self, result: Result) -> None:
-        """Ends the job before the launch. Missing hosts have 30 s to connect, so that no host waits out its timeout."""
+        """Fails the job. Hosts that are still missing have 30 s to connect, so that no host waits out its timeout.
+
+        After the launch no host is missing, and the job ends at once.
+        """
         if self.result is not None:
             return
         if self._search is None or not self._search.missing:
@@ -295,7 +298,10 @@ class FirstHost(Host):
             self.set_result(Result(code or 1, describe_sidecar_end(name, self.name, code)))
 
     def _check_end(self) -> None:
-        """Sets the result once every host's own command has ended; mpirun's end is handled before."""
+        """Sets the result once every host's own command has ended; mpirun's end is handled before.
+
+        It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it.
+        """
         if self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
             return
         if self.stopped_by:

@@ -57,7 +57,7 @@ class JobRequest:
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
 
     def check(self) -> None:
-        """Raise `UsageError` if the job cannot run as requested: a path, size, channel, GPU or distribution is wrong."""
+        """Raise `UsageError` if the job cannot run: a path, size, channel, GPU or the distribution is wrong."""
         if not self.source.is_dir():
             problem = "not a directory" if self.source.exists() else "no such directory"
             raise UsageError(f"--source {self.source}: {problem}")

@@ -59,7 +59,9 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def _declared_source(root: Path) -> str:
     """Return the source URL that one of our packages declares."""
-    for path in filter(Path.is_file, (root / room / "pyproject.toml" for room in ("images", "library", "toolkit"))):
+    for path in filter(
+        Path.is_file, (root / package / "pyproject.toml" for package in ("images", "library", "rehearsal", "toolkit"))
+    ):
         urls = tomllib.loads(path.read_text()).get("project", {}).get("urls", {})
         for name, url in urls.items():
             if name.lower() in ("source", "repository"):

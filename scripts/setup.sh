@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with our packages (editable), and with pinned packages for the tests and the embedded job.
+# Makes .venv with our packages (editable), and with pinned packages for the tests and the local job.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -351,7 +351,7 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
         raise
     late = f"no result after {limit:g} s"
     return [
-        found.get(name) or Finding(name, "failed", late, "try again; if it still hangs, restart Docker")
+        found.get(name) or Finding(name, "failed", late, "try again; if it hangs again, check the part that it names")
         for name in checks
     ]
 

@@ -15,7 +15,7 @@ class ShoalError(Exception):
 
     def split_fix(self) -> tuple[str, str]:
         """Return the problem and the fix, each on one line; the fix is empty if the message has none."""
-        problem, *fix = re.split(r" (?:Fix|What to do): ", " ".join(str(self).split()), maxsplit=1)
+        problem, *fix = re.split(r" Fix: ", " ".join(str(self).split()), maxsplit=1)
         return problem.rstrip("."), "".join(fix)
 
 

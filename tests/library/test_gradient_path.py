@@ -1,4 +1,4 @@
-"""One gradient takes a short way: from torch's reducer to the compiled engine in at most five Python frames."""
+"""One gradient takes a short way: from torch's reducer to the compiled engine in at most six Python frames."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from tests.library.conftest import clean_environment
 
 SCRIPT = Path(__file__).parent / "ranks/gradient_path.py"
-MOST_FRAMES = 5
+MOST_FRAMES = 6  # five is possible, if the caller prepares the bucket: then asynchronous collectives are 10 % slower
 
 
-def test_at_most_five_frames_from_torch_to_the_engine() -> None:
+def test_at_most_six_frames_from_torch_to_the_engine() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
     assert ended.returncode == 0, ended.stderr

@@ -5,8 +5,7 @@ The rules, which docs/toolkit.md explains to users:
 - A name says whether its value is a secret (`DB_PASSWORD`, `HF_TOKEN`, `--api-key`). Its last word counts: the values
   of `AUTH_MODE`, `TOKEN_LIMIT` and `SECRET_NAME` are not secrets. Neither is a token that is counted (`MAX_TOKEN`) or
   that a tokenizer defines (`PAD_TOKEN`). If the name is ambiguous (`TOKEN_PROD`, `ssh_key`), a value is a secret if it
-  looks
-  random: letters and digits, at least six characters, not the path of a file.
+  looks random: letters and digits, at least six characters, not the path of a file.
 - Next to the name of a secret its value is masked. Exceptions are true, false, none and similar words, and the path of
   a credentials file.
 - Elsewhere the value is masked if it can't appear by chance. It has at least five characters, is not a common word in

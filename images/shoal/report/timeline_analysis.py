@@ -134,7 +134,7 @@ def analyse(timeline: Timeline) -> Analysis:
     return Analysis(timeline, tuple(_analyse_rank(rank, found) for rank in timeline.ranks), found)
 
 
-def find_busy_merge_times(rank: Rank) -> Intervals:
+def find_busy_times(rank: Rank) -> Intervals:
     """Return the times at which the main thread of a rank computes."""
     recorded = ((rank.spans[0].begin, max(span.end for span in rank.spans)),)
     return difference(_merge_times(rank.spans_of("compute")) or recorded, _merge_times(rank.spans_of("wait")))
@@ -181,7 +181,7 @@ def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
     return RankReport(
         rank=rank,
         communication=communication,
-        exposed=difference(communication, find_busy_merge_times(rank)),
+        exposed=difference(communication, find_busy_times(rank)),
         waiting=length(_merge_times(rank.spans_of("wait"))),
         bytes=sum(span.bytes for span in spans),
         steps=len(steps),

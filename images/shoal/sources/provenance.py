@@ -60,9 +60,11 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _declared_source(root: Path) -> str:
     """Return the source URL that our packages declare, the first one found; empty if none does.
 
-    It is the `Source` or `Repository` among the project URLs of images, library and toolkit.
+    It is the `Source` or `Repository` among the project URLs of images, library, rehearsal and toolkit.
     """
-    for path in filter(Path.is_file, (root / room / "pyproject.toml" for room in ("images", "library", "toolkit"))):
+    for path in filter(
+        Path.is_file, (root / package / "pyproject.toml" for package in ("images", "library", "rehearsal", "toolkit"))
+    ):
         urls = tomllib.loads(path.read_text()).get("project", {}).get("urls", {})
         for name, url in urls.items():
             if name.lower() in ("source", "repository"):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from shoal.errors import SpecError
+
+_FOLDER = re.compile(r"\btype=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]", re.MULTILINE)
+_STAGE = re.compile(r"\bfrom=(\w+)")
+_INSTALL = re.compile(r"\bapt-get install\b")
+_FREE_FOLDERS = frozenset({"machine"})
+"""The network settings of this machine, which do not change the image."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,8 @@ class Step:
 class StepCollector:
     """Collects the steps that a template declares with `step`, and the inputs of each.
 
-    The other functions note an input and return the text for the instruction. So no instruction has an input that is
-    not noted.
+    The other functions note an input and return the text for the instruction. A step with an input that was not noted
+    is an error, because a change of that input would leave the image up to date.
     """
 
     def __init__(self) -> None:
@@ -55,6 +64,11 @@ class StepCollector:
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()
         folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])
+        used = {"".join(groups) for groups in _FOLDER.findall(text)} - _FREE_FOLDERS
+        _check_inputs(name, "folder", used, folders)
+        _check_inputs(name, "stage", {*_STAGE.findall(text)}, stages)
+        if len(_INSTALL.findall(text)) != len(self._packages):
+            raise SpecError(f"step {name!r}: apt-get install without a list. Fix: name the packages with debian([...])")
         self.steps.append(Step(name, text, note, self._begins, folders, stages, tuple(self._packages)))
         return ""
 
@@ -77,6 +91,14 @@ class StepCollector:
         """Note Debian packages that the step installs, and return their names, separated by spaces."""
         self._packages.append(tuple(names))
         return " ".join(names)
+
+
+def _check_inputs(step: str, function: str, used: set[str], noted: Iterable[str]) -> None:
+    """Raise `SpecError` if instructions of a step use other inputs than it has noted with the function."""
+    for name in sorted(used.symmetric_difference(noted)):
+        problem = "is used but not noted" if name in used else "is noted but not used"
+        fix = f"Fix: write {{{{ {function}({name!r}) }}}} in its place"
+        raise SpecError(f"step {step!r}: {function} {name!r} {problem}. {fix}")
 
 
 def write_dockerfile(steps: Iterable[Step], template: str, base: str) -> str:

@@ -21,6 +21,7 @@ use it so, in a shell script that SageMaker starts once. Later ones call it `smd
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -125,6 +126,8 @@ def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parses the command line. `--rehearse` sets SHOAL_REHEARSE."""
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:
+        if importlib.util.find_spec("shoal_rehearsal") is None:
+            parser.error("--rehearse needs the package shoal-rehearsal, which is not installed. Fix: pip install it")
         os.environ["SHOAL_REHEARSE"] = "1"
     if not options.command:
         parser.error("the command is missing. Fix: add the command of a rank, for example: python train.py")

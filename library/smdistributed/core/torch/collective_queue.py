@@ -82,10 +82,12 @@ class CollectiveQueue:
             self._unfinished += 1
             if not inline:
                 future: _Future[list[torch.Tensor]] = _Future()
+                # Before the thread wakes up: two threads that both need the interpreter would take turns.
+                handle = _Handle(future, self._held_by_cpp if is_async is None else None)
                 self._start_thread()
                 self._tasks.put(_Task(owner, collective, list(result), future))
         if not inline:
-            return _Handle(future, self._held_by_cpp if is_async is None else None)
+            return handle
         try:
             with self._running:
                 collective()

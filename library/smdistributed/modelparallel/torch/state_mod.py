@@ -161,7 +161,11 @@ class State(Context):
             return
         self.transfers = Transfers(carrier, transport, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
         self.stage.transfers = self.transfers
-        carrier.warm_up(self.rank, self.grid.size, seconds)
+        try:
+            carrier.warm_up(self.rank, self.grid.size, self.stage.failures.occurred, seconds)
+        except InterruptedError:
+            self.stage.failures.raise_if_failed()
+            raise
         self.transfers.start()
 
     def _find_module(self, name: str) -> nn.Module:

@@ -60,7 +60,10 @@ class StepCollector:
         }
 
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
-        """Collect a step, with the inputs that its text noted while it was rendered. Returns no text."""
+        """Collect a step, with the inputs that its text noted while it was rendered. Returns no text.
+
+        Raises `SpecError` if the instructions use an input that was not noted, or note one that they do not use.
+        """
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()
         folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])

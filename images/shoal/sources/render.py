@@ -35,8 +35,8 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         bytecode: Whether the context has the bytecode of our packages, so that no step compiles them.
 
     Raises:
-        SpecError: If a template is missing, is wrong, or uses a name that is not defined (StrictUndefined). Also if text
-            is outside of a step, or a step uses an input that it does not note.
+        SpecError: If a template is missing, is wrong, or uses a name that is not defined (StrictUndefined). Also if
+            text is outside of a step, or a step uses an input that it does not note.
     """
     name = f"{image.framework}.j2"
     collector = StepCollector()

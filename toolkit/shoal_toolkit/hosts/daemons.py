@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -103,10 +104,8 @@ class DaemonRequests:
     def _send_exit_code(self, sock: socket.socket, code: int) -> None:
         """Answers a request, and closes its socket. Does nothing if it is closed already."""
         if sock in self._open:
-            try:
+            with contextlib.suppress(OSError):  # rsh.py has ended
                 sock.send(str(code).encode())
-            except OSError:
-                code = 255  # rsh.py has ended
             self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:

@@ -27,7 +27,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_to_text(plan: LaunchPlan) -> str:
-    """Returns the plan for `train --explain`, with masked secrets; the caller masks the commands of sidecars."""
+    """Returns the plan for `train --explain`, with masked secrets."""
     import shlex
 
     role = "first host" if plan.is_first else f"worker of {plan.hosts[0]}"
@@ -39,7 +39,7 @@ def plan_to_text(plan: LaunchPlan) -> str:
         f"interface    {plan.interface}",
         f"directory    {plan.cwd}",
         *(f"set-up       {shlex.join(redact.mask_arguments(command))}" for command in plan.setup),
-        *(f"sidecar      {sidecar.name}: {shlex.join(sidecar.command)}" for sidecar in plan.sidecars),
+        *(f"sidecar      {sidecar.name}: {shlex.join(redact.mask_arguments(sidecar.command))}" for sidecar in plan.sidecars),
         f"script       {shlex.join(redact.mask_arguments(plan.script))}",
         f"command      {shlex.join(redact.mask_arguments(plan.command)) or '(the first host starts the ranks here)'}",
         *(f"why          {note}" for note in (*plan.notes, *plan.reasons)),

@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls a function after a module's code has run, and before its import returns.
+    """Calls a function once, after a module's code has run for the first time and before its import returns.
 
     Args:
         name: The module, which has not been imported yet.

@@ -15,7 +15,10 @@ CHOICES = ("auto", "shm", "mpi", "gloo", "nccl")
 
 
 def explain() -> str:
-    """Returns the facts, one in each line."""
+    """Returns facts, one in each line: the rank, communication engine, shared memory, host and CUDA tensors.
+
+    It opens nothing. A wrong setting is shown, not raised.
+    """
     return "\n".join(f"{name + ':':16}{fact}" for name, fact in (_rank(), _engine(), _memory(), _hosts(), _cuda()))
 
 

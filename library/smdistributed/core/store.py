@@ -121,7 +121,7 @@ class StoreLog:
         return number
 
     def count(self, name: str, amount: int = 0) -> int:
-        """Adds to a counter, which is not a list's, and returns the sum."""
+        """Adds to a counter, which is not a list's, and returns the sum; amount 0 only reads it."""
         return self._store.add(f"{self._prefix}/{name}", amount)
 
     def read(self, name: str, after: int = 0) -> list[Any]:
@@ -133,7 +133,7 @@ class StoreLog:
 
 
 def exchange_texts(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
-    """Exchanges a text with all ranks; each rank calls it once with the same `name`.
+    """Exchanges a text with all ranks and waits for theirs; each rank calls it once with the same `name`.
 
     Returns:
         The texts of all ranks, in rank order.
@@ -319,6 +319,10 @@ class TcpStore(JobStore):
         return f"{self._address.host}:{self._address.port}"
 
     def _request(self, *request: object) -> Any:
+        """Sends a request and returns its answer.
+
+        Raises StoreError if the connection fails; the request is not repeated.
+        """
         try:
             with self._connection() as connection:
                 _send(connection, request)
@@ -330,7 +334,10 @@ class TcpStore(JobStore):
 
     @contextlib.contextmanager
     def _connection(self, timeout: float = 0.0) -> Iterator[socket.socket]:
-        """Lends a connection to one caller at a time; closes it after an error, when an answer may still arrive."""
+        """Lends an idle connection, or a new one (tried for `timeout` seconds); no two callers share one.
+
+        After an error it is closed, because an answer may still arrive.
+        """
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -343,6 +350,10 @@ class TcpStore(JobStore):
         self._idle.append(connection)
 
     def _connect(self, timeout: float) -> socket.socket:
+        """Connects and authenticates; tries again until `timeout` has passed.
+
+        Raises StoreError then, or at once for another key.
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -407,6 +418,7 @@ def _job_address(master: str) -> str:
 
 
 def _dial(address: Address, key: bytes) -> socket.socket:
+    """Connects and authenticates, once. Raises an error of the socket or HandshakeError."""
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
     try:
         if (
@@ -429,6 +441,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    """Opens a listening socket; address empty: all addresses of this host. Raises LaunchError if the port is taken."""
     try:
         if address:
             return listen(address, port)
@@ -450,6 +463,7 @@ def _send(connection: socket.socket, value: object) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
+    """Waits for a message and returns it. Raises ValueError if it is too long, before reading it."""
     (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     if length > _MAX_BYTES:
         raise ValueError(f"a message of {length} bytes")

@@ -67,7 +67,7 @@ class TimelineError(RuntimeError):
 
 
 class Recorder:
-    """Writes the events of one rank into one file. Any thread may call every method.
+    """Writes the events of one rank into one file, once per second in a thread. Any thread may call every method.
 
     Args:
         file: Created or replaced.
@@ -119,7 +119,7 @@ class Recorder:
         self._write(f",\n{json.dumps(self._metadata_event(micros))}")
 
     def flush(self) -> None:
-        """Writes the events recorded until now."""
+        """Writes the events recorded until now to the file."""
         with self._lock:
             events = [self._events.popleft() for _ in range(len(self._events))]
             self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome_events(events)))

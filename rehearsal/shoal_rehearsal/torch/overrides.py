@@ -1,4 +1,7 @@
-"""Overrides functions that reveal or change a tensor's device: `tensor.device`, `to`, `cuda`, `numpy` and others."""
+"""Overrides functions that reveal or change a tensor's device: `tensor.device`, `to`, `cuda`, `numpy` and others.
+
+Each override gets the mode, which it ignores, and the arguments of the function.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ def move(tensor: Tensor, placement: torch.device) -> Tensor:
 
 
 def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces Tensor.to: casts as torch does, and makes a copy if the emulated device changes."""
     requested, args = _destination(args, kwargs)
     result = tensor.to(*args, **kwargs)
     if requested is None or requested is UNKNOWN:
@@ -123,6 +127,7 @@ def _array(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _require_cpu(tensor: Tensor) -> None:
+    """Raises TypeError, as torch does, if a tensor is on an emulated CUDA device."""
     if is_on_cuda(tensor):
         raise TypeError(
             f"can't convert {placement_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "

@@ -48,6 +48,7 @@ class Group:
         threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
 
     def _run_operation(self, operation: PendingOperation) -> None:
+        """Runs a collective in the group's thread: long tensors one by one, short ones packed together."""
         kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
             Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))

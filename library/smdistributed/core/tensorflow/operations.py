@@ -142,7 +142,7 @@ def serve_forever(handle: Callable[[PendingOperation], None], messages: bool = F
 
 
 def failure_reason(error: tf.errors.InternalError) -> str:
-    """Returns why an operation failed, without the node names that TensorFlow adds."""
+    """Returns why an operation failed, without the node names that TensorFlow adds. Other errors keep their message."""
     message: str = error.message
     return message.partition(_NAMED)[2].rpartition(" [Op:")[0] or message
 

@@ -157,6 +157,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return partial(self._reduce, tensors, operation, root)
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
+        """Reduces each tensor in place, of any layout. With a root, tensors of other ranks keep their elements."""
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:
@@ -172,6 +173,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                     flat.copy_(multiplied)
 
     def _reduce_sparse(self, tensor: torch.Tensor, op: str, root: int, factor: Any) -> None:
+        """Sums or averages a sparse tensor on all ranks, in place. Raises SMDDPError for one root, or with a factor."""
         if root != -1 or factor is not None:
             raise SMDDPError("The backend smddp sums sparse tensors only on all ranks: use all_reduce, or to_dense().")
         all_reduce_sparse(self._engine, self._rank, self.size(), tensor, op)
@@ -208,6 +210,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
+        """Gathers tensors of one size into `outputs`, on the root or, if that is -1, on all ranks."""
         with ExitStack() as given_back:
             flats = [given_back.enter_context(Flattened(output)) for output in outputs]
             given = read_only(tensor)
@@ -305,6 +308,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._engine.reduce_scatter(list(map(flat_of, given)), flat_of(flat), op)
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        """Reduces part after part, each on its rank, for parts of several sizes; the inputs keep their elements."""
         for rank, part in enumerate(parts):
             reduced = part.clone()
             self._reduce([reduced], operation, rank)
@@ -367,6 +371,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._queue.run(self, "all_to_all_single", collective, [output], _is_async(opts))
 
     def _even(self, tensor: torch.Tensor) -> list[int]:
+        """Returns equal numbers of rows for all ranks. Raises SMDDPError if the rows cannot be divided so."""
         rows, rest = divmod(tensor.shape[0], self.size())
         if rest:
             raise SMDDPError(f"all_to_all_single: {tensor.shape[0]} rows for {self.size()} ranks: give split sizes.")
@@ -491,10 +496,11 @@ def _operation(dtype: torch.dtype, operation: Any) -> tuple[str, Any]:
 
 
 def _on_cuda(tensors: _Tensors) -> bool:
+    """Whether any of these tensors is on a CUDA device."""
     return tensors[0].is_cuda if len(tensors) == 1 else any(tensor.is_cuda for tensor in tensors)
 
 
 def _rows(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]) -> _Tensors:
-    """Cuts a tensor's flat form into parts of that many rows each."""
+    """Cuts a tensor's flat form into parts of that many rows each; they are views."""
     row = tensor[0].numel() * (2 if tensor.is_complex() else 1) if tensor.shape[0] else 0
     return torch.split(flat, [size * row for size in sizes])

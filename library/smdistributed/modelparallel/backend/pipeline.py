@@ -74,6 +74,8 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
 
 
 class _Stage:
+    """Simulates one stage. `done`: the places of its events, in the order in which they were executed."""
+
     def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
         microbatches = sorted({event.microbatch for event in program})
         self._rest = {m: list(_work(program, m)) for m in microbatches}
@@ -120,6 +122,7 @@ class _Stage:
 
 
 def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
+    """Yields the work of one microbatch on a stage, in its order."""
     events: list[tuple[int, Event]] = []
     has_begun = False
 

@@ -63,7 +63,7 @@ def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, n
 
 
 def broadcast(tensor: Any, root_rank: int) -> Any:
-    """Returns the tensor of one replica on all replicas.
+    """Returns the tensor of one replica on all replicas; the tensor itself if there is one replica.
 
     Args:
         tensor: Any shape and dtype, the same on all replicas.
@@ -75,7 +75,7 @@ def broadcast(tensor: Any, root_rank: int) -> Any:
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Sets variables to their values on one replica.
+    """Sets variables to their values on one replica. Adds operations to the graph inside a tf.function.
 
     Args:
         variables: The same ones on all replicas, in the same order.

@@ -104,6 +104,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
 
 
 def _check_options(function: str, options: Mapping[str, Any]) -> None:
+    """Warns of options that are set, which have no effect. Raises TypeError if one is unknown."""
     refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_TENSOR_PARALLEL_OPTIONS))
     given = [name for name, value in options.items() if value]
     if given:
@@ -237,6 +238,7 @@ def _required_calls(tape: list[_Call], storage: int) -> list[_Call]:
 
 
 def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
+    """Yields the tensors on the meta device that a recorded call writes, in place or as `out`."""
     for argument, value in zip(call.func._schema.arguments, call.args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _meta_tensors(value)
@@ -244,7 +246,12 @@ def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
 
 
 def _replace_meta(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Replaces tensors on the meta device, in nested containers, by those that were made."""
+    """Replaces meta tensors, in nested containers, by views of the tensors that were made for their storage.
+
+    Args:
+        value: A tensor, a container, or anything else, which is returned as it is.
+        made: The tensors that were made, by storage.
+    """
     if isinstance(value, torch.Tensor) and value.is_meta:
         base = made[_storage(value)]
         return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
@@ -282,4 +289,5 @@ def _meta_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage, which identifies it as long as it exists."""
     return int(tensor.untyped_storage()._cdata)

@@ -98,7 +98,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
-    """Makes a tensor of these bytes, without a copy."""
+    """Makes a tensor on the CPU of these bytes, without a copy: it shares their memory."""
     dtype, shape = meta[:2]
     tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
     if buffer:  # not as a view: modules may change what they get in place

@@ -64,7 +64,7 @@ def merge(results: Sequence[Any]) -> Any:
 
 
 def detach(result: Any) -> Any:
-    """Detaches all tensors in nested containers from their graph."""
+    """Returns nested containers with all tensors detached from their graph; the given ones are not changed."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, Mapping):

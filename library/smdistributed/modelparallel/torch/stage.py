@@ -74,7 +74,10 @@ class Stage:
     # --- the step, on the script's thread
 
     def begin(self, config: Config) -> None:
-        """Enters the next step. Raises the pipeline's failure, if there was one."""
+        """Enters the next step. Raises the pipeline's failure, if there was one.
+
+        Messages of this step that came early are handled now.
+        """
         self.failures.raise_if_failed()
         devices.remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
@@ -262,6 +265,7 @@ class Stage:
             self.failures.fail(error)
 
     def _handle(self, message: Message) -> None:
+        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it."""
         if message.kind is Kind.FORWARD:
             task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
@@ -316,6 +320,7 @@ class Stage:
             self._scheduler.finish_microbatch(message.microbatch)
 
     def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Sends tensors back to the stage that made the call."""
         origin, call = message.call
         self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
 
@@ -347,6 +352,7 @@ class Stage:
             self._working_reports = self._peers.notify_all(Kind.WORKING)
 
     def _fail_by_timeout(self, waits_for: str) -> None:
+        """Fails the step on all stages, because nothing has arrived for too long."""
         stage = self._peers.describe(self.ranks[self.index])
         silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
         self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))

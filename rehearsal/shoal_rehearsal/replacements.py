@@ -65,6 +65,7 @@ def _look_up(module: str) -> Callable[[str], Any]:
 
 
 def _find_replacement(module: str) -> str | None:
+    """Asks the package that declares a replacement for the module's name; None: it has none."""
     find: Callable[[str], str | None] = _declared()[module.partition(".")[0]].load()
     return find(module)
 

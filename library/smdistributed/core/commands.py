@@ -75,7 +75,10 @@ def smddpmprun() -> NoReturn:
 
 
 def _single_node(name: str) -> NoReturn:
-    """Replaces this process by the command in a rank, or by mpirun with a `smddprun` for each GPU of this host."""
+    """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
+
+    The first happens in a rank, and on a host with fewer than two GPUs.
+    """
     parser = _parser(name, "[-x VARIABLE ...] ")
     parser.add_argument("-x", metavar="VARIABLE", action="append", default=[])
     options = _parse(parser)
@@ -107,7 +110,7 @@ def _count_gpus(parser: argparse.ArgumentParser) -> int:
 
 
 def _set_local_rank(parser: argparse.ArgumentParser) -> None:
-    """Sets SMDATAPARALLEL_LOCAL_RANK. Exits with 2 if the launch environment is invalid."""
+    """Sets SMDATAPARALLEL_LOCAL_RANK if a launcher started this process. Exits with 2 if its environment is invalid."""
     try:
         set_local_rank(os.environ)
     except LaunchError as error:

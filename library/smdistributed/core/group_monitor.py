@@ -296,6 +296,7 @@ class GroupMonitor:
         return f"{self._describe_wait(self.call, reports, '.')}\n{failure.error}"
 
     def _describe_abort(self) -> str:
+        """Says which rank has ended the group, why, and in which collective this rank was."""
         rank, text = self._aborted or (self._rank, "")
         report = f"rank {self._members[rank].number}: {text}"
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), report)

@@ -245,6 +245,7 @@ def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
 
 
 def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
+    """Returns the value of a variable. Raises LaunchError if it is not an integer, or out of range."""
     allowed = f"{lowest} or more" if highest is None else f"from {lowest} to {highest}"
     try:
         value = int(env[name])
@@ -303,6 +304,7 @@ def _refuse_contradiction(named: tuple[int, int], mpi: tuple[int, int]) -> None:
 
 
 def _read_master(env: Mapping[str, str]) -> Address | None:
+    """Returns the master's address; None if no launcher gives one. Raises LaunchError if it is incomplete."""
     for names in _MASTER_NAMES:
         if _is_pair_set(env, names):
             return Address(env[names[0]], _read_integer(env, names[1], 1, 65535))
@@ -310,5 +312,6 @@ def _read_master(env: Mapping[str, str]) -> Address | None:
 
 
 def _session_dir(env: Mapping[str, str]) -> Path | None:
+    """Returns the directory of this mpirun, from PMIX_SERVER_TMPDIR; None if it is unset or empty."""
     directory = env.get("PMIX_SERVER_TMPDIR")
     return Path(directory) if directory else None

@@ -312,6 +312,7 @@ def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str
 
 
 def _length(size: int, slot_bytes: int) -> int:
+    """Returns the bytes of shared memory that `size` ranks with such slots need."""
     return int(native.load().engine_bytes(size, slot_bytes))
 
 
@@ -335,5 +336,6 @@ def _pointers(flats: Flats) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _describe(desc: CollectiveDesc) -> str:
+    """Names a collective of the C engine for people."""
     name, dtype, op = native.COLLECTIVES[desc.collective], native.DTYPES[desc.dtype], native.OPS[desc.op]
     return diagnostics.describe_collective(desc.number, name, dtype, op, desc.root, desc.bytes)

@@ -109,7 +109,10 @@ class PrefixedStore:
 
 
 class StoreLog:
-    """Append-only lists of JSON values in a store, which are read without waiting. Raises the store's errors."""
+    """Append-only lists of JSON values in a store.
+
+    Reading does not wait for new entries, only for those that another rank is writing. Raises the store's errors.
+    """
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -236,6 +239,7 @@ class _Service:
                 self._close_oldest_unverified()
 
     def _close_oldest_unverified(self) -> None:
+        """Shuts down the oldest connection without a handshake, if there is one; its thread then ends."""
         with contextlib.suppress(OSError, IndexError):  # it ended, or completed the handshake, meanwhile
             self._unverified.popleft().shutdown(socket.SHUT_RDWR)
 
@@ -253,6 +257,7 @@ class _Service:
                 _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
+        """Carries out a request and returns its answer. `get` waits for its value; None if none came in time."""
         if command == "set":
             return self._values.set(key, value)
         return self._values.wait(key, value) if command == "get" else self._values.add(key, value)

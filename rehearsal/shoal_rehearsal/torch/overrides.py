@@ -96,11 +96,13 @@ def _get_device(_: object, tensor: Tensor) -> int:
 
 
 def _set_data(_: object, tensor: Tensor, data: Tensor) -> None:
+    """Replaces the assignment of `tensor.data`: the tensor takes over the placement too."""
     tensor.data = data
     set_placement(tensor, placement_of(data))
 
 
 def _pin_memory(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces Tensor.pin_memory: returns a copy that counts as pinned. Raises RuntimeError for a CUDA tensor."""
     if is_on_cuda(tensor):
         raise RuntimeError(f"cannot pin '{_type_name(tensor)}' only dense CPU tensors can be pinned")
     if tensor in _pinned:
@@ -136,6 +138,7 @@ def _require_cpu(tensor: Tensor) -> None:
 
 
 def _type(_: object, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Replaces Tensor.type: returns the type's name, or the tensor in another type, on CUDA for types of torch.cuda."""
     if dtype is None:
         return _type_name(tensor)
     name = dtype if isinstance(dtype, str) else getattr(dtype, "cuda_type_name", "")

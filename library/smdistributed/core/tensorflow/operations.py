@@ -158,6 +158,7 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
+    """Adds or runs one operation for all tensors; an empty list needs none. Raises SMDDPError under XLA."""
     if not tensors:
         return []
     reject_xla("A collective")
@@ -194,6 +195,7 @@ def _eager_resource() -> Any:
 
 
 def _new_resource() -> Any:
+    """Makes the resource that orders collectives; it has no value."""
     return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=_ORDER)
 
 

@@ -175,10 +175,12 @@ class _Handle(Work):
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
+        """Returns a future that ends with the result, or with the collective's error."""
         self._release()
         return self._for_cpp
 
     def _release(self) -> None:
+        """Lets this handle be freed: C++ has waited for it, or fetched its future."""
         if self._kept is not None:
             self._kept.discard(self)
 

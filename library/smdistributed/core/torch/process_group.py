@@ -219,6 +219,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._engine.gather(flat_of(given), list(map(flat_of, flats)), root)
 
     def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+        """Gathers tensors of several sizes on all ranks: each rank broadcasts its own."""
         require_parts("outputs of an all_gather", outputs, tensor.dtype, self.size())
         outputs[self._rank].copy_(tensor)
         for rank, output in enumerate(outputs):
@@ -299,6 +300,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._queue.run(self, "reduce_scatter", collective, outputs, _is_async(opts))
 
     def _reduce_scatter(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        """Reduces parts of one size, the r-th into rank r's `output`; the inputs keep their elements."""
         op, factor = _operation(output.dtype, operation)
         given = list(map(read_only, parts))
         if factor is not None:

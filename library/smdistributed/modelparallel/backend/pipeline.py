@@ -116,6 +116,7 @@ class _Stage:
             self._schedule.finish(work.turn.microbatch)
 
     def _is_ready(self, work: _Work, now: float, arrivals: dict[str, float]) -> bool:
+        """Whether a work's message has arrived. In the simple pipeline, a backward also waits for all forwards."""
         if self._simple and work.turn.kind is TurnKind.BACKWARD and self._forwards:
             return False
         return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now

@@ -151,7 +151,8 @@ def read_choice(environ: Mapping[str, str]) -> str:
 def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: float) -> Carrier | None:
     """Opens NCCL between the stages of a job, if SMP_STAGE_TRANSFERS asks for it.
 
-    Every rank calls it; unless it is "host", ranks wait to compare their devices.
+    Every rank calls it. If the setting is not "host" and there is one replica, ranks wait for each other to compare
+    devices.
 
     Prints to stderr, on rank 0, how tensors travel and why, unless nothing but the host was asked for.
 

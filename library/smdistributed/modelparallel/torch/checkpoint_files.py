@@ -47,6 +47,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _unfinished(path: Path) -> Path:
+    """Returns the hidden path beside a file where this process writes it first."""
     return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 

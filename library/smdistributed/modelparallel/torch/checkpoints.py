@@ -220,9 +220,9 @@ def _load_full(
     translate: Callable[[Any], Any] | None,
     weights_only: bool | None,
 ) -> None:
-    """Loads a full checkpoint on this rank. Without a file of the optimizer, its state stays.
+    """Loads a full checkpoint on this rank. Raises SMPRuntimeError if there is none.
 
-    Raises SMPRuntimeError.
+    Without a file of the optimizer, its state stays.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:

@@ -128,6 +128,8 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 class _Call(NamedTuple):
+    """A recorded call of a torch function, with its result. Its tensors are others with the same storage."""
+
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -274,6 +276,7 @@ def _aliases(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists and values of dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -284,6 +287,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors on the meta device in nested containers."""
     tensors: Iterable[torch.Tensor] = _tensors(value)
     return [tensor for tensor in tensors if tensor.is_meta]
 

@@ -289,6 +289,7 @@ class DistributedModel(WrappedModel):
         return self.local_parameters() if self.partitioned else iter(())
 
     def _must_have_mean_gradients(self) -> bool:
+        """Whether gradients of this placed model must be means over several microbatches."""
         return self._average and self.partitioned and self._state.cfg.microbatches > 1
 
     # --- parameters, buffers and modules of this stage
@@ -547,6 +548,7 @@ def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) 
 
 
 def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    """Adds a hook and returns the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

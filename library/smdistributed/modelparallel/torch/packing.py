@@ -78,6 +78,7 @@ def unpack(body: bytes, tensors: Sequence[_Tensor], known: Callable[[Any], objec
 
 
 def meta_of(tensor: _Tensor) -> Meta:
+    """Returns a tensor's metadata: see `Meta`."""
     return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.is_cuda
 
 

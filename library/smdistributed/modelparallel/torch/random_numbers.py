@@ -64,6 +64,7 @@ def _random_state() -> RandomState:
 
 
 def _set_random_state(state: RandomState) -> None:
+    """Restores a result of `_random_state`; the GPU's generator stays if it was not used then."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -22,6 +22,11 @@ _BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
 
 
 class _Bucket:
+    """Parameters with gradients that travel together, and their copy `flat` while it does.
+
+    `is_early`: whether a gradient has changed since the copy.
+    """
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.flat: torch.Tensor | None = None
@@ -152,6 +157,7 @@ class Reducer:
                 self._send_next(self._is_complete)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
+        """Whether each gradient was accumulated as often as in earlier steps; False before the first average."""
         return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
 
     def _send_next(self, may_send: Callable[[_Bucket], bool]) -> None:

@@ -26,7 +26,7 @@ class StepOutput:
         return torch.stack(self.outputs).sum(0)
 
     def reduce_mean(self) -> torch.Tensor:
-        """The mean of the microbatches' tensors, which must have the same shape."""
+        """The mean of the microbatches' tensors, which must have the same shape and no integer dtype."""
         return torch.stack(self.outputs).mean(0)
 
     def concat(self) -> torch.Tensor:

@@ -225,6 +225,7 @@ class Stage:
         return unpack(answers[0], outputs)
 
     def _describe_call(self, task: Task, route: Sequence[Hop], direction: str) -> str:
+        """Describes a call that does not end: its microbatch, modules and stages."""
         hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
         return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
 

@@ -86,6 +86,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Runs the model on the meta device, with copies of its tensors, and returns the results of the hooks."""
     found, stack = Trace(), list[str]()
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}

@@ -146,6 +146,7 @@ class Transfers:
         )
 
     def _begin_transfer(self, transfer: Transfer) -> None:
+        """Sets the deadline of a transfer that this stage sends, and offers it."""
         self._deadlines[transfer] = time.monotonic() + self._seconds
         self._reservations.offer(transfer)
 
@@ -170,6 +171,7 @@ class Transfers:
         self._reservations.take(signal, transfer)
 
     def _signal(self, to: int, signal: Signal, transfer: Transfer) -> None:
+        """Sends a signal about a transfer to a rank; does not wait for an answer."""
         send(self._transport, to, Kind.TRANSFER, self._step, about=(int(signal), tuple(transfer)))
 
     def _carry_out(self, transfer: Transfer) -> None:

@@ -419,7 +419,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}")
 
     def recorded(self, name: str, collective: Callable[[], object], result: _Tensors) -> Callable[[], object]:
-        """Returns a collective so that it records itself in the timeline."""
+        """Returns a collective so that it records itself in the timeline.
+
+        Its span has `operation`, `bytes`, `engine` and `dtype`, and `group` if it is not the group of all ranks.
+        """
         about = {
             "operation": name,
             "bytes": sum(size_of(tensor) for tensor in result),

@@ -235,6 +235,9 @@ class DistributedModel(WrappedModel):
 
         It loads a state dict that waits, and copies the values of the first replica to the others.
 
+        It patches nn.Module.__call__ and torch's clipping functions, and replaces parameters that were made without
+        memory.
+
         Args:
             stages: The stage of every module, by name.
         """

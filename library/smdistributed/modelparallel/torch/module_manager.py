@@ -164,7 +164,12 @@ class ModuleManager:
             )
 
     def release_remote_tensors(self) -> None:
-        """Frees the memory of other stages' parameters and buffers. Parameter objects stay, without elements."""
+        """Frees the memory of other stages' parameters and buffers.
+
+        Parameter objects stay, without elements or gradients.
+
+        If backward reaches one of them, it raises StepUsageError.
+        """
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():
             if self.is_local(name):

@@ -28,7 +28,10 @@ def draw_seed() -> int:
 
 
 class Generators:
-    """Switches torch's default generators between tasks. Call it from one thread at a time."""
+    """Switches torch's default generators between tasks, and keeps the state that they have now for `take_back`.
+
+    Call it from one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._owner: Task | None = None

@@ -183,6 +183,8 @@ class Stage:
 
         The inputs go to the first stage of the route, and from each stage directly to the next.
 
+        Gives up its turn and waits for the output. Raises the pipeline's failure.
+
         Args:
             route: The stages, and the modules to run on each. The first module gets `args` and `kwargs`, every other
                 one the output of the module before it.

@@ -60,6 +60,8 @@ class Verification:
     def compare(self, function: Callable[..., Any], parts: _Parts, results: Sequence[Any]) -> None:
         """Compares the step with a run without stages, and prints the result; all stages call it.
 
+        On the first stage, the function runs a second time, with a copy of the whole model.
+
         Args:
             function: The function of the step.
             parts: The arguments of each microbatch; used on the first stage.

@@ -136,7 +136,10 @@ def _parser(name: str, options: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses sys.argv. `--rehearse` sets SHOAL_REHEARSE. Exits with 2 if the command is missing."""
+    """Parses sys.argv. `--rehearse` sets SHOAL_REHEARSE.
+
+    Exits with 2 if options are wrong or the command is missing.
+    """
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:
         os.environ["SHOAL_REHEARSE"] = "1"

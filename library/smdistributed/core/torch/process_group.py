@@ -157,7 +157,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return partial(self._reduce, tensors, operation, root)
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
-        """Reduces each tensor in place, of any layout. With a root, tensors of other ranks keep their elements."""
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:

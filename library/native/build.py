@@ -30,7 +30,7 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
     """The hook that hatchling calls."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and tag the wheel for this platform."""
+        """Compiles, and tags the wheel for this platform."""
         compile_engine()
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
@@ -54,6 +54,7 @@ def compile_engine() -> None:
 
 
 def _compile(command: list[str], result: Path, sources: tuple[str, ...]) -> None:
+    """Compiles sources into a file that appears when it is complete. Raises SystemExit if that fails."""
     unfinished = result.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run([*command, "-o", str(unfinished), *sources], cwd=HERE, check=True)

@@ -34,6 +34,7 @@ def activate() -> None:
 
 
 def _with_torch() -> None:
+    """Patches torch, if the rehearsal is enabled. Raises RehearsalError for invalid variables."""
     if is_enabled():
         from shoal_rehearsal.torch import emulate_gpus
 
@@ -41,6 +42,7 @@ def _with_torch() -> None:
 
 
 def _with_tensorflow() -> None:
+    """Patches TensorFlow, if the rehearsal is enabled. Raises RehearsalError for invalid variables."""
     if is_enabled():
         from shoal_rehearsal.tensorflow import emulate_gpus
 

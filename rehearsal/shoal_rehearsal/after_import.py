@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls a function after a module's code has run, and before its import returns.
+    """Calls a function once, after a module's code has run for the first time and before its import returns.
 
     Args:
         name: The module, which has not been imported yet.
@@ -31,6 +31,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Finds the module by the other finders, and extends its loader; None for other modules."""
         if name != self._name:
             return None
         others = (
@@ -44,6 +45,7 @@ class _Finder:
         return spec
 
     def _extend(self, loader: object) -> None:
+        """Replaces the loader's `exec_module`: after the module's code, the function is called, once."""
         execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:

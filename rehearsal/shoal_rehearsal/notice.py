@@ -18,6 +18,8 @@ _launched = False
 def prepare(settings: Settings, real: int) -> None:
     """Prepares the notice, which `print_notice` prints.
 
+    Prepares nothing if another process prints it.
+
     Args:
         settings: Of this process.
         real: The number of GPUs that this host has.
@@ -34,7 +36,10 @@ def prepare(settings: Settings, real: int) -> None:
 
 
 def print_notice() -> None:
-    """Prints the notice on stderr, once. Processes that this one starts do not repeat it (an environment variable)."""
+    """Prints the notice on stderr, once, if it was prepared. torchrun's own process prints nothing.
+
+    Processes that this one starts do not repeat it (an environment variable).
+    """
     if not _launched and "torch.distributed.launcher.api" in sys.modules:
         return  # torchrun itself, which looks for GPUs and is not a rank
     while _unprinted:

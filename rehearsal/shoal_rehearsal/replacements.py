@@ -28,13 +28,14 @@ class ReplacementFinder(Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None."""
         top = name.partition(".")[0]
         if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
             return None
         return spec_from_loader(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have attributes come from the replacement; prints, on rank 0, that the module is not installed."""
+        """Makes attributes come from the replacement; prints, on rank 0, that the module is not installed."""
         name = module.__name__
         replacement = _find_replacement(name)
         if replacement is None:  # the top-level package
@@ -64,6 +65,7 @@ def _look_up(module: str) -> Callable[[str], Any]:
 
 
 def _find_replacement(module: str) -> str | None:
+    """Asks the package that declares a replacement for the module's name; None: it has none."""
     find: Callable[[str], str | None] = _declared()[module.partition(".")[0]].load()
     return find(module)
 

@@ -72,6 +72,7 @@ def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
 
 
 def _parse_gpus(text: str) -> int:
+    """Returns a number of GPUs. Raises RehearsalError if it is not a whole number from 1 to 128."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
         raise RehearsalError(
             f"{GPUS}={text!r} in the environment: it must be a whole number from 1 to {MOST_GPUS}, the emulated GPUs "

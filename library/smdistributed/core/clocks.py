@@ -35,7 +35,10 @@ class Clocks:
         self._known = True
 
     def compare(self) -> None:
-        """Sets the timeline's clock offset if a new recording runs; called periodically."""
+        """Finds and sets the timeline's clock offset, once for each new recording.
+
+        Called periodically; it may wait for seconds.
+        """
         running = timeline.recorder
         if running is not self._recording:
             self._recording = running
@@ -45,6 +48,10 @@ class Clocks:
             self._find_offset(f"clock-{self._recordings}-{self._host}")
 
     def _find_offset(self, name: str) -> None:
+        """Sets the offset if the log has it.
+
+        The first rank of a host that calls this measures it, once: no second try follows.
+        """
         if not self._log.read(f"{name}-requested") and self._log.append(f"{name}-requested", None) == 1:
             offset = self._measure(name)
             if offset is not None:
@@ -69,7 +76,7 @@ class Clocks:
         return min(rounds)[1] // 1000 if rounds else None
 
     def answer(self, name: str) -> None:
-        """Sends the time to a rank of another host as often as it asks; runs on rank 0."""
+        """Sends the time to a rank of another host; runs on rank 0. It blocks, and stops if a question is late."""
         self._log.count(f"{name}-ready", 1)
         for number in range(_ROUNDS):
             if not self._await_count(f"{name}-ping-{number}", _ROUND_SECONDS):

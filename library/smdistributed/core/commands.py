@@ -38,7 +38,11 @@ _GPU_COUNTS = ("SM_NUM_GPUS", "SHOAL_REHEARSE_GPUS")  # the first is `train`'s, 
 
 
 def smddprun() -> NoReturn:
-    """Replaces this process by the command. AWS's options are ignored: mpirun, which calls this, has them already."""
+    """Sets SMDATAPARALLEL_LOCAL_RANK and replaces this process by the command. `--explain` alone prints facts instead.
+
+    AWS's options are ignored: mpirun, which calls this, has them already. Exits with 2 if the launch environment is
+    invalid.
+    """
     if sys.argv[1:] == ["--explain"]:
         print(explain())
         sys.exit()
@@ -72,6 +76,10 @@ def smddpmprun() -> NoReturn:
 
 
 def _single_node(name: str) -> NoReturn:
+    """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
+
+    The first happens in a rank, and on a host with fewer than two GPUs.
+    """
     parser = _parser(name, "[-x VARIABLE ...] ")
     parser.add_argument("-x", metavar="VARIABLE", action="append", default=[])
     options = _parse(parser)
@@ -93,7 +101,7 @@ def _single_node(name: str) -> NoReturn:
 
 
 def _count_gpus(parser: argparse.ArgumentParser) -> int:
-    """Returns the number of GPUs of this host, from `train` or a rehearsal, or by their device files."""
+    """Returns the number of GPUs of this host: SM_NUM_GPUS, SHOAL_REHEARSE_GPUS, or the number of device files."""
     for name in _GPU_COUNTS:
         if text := os.environ.get(name):
             if not text.isdecimal():
@@ -103,6 +111,7 @@ def _count_gpus(parser: argparse.ArgumentParser) -> int:
 
 
 def _set_local_rank(parser: argparse.ArgumentParser) -> None:
+    """Sets SMDATAPARALLEL_LOCAL_RANK if a launcher started this process. Exits with 2 if its environment is invalid."""
     try:
         set_local_rank(os.environ)
     except LaunchError as error:
@@ -110,11 +119,16 @@ def _set_local_rank(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse(parser: argparse.ArgumentParser, problem: str) -> NoReturn:
+    """Prints the problem and exits with 2."""
     print(f"{parser.prog}: {problem}", file=sys.stderr)
     sys.exit(_USAGE)
 
 
 def _parser(name: str, options: str) -> argparse.ArgumentParser:
+    """Makes a parser with --rehearse and `command`, the rest.
+
+    `options` is only the usage text of options that the caller adds.
+    """
     usage = f"{name} {options}[--rehearse] COMMAND [ARGUMENT ...]"
     parser = argparse.ArgumentParser(name, usage, allow_abbrev=False)
     parser.add_argument("--rehearse", action="store_true")
@@ -123,7 +137,10 @@ def _parser(name: str, options: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses the command line. `--rehearse` sets SHOAL_REHEARSE."""
+    """Parses sys.argv. `--rehearse` sets SHOAL_REHEARSE.
+
+    Exits with 2 if options are wrong or the command is missing.
+    """
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:
         if importlib.util.find_spec("shoal_rehearsal") is None:
@@ -135,7 +152,10 @@ def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def _exec(parser: argparse.ArgumentParser, command: Sequence[str]) -> NoReturn:
-    """Replaces this process by the command, or exits as a shell does if it cannot."""
+    """Replaces this process by the command.
+
+    If it cannot, prints why and exits with 127 (not found) or 126, as a shell does.
+    """
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

@@ -48,7 +48,7 @@ class StallDetector:
 
 
 def read_seconds(name: str, default: float) -> float:
-    """Reads a number of seconds from an environment variable.
+    """Reads a number of seconds from an environment variable; an empty one counts as unset.
 
     Raises:
         CollectiveError: If the value is not a number above 0.
@@ -64,7 +64,7 @@ def read_seconds(name: str, default: float) -> float:
 
 
 def main_thread_stack() -> str:
-    """Returns the last calls of the main thread with their source lines, innermost last."""
+    """Returns the last 8 calls of the main thread with their source lines, innermost last."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident if ident is not None else 0)
     if frame is None:

@@ -43,7 +43,9 @@ class RankGroup(NamedTuple):
 
 
 def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> tuple[Engine, str]:
-    """Opens the communication engine of a group; all its ranks call this.
+    """Opens the communication engine of a group; all its ranks call this and wait for each other.
+
+    If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
 
     Args:
         group: The ranks.
@@ -83,7 +85,7 @@ def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> 
 
 
 def requested_engine(choices: Sequence[str] = CHOICES) -> str:
-    """Reads SMDDP_ENGINE (default: auto). Raises SMDDPError if the value is not one of the framework's choices."""
+    """Reads SMDDP_ENGINE; "auto" if it is unset or empty. Raises SMDDPError if it is not one of `choices`."""
     requested = os.environ.get("SMDDP_ENGINE") or "auto"
     if requested not in choices:
         raise SMDDPError(f"SMDDP_ENGINE={requested!r} is not a communication engine: use one of {', '.join(choices)}.")
@@ -101,7 +103,7 @@ def _group_by_host(members: Sequence[Member]) -> list[list[int]]:
 def _open_local(
     group: RankGroup, members: Sequence[Member], grid: Sequence[Sequence[int]]
 ) -> tuple[ShmEngine | None, str]:
-    """Opens the shm engine of this rank's host, or says why no host has one; the same outcome on all ranks."""
+    """Opens the shm engine of this rank's host, or says why no host has one. Ranks wait for each other and agree."""
 
     counts = {len(ranks) for ranks in grid}
     if len(counts) > 1:

@@ -32,13 +32,13 @@ class TensorTransport(Protocol):
         """Starts to send a message; the receiver expects the same tag and size."""
 
     def recv(self, message: Flat, rank: int, tag: int) -> Request:
-        """Starts to receive a message."""
+        """Starts to receive a message into the memory of `message`."""
 
     def barrier(self) -> Request:
         """Starts a barrier of all ranks."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Sets how long a message may take."""
+        """Sets how long later messages may take."""
 
 
 class Engine(ABC):

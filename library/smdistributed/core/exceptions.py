@@ -1,7 +1,8 @@
-"""Errors of the communication engines and of data parallel training.
+"""The errors SMDDPError and SMDDPNCCLError, and a maker of the error for a framework that is not installed.
 
-`smdistributed.dataparallel.exceptions` offers them too, and model parallel training raises them too. Launchers look for
-the classes' names in a failed rank's output.
+SMDDPError stands for every failure of the communication engines and of data parallel training; model parallel training
+raises it too. `smdistributed.dataparallel.exceptions` offers both. Launchers look for the classes' names in a failed
+rank's output.
 """
 
 from __future__ import annotations

@@ -15,11 +15,15 @@ CHOICES = ("auto", "shm", "mpi", "gloo", "nccl")
 
 
 def explain() -> str:
-    """Returns the facts, one in each line."""
+    """Returns facts, one in each line: the rank, communication engine, shared memory, host and CUDA tensors.
+
+    It opens nothing. A wrong setting is shown, not raised.
+    """
     return "\n".join(f"{name + ':':16}{fact}" for name, fact in (_rank(), _engine(), _memory(), _hosts(), _cuda()))
 
 
 def _rank() -> tuple[str, str]:
+    """Returns the name and the fact about this rank."""
     try:
         launch = read_launch()
     except LaunchError as error:
@@ -32,6 +36,7 @@ def _rank() -> tuple[str, str]:
 
 
 def _engine() -> tuple[str, str]:
+    """Returns the name and the fact about the communication engine that SMDDP_ENGINE requests."""
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
         return "engine", f"SMDDP_ENGINE={wanted!r} is not a communication engine: use one of {', '.join(CHOICES)}"
@@ -46,6 +51,7 @@ def _engine() -> tuple[str, str]:
 
 
 def _memory() -> tuple[str, str]:
+    """Returns the name and the fact about the shared memory that this host's ranks would use."""
     problem = engine_problem()
     if problem:
         return "shared memory", f"none: {problem}"
@@ -60,6 +66,7 @@ def _memory() -> tuple[str, str]:
 
 
 def _local_ranks() -> int:
+    """Returns the number of ranks of this host; 1 if it is not known."""
     try:
         return read_launch().local_world_size or 1
     except LaunchError:
@@ -67,10 +74,12 @@ def _local_ranks() -> int:
 
 
 def _hosts() -> tuple[str, str]:
+    """Returns the name and the fact by which ranks find out that they share a host."""
     return "this host", segment.this_process().host
 
 
 def _cuda() -> tuple[str, str]:
+    """Returns the name and the fact about CUDA tensors: their carrier, and the devices of this host."""
     otherwise = "an error" if os.environ.get("SMDDP_ENGINE") == "nccl" else "copied to the host and reduced there"
     devices, ranks = len(list(Path("/dev").glob("nvidia[0-9]*"))), _local_ranks()
     here = f"this host has {devices} NVIDIA device{'' if devices == 1 else 's'} for {ranks} local rank"

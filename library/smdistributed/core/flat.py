@@ -41,16 +41,16 @@ class Flat(NamedTuple):
         return Flat(self.address + first * ITEM_BYTES[self.dtype], last - first, self.dtype, self.owner)
 
     def split(self, length: int) -> list[Flat]:
-        """Returns consecutive parts of `length` elements each; the last part may be shorter."""
+        """Returns consecutive parts of `length` elements each, all views of this memory; the last may be shorter."""
         return [self.cut(first, min(first + length, self.count)) for first in range(0, self.count, length)]
 
     def chunk(self, parts: int) -> list[Flat]:
-        """Returns `parts` consecutive parts of equal length; a remainder belongs to none of them."""
+        """Returns `parts` consecutive views of equal length; a remainder belongs to none of them."""
         length = self.count // parts
         return [self.cut(part * length, (part + 1) * length) for part in range(parts)]
 
     def as_bytes(self) -> Flat:
-        """Returns the same memory as uint8 elements."""
+        """Returns the same memory, not a copy, as uint8 elements."""
         return Flat(self.address, self.bytes, "uint8", self.owner)
 
     def copy_from(self, other: Flat) -> None:
@@ -91,5 +91,5 @@ def reduce(parts: Sequence[Flat], result: Flat, op: str) -> None:
 
 
 def divide(total: Flat, by: int) -> None:
-    """Divides all elements in place; integers are rounded towards zero, as NCCL does."""
+    """Divides all elements by `by`, in place; integers are rounded towards zero, as NCCL does."""
     native.load().divide(total.address, by, total.count, DTYPE_NUMBERS[total.dtype])

@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """A rank's answer to a request."""
+    """A rank's answer to a request: its last collective, whether it is still in it, and its main thread's stack."""
 
     rank: int
     call: Call
@@ -134,7 +134,10 @@ class GroupMonitor:
         return _TAG | ((self.call.digest ^ zlib.crc32(size.to_bytes(8, "little"))) & _TAG_BITS)
 
     def explain(self, error: CollectiveError) -> str:
-        """Finds out why this rank's collective failed, and tells the other ranks that the group has ended."""
+        """Returns why this rank's collective failed, and ends the group for all ranks.
+
+        Waits for the thread to ask the other ranks. Without an answer in time, the text says that the store is lost.
+        """
         failure = _Failure(error, time.monotonic() - self._began)
         self._failure = failure
         self._wakeup.set()
@@ -144,7 +147,7 @@ class GroupMonitor:
         return failure.text
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread and waits for it, but not forever; does nothing if it does not run."""
         self._closed = True
         self._wakeup.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -169,7 +172,10 @@ class GroupMonitor:
                 return
 
     def _run_without_store(self, error: Exception) -> None:
-        """Answers failures until the monitor is closed. Mostly the job has ended normally."""
+        """Gives each failure a text about the lost store until the monitor is closed.
+
+        Mostly the job has ended normally.
+        """
         _log.debug("smddp: the store is lost: %s", error)
         while not self._closed:
             failure = self._failure
@@ -186,7 +192,10 @@ class GroupMonitor:
         return f"The job's store {problem}: {first} has ended or stopped, or the launcher that serves it."
 
     def _check_store(self) -> None:
-        """Reads messages, warns of a stall, explains a failure and compares clocks."""
+        """Reads messages, warns of a stall, explains a failure and compares clocks.
+
+        The first call connects to the store.
+        """
         if self._log_store is None:
             self._log_store = StoreLog(self._connect(), f"smddp-monitor/{self._members[0].token}")
             if self._compares_clocks:
@@ -207,7 +216,7 @@ class GroupMonitor:
             self._clocks.compare()
 
     def _read_messages(self, log: StoreLog) -> None:
-        """Reads new messages to all ranks, and answers requests."""
+        """Reads other ranks' new messages: answers requests, logs warnings, notes that a rank has ended the group."""
         for message in log.read("messages", self._read):
             self._read += 1
             if message["rank"] == self._rank:
@@ -230,7 +239,10 @@ class GroupMonitor:
         return hosts.index(mine) == self._rank and mine != hosts[other]
 
     def _request_reports(self, log: StoreLog) -> dict[int, _Report]:
-        """Returns the reports of all other ranks that answer in time."""
+        """Asks all other ranks for reports, waits for them, and returns those that arrive in time.
+
+        Notes the silent ranks.
+        """
         number = log.append("messages", {"kind": "request", "rank": self._rank})
         reports: dict[int, _Report] = {}
         deadline = time.monotonic() + self._answer_seconds
@@ -272,6 +284,10 @@ class GroupMonitor:
             failure.text = self._describe_abort()
 
     def _explain_failure(self, log: StoreLog, failure: _Failure) -> str:
+        """Says why the collective failed.
+
+        If the error does not say it, asks the other ranks where they are and waits for answers.
+        """
         if not isinstance(failure.error, UnexplainedError):
             return f"{failure.error}\nThat was in {self.call}."
         reports = self._request_reports(log)
@@ -280,6 +296,7 @@ class GroupMonitor:
         return f"{self._describe_wait(self.call, reports, '.')}\n{failure.error}"
 
     def _describe_abort(self) -> str:
+        """Says which rank has ended the group, why, and in which collective this rank was."""
         rank, text = self._aborted or (self._rank, "")
         report = f"rank {self._members[rank].number}: {text}"
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), report)

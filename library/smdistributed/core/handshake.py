@@ -45,7 +45,10 @@ class Initiator:
         """The key of the connection; empty until the other side has proved itself."""
 
     def reply(self, answer: bytes) -> bytes:
-        """Returns the last message, given the answer to `hello`. Raises HandshakeError if its proof is wrong."""
+        """Returns the last message, given the answer to `hello`, and sets `session`.
+
+        Raises HandshakeError if the answer is wrong.
+        """
         if len(answer) != _ANSWER.size:
             raise HandshakeError(f"an answer of {len(answer)} bytes: it must have {_ANSWER.size}")
         nonce, proof = _ANSWER.unpack(answer)
@@ -79,7 +82,10 @@ class Responder:
         return (_PROOF_BYTES if self._transcript else _HELLO.size) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes, and returns the bytes to send now, if any. Raises HandshakeError if they are wrong."""
+        """Takes bytes, and returns the bytes to send now; empty if none.
+
+        Raises HandshakeError if they are wrong or too many.
+        """
         if len(data) > self.missing_bytes or self.session:
             raise HandshakeError("more bytes than a handshake has")
         self._received += data
@@ -127,7 +133,10 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
 
 
 def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
-    """Authenticates both sides of a connection that the other side has made: see `initiate_handshake`."""
+    """Authenticates both sides of a connection that the other side has made.
+
+    Args, result and errors: see `initiate_handshake`.
+    """
     responder = Responder(key, rank)
     while not responder.session:
         sock.sendall(responder.feed(read_some(sock, responder.missing_bytes, deadline)))

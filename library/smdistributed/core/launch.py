@@ -72,7 +72,7 @@ _ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Reads the launch environment by the rules at the top of this module.
+    """Reads the launch environment by the rules at the top of this module; without a launcher it is a job of one rank.
 
     Args:
         environ: The environment; default: `os.environ`.
@@ -170,6 +170,8 @@ def is_launched_as_rank(environ: Mapping[str, str]) -> bool:
 def master_address(launch: Launch) -> Address:
     """Returns where the ranks meet: the master's address, or a port of this host as in `set_torch_environment`.
 
+    In the second case, ranks other than 0 wait until rank 0 has written the port.
+
     Args:
         launch: This process's rank in its job.
 
@@ -235,6 +237,7 @@ def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int,
 
 
 def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
+    """Whether both variables are set. Raises LaunchError if only one is."""
     for present, other in (names, names[::-1]):
         if present in env and other not in env:
             raise LaunchError(f"{present}={env[present]} is set, but {other} is not: set both or neither.")
@@ -242,6 +245,7 @@ def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
 
 
 def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
+    """Returns the value of a variable. Raises LaunchError if it is not an integer, or out of range."""
     allowed = f"{lowest} or more" if highest is None else f"from {lowest} to {highest}"
     try:
         value = int(env[name])
@@ -253,6 +257,7 @@ def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int |
 
 
 def _read_first_integer(env: Mapping[str, str], names: Iterable[str], lowest: int, highest: int) -> int | None:
+    """Returns the value of the first of these variables that is set; None: none is. Raises LaunchError out of range."""
     present = next((name for name in names if name in env), None)
     return None if present is None else _read_integer(env, present, lowest, highest)
 
@@ -265,6 +270,7 @@ def _local_rank_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[st
 
 
 def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
+    """Raises LaunchError if a local rank is set; called if rank and world size are not."""
     for name in _LOCAL_RANK_NAMES:
         if name in env:
             raise LaunchError(f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not: set all three or none.")
@@ -298,6 +304,7 @@ def _refuse_contradiction(named: tuple[int, int], mpi: tuple[int, int]) -> None:
 
 
 def _read_master(env: Mapping[str, str]) -> Address | None:
+    """Returns the master's address; None if no launcher gives one. Raises LaunchError if it is incomplete."""
     for names in _MASTER_NAMES:
         if _is_pair_set(env, names):
             return Address(env[names[0]], _read_integer(env, names[1], 1, 65535))
@@ -305,5 +312,6 @@ def _read_master(env: Mapping[str, str]) -> Address | None:
 
 
 def _session_dir(env: Mapping[str, str]) -> Path | None:
+    """Returns the directory of this mpirun, from PMIX_SERVER_TMPDIR; None if it is unset or empty."""
     directory = env.get("PMIX_SERVER_TMPDIR")
     return Path(directory) if directory else None

@@ -36,7 +36,9 @@ class Member:
 
 
 def exchange_members(store: Store, rank: int, size: int, number: int | None = None) -> list[Member]:
-    """Exchanges the processes and hosts of a group's ranks; every rank calls it.
+    """Exchanges the processes and hosts of a group's ranks; every rank calls it and waits for the others.
+
+    The host's name is SMDDP_HOST, or else the name of this machine.
 
     Args:
         store: The group's own.

@@ -68,7 +68,7 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """Loads the C engine.
+    """Loads the C engine, once in a process.
 
     Returns:
         Its functions, with their argument types set.

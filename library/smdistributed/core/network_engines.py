@@ -179,6 +179,7 @@ class HierarchicalEngine(Engine):
             self._all_reduce_short(result.cut(whole, flat.count), op)
 
     def _all_reduce_stages(self, flat: Flat, op: str) -> Iterator[None]:
+        """Reduces a piece in place, inside hosts and between them; yields whenever it waits for messages."""
         shards = flat.chunk(self._locals)
         mine = shards[self._local_rank]
         self._local.reduce_scatter(shards, mine, _partial_op(flat, op))
@@ -195,6 +196,7 @@ class HierarchicalEngine(Engine):
         self._local.broadcast(flat, root=0)
 
     def _finish(self, flat: Flat, op: str) -> None:
+        """Divides by the number of ranks, in place, if an average was computed as a sum (see `_partial_op`)."""
         if op != _partial_op(flat, op):
             divide(flat, self._hosts * self._locals)
 
@@ -335,6 +337,7 @@ def interleave(collectives: Iterable[Iterator[None]]) -> None:
 
 
 def _advance(running: deque[Iterator[None]]) -> None:
+    """Runs each collective up to its next wait for messages, and removes those that have ended."""
     for collective in list(running):
         if next(collective, running) is running:
             running.remove(collective)

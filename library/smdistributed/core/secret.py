@@ -19,6 +19,8 @@ _SIGNATURE_BYTES = 32
 def job_key(purpose: str, environ: Mapping[str, str] | None = None) -> bytes | None:
     """Returns a key of 32 bytes for a purpose, the same on all ranks; None: the job has no secret.
 
+    The secret is SMDDP_JOB_SECRET, or else SHOAL_JOB_SECRET, in `environ` (default: `os.environ`).
+
     Raises:
         LaunchError: If the secret is so short that it can be guessed.
     """
@@ -46,7 +48,10 @@ def sign(data: bytes, purpose: str) -> bytes:
 
 
 def verify(data: bytes, purpose: str) -> bytes:
-    """Returns the data that another rank signed. Raises ValueError if it has changed since."""
+    """Returns the data that another rank signed, without the signature. Raises ValueError if it has changed since.
+
+    If the job has no secret, nothing is checked or removed.
+    """
     key = job_key(purpose)
     if key is None:
         return data

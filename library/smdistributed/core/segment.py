@@ -92,6 +92,7 @@ def attach(path: Path, size: int) -> mmap.mmap:
 
 
 def _map_file(path: Path, size: int, flags: int) -> mmap.mmap:
+    """Maps a file. With `flags` it is created, with all its space. Raises OSError, and may leave a new file."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _MODE)
     try:
         if flags:
@@ -113,6 +114,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _start_time(pid: int) -> int:
+    """Returns when a process started, in the kernel's ticks; 0 if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -136,6 +138,7 @@ def _host_identity() -> str:
 
 
 def _process_namespace() -> str:
+    """Identifies the namespace of process numbers; empty if it is not known."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 class ShmEngine(Engine):
     """Collectives through shared memory. Two threads must not call it at once.
 
+    Starts a thread that reports to other ranks.
+
     Ranks that are late cause a warning after SMDDP_STALL_SECONDS and an error after `seconds`. If the group is
     monitored, a `GroupMonitor` does both: ranks of this host may wait for others elsewhere.
     """
@@ -110,7 +112,7 @@ class ShmEngine(Engine):
         )
 
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Returns the bytes that each rank sends to each rank."""
+        """Returns the bytes that each rank sends to each rank; a collective. `sizes`: from this rank to each."""
         row = ctypes.c_int64 * self.size
         mine, table = row(*sizes), (row * self.size)()
         rows = Flat(ctypes.addressof(table), self.size**2, "int64").chunk(self.size)
@@ -175,6 +177,7 @@ class ShmEngine(Engine):
             self._raised = error
 
     def _check_others(self, rank: int, waited: float) -> int:
+        """Returns the status of a wait for `rank`: 0 goes on, else ABORTED, _LOST or _LATE. Warns once of a stall."""
         self._lost = [other for other in self._others() if not self._members[other].process.is_alive]
         if self._native.engine_abort_reason(self._engine) is not None:  # checked second: a rank aborts before it ends
             return native.ABORTED
@@ -187,6 +190,10 @@ class ShmEngine(Engine):
         return 0
 
     def _explain(self, status: int) -> str:
+        """Says why a collective ended with this status.
+
+        If ranks are late, asks them for their stacks and waits a moment.
+        """
         mine = self._last_collective(self.rank)
         if status == native.ABORTED:
             report = (self._native.engine_abort_reason(self._engine) or b"").decode(errors="replace")
@@ -201,6 +208,7 @@ class ShmEngine(Engine):
         return f"{self._describe_wait(mine)} within {self.seconds:.0f} s, the group's timeout.{stacks}"
 
     def _warn(self, waited: float) -> None:
+        """Logs which ranks are late, with their stacks; waits a moment for those."""
         mine = self._last_collective(self.rank)
         _log.warning(
             f"smddp: {self._describe_wait(mine)} for {waited:.0f} s; this rank aborts in "
@@ -211,6 +219,7 @@ class ShmEngine(Engine):
         return f"{self._describe_ranks(self._late_ranks(mine))} did not reach {_describe(mine)}"
 
     def _late_ranks(self, mine: CollectiveDesc) -> list[int]:
+        """Returns the other ranks that have called fewer collectives; all other ranks if none has."""
         late = [rank for rank in self._others() if self._last_collective(rank).number < mine.number]
         return late or self._others()
 
@@ -252,7 +261,7 @@ class ShmEngine(Engine):
 def open_shm_engine(
     store: Store, rank: int, members: Sequence[Member], seconds: float, monitored: bool = False
 ) -> ShmEngine | str:
-    """Opens the shm engine of the ranks of one host; every one of them calls it.
+    """Opens the shm engine of the ranks of one host; every one of them calls it and waits for the others.
 
     Args:
         store: These ranks' own.
@@ -303,10 +312,15 @@ def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str
 
 
 def _length(size: int, slot_bytes: int) -> int:
+    """Returns the bytes of shared memory that `size` ranks with such slots need."""
     return int(native.load().engine_bytes(size, slot_bytes))
 
 
 def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
+    """Creates the shared memory and writes its path into the store.
+
+    If it cannot, writes that, so that no rank waits.
+    """
     slot_bytes, length = choose_slot_bytes(size)
     try:
         path, memory = segment.create(length)
@@ -322,5 +336,6 @@ def _pointers(flats: Flats) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _describe(desc: CollectiveDesc) -> str:
+    """Names a collective of the C engine for people."""
     name, dtype, op = native.COLLECTIVES[desc.collective], native.DTYPES[desc.dtype], native.OPS[desc.op]
     return diagnostics.describe_collective(desc.number, name, dtype, op, desc.root, desc.bytes)

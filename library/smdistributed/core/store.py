@@ -109,7 +109,10 @@ class PrefixedStore:
 
 
 class StoreLog:
-    """Append-only lists of JSON values in a store, which are read without waiting. Raises the store's errors."""
+    """Append-only lists of JSON values in a store.
+
+    Reading does not wait for new entries, only for those that another rank is writing. Raises the store's errors.
+    """
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -121,7 +124,7 @@ class StoreLog:
         return number
 
     def count(self, name: str, amount: int = 0) -> int:
-        """Adds to a counter, which is not a list's, and returns the sum."""
+        """Adds to a counter, which is not a list's, and returns the sum; amount 0 only reads it."""
         return self._store.add(f"{self._prefix}/{name}", amount)
 
     def read(self, name: str, after: int = 0) -> list[Any]:
@@ -133,7 +136,7 @@ class StoreLog:
 
 
 def exchange_texts(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
-    """Exchanges a text with all ranks; each rank calls it once with the same `name`.
+    """Exchanges a text with all ranks and waits for theirs; each rank calls it once with the same `name`.
 
     Returns:
         The texts of all ranks, in rank order.
@@ -236,6 +239,7 @@ class _Service:
                 self._close_oldest_unverified()
 
     def _close_oldest_unverified(self) -> None:
+        """Shuts down the oldest connection without a handshake, if there is one; its thread then ends."""
         with contextlib.suppress(OSError, IndexError):  # it ended, or completed the handshake, meanwhile
             self._unverified.popleft().shutdown(socket.SHUT_RDWR)
 
@@ -253,6 +257,7 @@ class _Service:
                 _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
+        """Carries out a request and returns its answer. `get` waits for its value; None if none came in time."""
         if command == "set":
             return self._values.set(key, value)
         return self._values.wait(key, value) if command == "get" else self._values.add(key, value)
@@ -319,6 +324,10 @@ class TcpStore(JobStore):
         return f"{self._address.host}:{self._address.port}"
 
     def _request(self, *request: object) -> Any:
+        """Sends a request and returns its answer.
+
+        Raises StoreError if the connection fails; the request is not repeated.
+        """
         try:
             with self._connection() as connection:
                 _send(connection, request)
@@ -330,7 +339,10 @@ class TcpStore(JobStore):
 
     @contextlib.contextmanager
     def _connection(self, timeout: float = 0.0) -> Iterator[socket.socket]:
-        """Lends a connection to one caller at a time; closes it after an error, when an answer may still arrive."""
+        """Lends an idle connection, or a new one (tried for `timeout` seconds); no two callers share one.
+
+        After an error it is closed, because an answer may still arrive.
+        """
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -343,6 +355,10 @@ class TcpStore(JobStore):
         self._idle.append(connection)
 
     def _connect(self, timeout: float) -> socket.socket:
+        """Connects and authenticates; tries again until `timeout` has passed.
+
+        Raises StoreError then, or at once for another key.
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -407,6 +423,7 @@ def _job_address(master: str) -> str:
 
 
 def _dial(address: Address, key: bytes) -> socket.socket:
+    """Connects and authenticates, once. Raises an error of the socket or HandshakeError."""
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
     try:
         if (
@@ -429,6 +446,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    """Opens a listening socket; address empty: all addresses of this host. Raises LaunchError if the port is taken."""
     try:
         if address:
             return listen(address, port)
@@ -450,6 +468,7 @@ def _send(connection: socket.socket, value: object) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
+    """Waits for a message and returns it. Raises ValueError if it is too long, before reading it."""
     (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     if length > _MAX_BYTES:
         raise ValueError(f"a message of {length} bytes")

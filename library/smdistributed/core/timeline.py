@@ -67,7 +67,7 @@ class TimelineError(RuntimeError):
 
 
 class Recorder:
-    """Writes the events of one rank into one file. Any thread may call every method.
+    """Writes the events of one rank into one file, once per second in a thread. Any thread may call every method.
 
     Args:
         file: Created or replaced.
@@ -119,7 +119,7 @@ class Recorder:
         self._write(f",\n{json.dumps(self._metadata_event(micros))}")
 
     def flush(self) -> None:
-        """Writes the events recorded until now."""
+        """Writes the events recorded until now to the file."""
         with self._lock:
             events = [self._events.popleft() for _ in range(len(self._events))]
             self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome_events(events)))
@@ -159,6 +159,7 @@ class Recorder:
         return {"ph": "M", "name": "process_name", "pid": self._rank, "args": {**self._about, **begin}}
 
     def _chrome_events(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
+        """Yields events as the trace has them. Before the first event of a row comes the event that names the row."""
         for category, name, began, ended, args in events:
             instant = ended < 0
             event: dict[str, Any] = {"ph": "i" if instant else "X", "cat": category, "name": name, "pid": self._rank}
@@ -295,11 +296,13 @@ class _Span(AbstractContextManager):  # type: ignore[type-arg]
 
 
 def _trace_file(path: Path, default_name: str, rank: int | None) -> Path:
+    """Returns the file's path: `default_name` in a directory; with the rank before the suffix unless it is None."""
     file = path if path.suffix == ".json" else path / default_name
     return file if rank is None else file.with_name(f"{file.stem}_{rank}{file.suffix}")
 
 
 def _end_at_exit() -> None:
+    """At the end of the process: ends a recording that still runs."""
     if recorder is not None:
         stop()
 

@@ -28,7 +28,10 @@ _DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code, as described at the top."""
+    """Plans: estimates configurations for a model and prints them.
+
+    Returns 0 if one fits, 1 if none does, 2 if the model cannot be planned. The command line is described at the top.
+    """
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _recommend(plans: Sequence[Any], best: Any, options: argparse.Namespace) -> int:
+    """Prints the best plan, or that none fits, and returns the exit code: 0 or 1."""
     if best is None:
         smallest = min(found.largest for found in plans) / _GIB
         print(
@@ -64,11 +68,12 @@ def _recommend(plans: Sequence[Any], best: Any, options: argparse.Namespace) -> 
 
 
 def _decided(found: Any) -> dict[str, int]:
+    """Returns the keys of mp_parameters that a plan decides."""
     return {name: getattr(found.config, name) for name in _DECIDED}
 
 
 def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The JSON document. `recommended` and `partition` are null if nothing fits."""
+    """Returns the JSON document: `plans`, `recommended` and `partition`; the last two are null if nothing fits."""
     documents = [
         {
             **_decided(found),
@@ -86,6 +91,7 @@ def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[s
 
 
 def _show(plans: Sequence[Any], memory: int | None) -> None:
+    """Prints a table of the plans."""
     print("partitions  microbatches  active    idle  GiB of each stage")
     for found in plans:
         config = found.config
@@ -96,6 +102,7 @@ def _show(plans: Sequence[Any], memory: int | None) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line; prints usage and exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser("smdistributed.modelparallel", allow_abbrev=False)
     plan = parser.add_subparsers(required=True).add_parser(
         "plan", help="Estimate memory and idle time of configurations for a model"

@@ -39,7 +39,7 @@ class EmulatedGpus:
 
 
 def emulate_gpus(settings: Settings) -> None:
-    """Patches TensorFlow, in this process. It cannot be undone."""
+    """Patches TensorFlow, in this process, and hides its real GPUs. It cannot be undone."""
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
     if real:
@@ -63,6 +63,8 @@ def _patch_strategies(gpus: EmulatedGpus) -> None:
 
 
 def _warning(construct: Callable[..., None], name: str, gpus: EmulatedGpus) -> Callable[..., None]:
+    """Wraps a strategy's constructor, which then warns if it has fewer replicas than there are visible GPUs."""
+
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
@@ -86,7 +88,10 @@ def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
 
 
 def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
-    """Returns replacements for functions that take a device type; None means all types."""
+    """Returns makers of stand-ins for the functions of tf.config that take a device type, by name.
+
+    Each maker gets the real function, which answers for other types. Type None means all types.
+    """
 
     def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
         def stand_in(real: Any) -> Any:
@@ -123,7 +128,10 @@ def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
 
 
 def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
-    """Returns replacements for functions that take a device."""
+    """Returns makers of stand-ins for the functions of tf.config that take a device, by name.
+
+    Each maker gets the real function, which is called for devices that are not emulated.
+    """
 
     def of_gpu(answer: Callable[..., Any]) -> Callable[[Any], Any]:
         def stand_in(real: Any) -> Any:
@@ -151,6 +159,7 @@ def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
 
 
 def _is_gpu(gpus: EmulatedGpus, device: Any) -> bool:
+    """Whether a device is an emulated GPU, or a name with GPU in it."""
     return gpus.has(device) or (isinstance(device, str) and re.search(r"\bGPU\b", device, re.IGNORECASE) is not None)
 
 

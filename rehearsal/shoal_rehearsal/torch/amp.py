@@ -47,6 +47,7 @@ def _has_half() -> bool:
 
 
 def _has_unscale() -> bool:
+    """Whether the CPU has the kernel that GradScaler needs (torch 2.3 and later)."""
     try:
         torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(1)], torch.zeros(1), torch.ones(1))
     except (RuntimeError, NotImplementedError):

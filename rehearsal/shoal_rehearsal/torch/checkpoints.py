@@ -27,6 +27,8 @@ def patch(_: int) -> None:
 
 
 def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Wraps a function so that it sees the real tensors, all on the CPU."""
+
     @functools.wraps(function)
     def describe(tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunction():

@@ -86,6 +86,7 @@ def _replace(module: Any, names: dict[str, Any]) -> None:
 
 
 def _ordinal(device: Any) -> int:
+    """Returns the ordinal of a device. Raises as `devices.resolve`."""
     return int(devices.resolve(device).index)
 
 

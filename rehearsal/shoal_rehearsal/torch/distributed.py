@@ -48,7 +48,10 @@ def patch(_: int) -> None:
 
 
 def _placing_with_parameters(method: Any) -> Any:
-    """DistributedDataParallel creates the tensors of a communication hook in C++, where the mode does not see them."""
+    """Wraps a method of GradBucket: its tensors get the placement of the bucket's parameters.
+
+    DistributedDataParallel creates them in C++, where the mode does not see them.
+    """
 
     @functools.wraps(method)
     def tensors(bucket: Any) -> Any:
@@ -60,7 +63,7 @@ def _placing_with_parameters(method: Any) -> Any:
 
 
 def _moving_booleans(function: Any) -> Any:
-    """NCCL moves booleans as bytes; gloo rejects them."""
+    """Wraps a collective: booleans are moved as bytes, as NCCL does; gloo rejects them."""
 
     @functools.wraps(function)
     def moving(*args: Any, **kwargs: Any) -> Any:
@@ -77,6 +80,7 @@ def _as_bytes(value: Any) -> Any:
 
 
 def _replace(name: str, wrap: Any) -> None:
+    """Replaces a function of torch.distributed, if this version has it, by `wrap(original)`."""
     original = getattr(dist, name, None)
     if original is None:  # a name of another version
         return
@@ -87,6 +91,7 @@ def _replace(name: str, wrap: Any) -> None:
 
 
 def _with_gloo(function: Any) -> Any:
+    """Wraps a function that creates a group: gloo replaces NCCL, and NCCL's options are dropped."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -118,6 +123,8 @@ def _replacement_backend(backend: str) -> str:
 
 
 def _checking_device_ids(function: Any) -> Any:
+    """Wraps `barrier`: it raises as CUDA does for devices that do not exist, and otherwise ignores them."""
+
     @functools.wraps(function)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         for ordinal in device_ids or ():
@@ -128,7 +135,7 @@ def _checking_device_ids(function: Any) -> Any:
 
 
 def _reducing_as_nccl(function: Any) -> Any:
-    """NCCL averages, and the sum of booleans is their maximum; gloo does neither."""
+    """Wraps `all_reduce`: it averages, and sums booleans to their maximum, as NCCL does; gloo does neither."""
 
     @functools.wraps(function)
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -144,7 +151,10 @@ def _reducing_as_nccl(function: Any) -> Any:
 
 
 def _gathering_as_nccl(function: Any) -> Any:
-    """NCCL compares only numbers of elements. Gloo compares shapes, and lacks the collective in torch 2.0."""
+    """Wraps a gather into one tensor: only numbers of elements must fit, as with NCCL.
+
+    Gloo compares shapes, and lacks the collective in torch 2.0.
+    """
 
     @functools.wraps(function)
     def gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
@@ -159,7 +169,7 @@ def _gathering_as_nccl(function: Any) -> Any:
 
 
 def _scattering_as_nccl(function: Any) -> Any:
-    """As above. NCCL also averages."""
+    """Wraps a reduce-scatter of one tensor: only numbers of elements must fit, and it averages, as with NCCL."""
 
     @functools.wraps(function)
     def scatter(
@@ -204,7 +214,7 @@ class _Done:
 
 
 def _creating_unseen(create: Any) -> Any:
-    """A backend written in Python sees the real tensors, which are in CPU memory."""
+    """Wraps the constructor of a backend that is written in Python: its methods see the real tensors, in CPU memory."""
 
     @functools.wraps(create)
     def create_without_mode(*args: Any, **kwargs: Any) -> Any:
@@ -218,6 +228,8 @@ def _creating_unseen(create: Any) -> Any:
 
 
 def _without_mode(function: Any) -> Any:
+    """Wraps a function so that it sees the real tensors: the mode is off inside."""
+
     @functools.wraps(function)
     def without_mode(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

@@ -35,7 +35,10 @@ class EmulationMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls a function for the script."""
+        """Calls a function for the script: on the CPU, or its override. Records the results' placement.
+
+        Raises RuntimeError if its tensors are on different devices.
+        """
         override = OVERRIDES.get(func)
         if override is not None:
             return override(self, *args, **(kwargs or {}))
@@ -52,7 +55,7 @@ class EmulationMode(TorchFunctionMode):
 
 
 def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
-    """Replaces CUDA by the CPU in a call's arguments. Returns the requested device; None if there is none."""
+    """Replaces CUDA by the CPU in a call's arguments, in place. Returns the requested device; None if there is none."""
     requested: Placement = None
     for index, arg in enumerate(args):
         if isinstance(arg, torch.device) or devices.is_cuda(arg):
@@ -63,7 +66,10 @@ def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
 
 
 def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> Placement:
-    """Returns the placement of a new tensor without a requested device, by torch.set_default_device."""
+    """Returns the placement of a new tensor without a requested device, by torch.set_default_device.
+
+    None if the function creates none. May set `kwargs["device"]`.
+    """
     if func not in _device._device_constructors() or kwargs.get("device") is not None:
         return None
     default: Placement = getattr(_device, "CURRENT_DEVICE", None)  # torch 2.0 lacks it: its own mode is above ours
@@ -108,11 +114,14 @@ class _AutogradEngine:
 
 
 def _is_entered() -> bool:
+    """Whether the mode is active in this thread."""
     stack = range(torch._C._len_torch_function_stack())
     return any(isinstance(torch._C._get_function_stack_at(index), EmulationMode) for index in stack)
 
 
 def _with_mode(mode: TorchFunctionMode, run: Callable[[], None]) -> Callable[[], None]:
+    """Wraps a thread's function so that the mode is active while it runs."""
+
     def run_with_mode() -> None:
         with mode:
             run()

@@ -65,6 +65,7 @@ def _update_running_statistics(norm: nn.SyncBatchNorm, mean: torch.Tensor, varia
 
 
 def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns the sum over the ranks, with gradients through it."""
     from torch.distributed.nn.functional import all_reduce  # imports much, and few scripts need it
 
     found: torch.Tensor = all_reduce(tensor, group=group)  # type: ignore[no-untyped-call]
@@ -72,6 +73,7 @@ def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _patch_data_parallel() -> None:
+    """Patches DataParallel: it moves the batch to the first device and runs the module there, once."""
     wrapper: Any = nn.DataParallel
     forward = wrapper.forward
 
@@ -86,6 +88,7 @@ def _patch_data_parallel() -> None:
 
 
 def _move_all(value: Any, placement: torch.device) -> Any:
+    """Moves the tensors in nested dicts, lists and tuples to an emulated device; other values stay as they are."""
     if isinstance(value, torch.Tensor):
         return move(value, placement)
     if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Overrides functions that reveal or change a tensor's device: `tensor.device`, `to`, `cuda`, `numpy` and others."""
+"""Overrides functions that reveal or change a tensor's device: `tensor.device`, `to`, `cuda`, `numpy` and others.
+
+Each override gets the mode, which it ignores, and the arguments of the function.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ def move(tensor: Tensor, placement: torch.device) -> Tensor:
 
 
 def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces Tensor.to: casts as torch does, and makes a copy if the emulated device changes."""
     requested, args = _destination(args, kwargs)
     result = tensor.to(*args, **kwargs)
     if requested is None or requested is UNKNOWN:
@@ -92,11 +96,13 @@ def _get_device(_: object, tensor: Tensor) -> int:
 
 
 def _set_data(_: object, tensor: Tensor, data: Tensor) -> None:
+    """Replaces the assignment of `tensor.data`: the tensor takes over the placement too."""
     tensor.data = data
     set_placement(tensor, placement_of(data))
 
 
 def _pin_memory(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces Tensor.pin_memory: returns a copy that counts as pinned. Raises RuntimeError for a CUDA tensor."""
     if is_on_cuda(tensor):
         raise RuntimeError(f"cannot pin '{_type_name(tensor)}' only dense CPU tensors can be pinned")
     if tensor in _pinned:
@@ -123,6 +129,7 @@ def _array(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _require_cpu(tensor: Tensor) -> None:
+    """Raises TypeError, as torch does, if a tensor is on an emulated CUDA device."""
     if is_on_cuda(tensor):
         raise TypeError(
             f"can't convert {placement_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
@@ -131,6 +138,7 @@ def _require_cpu(tensor: Tensor) -> None:
 
 
 def _type(_: object, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Replaces Tensor.type: returns the type's name, or the tensor in another type, on CUDA for types of torch.cuda."""
     if dtype is None:
         return _type_name(tensor)
     name = dtype if isinstance(dtype, str) else getattr(dtype, "cuda_type_name", "")

@@ -27,7 +27,7 @@ def placement_of(tensor: torch.Tensor) -> Placement:
 
 
 def set_placement(value: object, placement: Placement) -> None:
-    """Sets the placement of a tensor, or of the tensors in a list or tuple."""
+    """Sets the placement of a tensor, or of the tensors in a list or tuple. None forgets it."""
     for tensor in tensors_in((value,)):
         if placement is None:
             _placements.pop(tensor, None)
@@ -44,7 +44,10 @@ def set_unknown_placement(value: object, placement: Placement) -> None:
 
 
 def common_placement(tensors: Iterable[torch.Tensor]) -> Placement:
-    """Returns the placement of an operation's result: CUDA if an input is there, the CPU if all are there."""
+    """Returns the placement of an operation's result: CUDA if an input is there, the CPU if all are there.
+
+    Otherwise None, as without inputs.
+    """
     found = [placement_of(tensor) for tensor in tensors]
     for placement in found:
         if placement is not None and placement.type == "cuda":

@@ -38,6 +38,8 @@ def patch(_: int) -> None:
 
 
 def _placing_on_cpu(function: Any) -> Any:
+    """Wraps a function: the tensors that it returns are placed on the CPU."""
+
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         made = function(*args, **kwargs)
@@ -48,7 +50,10 @@ def _placing_on_cpu(function: Any) -> Any:
 
 
 def _swapping_placements(swap: Any) -> Any:
-    """torch cannot swap a tensor with weak references, as `placement` has."""
+    """Wraps `swap_tensors`: placements are swapped too.
+
+    torch cannot swap a tensor with weak references, as `placement` has.
+    """
 
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
@@ -62,6 +67,8 @@ def _swapping_placements(swap: Any) -> Any:
 
 
 def _placing_with_arguments(function: Any) -> Any:
+    """Wraps a function: tensors that it returns without a placement get its arguments' placement."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -72,7 +79,7 @@ def _placing_with_arguments(function: Any) -> Any:
 
 
 def _patch_parameters() -> None:
-    """A parameter has the placement of its tensor."""
+    """Patches nn.Parameter: a parameter has the placement of its tensor."""
     parameters: Any = torch.nn.Parameter
     make = parameters.__new__
 
@@ -87,7 +94,7 @@ def _patch_parameters() -> None:
 
 
 def _patch_default_device() -> None:
-    """torch's mode for a default device is below ours: it would request CUDA while ours is inactive."""
+    """Patches torch's mode for a default device, which is below ours: it would request CUDA while ours is inactive."""
     context: Any = _device.DeviceContext
     handle = context.__torch_function__
 

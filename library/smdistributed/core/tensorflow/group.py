@@ -48,6 +48,7 @@ class Group:
         threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
 
     def _run_operation(self, operation: PendingOperation) -> None:
+        """Runs a collective in the group's thread: long tensors one by one, short ones packed together."""
         kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
             Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))
@@ -60,6 +61,7 @@ class Group:
                 self._run_batch(kind, operation, batch)
 
     def _run_batch(self, kind: str, operation: PendingOperation, batch: list[Pair]) -> None:
+        """Runs a collective on one tensor directly, or on several that are packed into one."""
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
@@ -72,6 +74,7 @@ class Group:
             self._unpack(batch)
 
     def _pack(self, pairs: Iterable[Pair]) -> Pair:
+        """Copies tensors of one dtype into the scratch memory, one after the other, and returns them as one."""
         at = count = 0
         for given, _ in pairs:
             self._scratch.cut(at, at + given.bytes).copy_from(given)
@@ -80,6 +83,7 @@ class Group:
         return Pair(packed, packed)
 
     def _unpack(self, pairs: Iterable[Pair]) -> None:
+        """Copies the scratch memory into the results of these tensors."""
         at = 0
         for _, result in pairs:
             result.copy_from(self._scratch.cut(at, at + result.bytes))

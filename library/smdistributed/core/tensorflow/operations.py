@@ -142,7 +142,7 @@ def serve_forever(handle: Callable[[PendingOperation], None], messages: bool = F
 
 
 def failure_reason(error: tf.errors.InternalError) -> str:
-    """Returns why an operation failed, without the node names that TensorFlow adds."""
+    """Returns why an operation failed, without the node names that TensorFlow adds. Other errors keep their message."""
     message: str = error.message
     return message.partition(_NAMED)[2].rpartition(" [Op:")[0] or message
 
@@ -158,6 +158,7 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
+    """Adds or runs one operation for all tensors; an empty list needs none. Raises SMDDPError under XLA."""
     if not tensors:
         return []
     reject_xla("A collective")
@@ -194,6 +195,7 @@ def _eager_resource() -> Any:
 
 
 def _new_resource() -> Any:
+    """Makes the resource that orders collectives; it has no value."""
     return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=_ORDER)
 
 

@@ -121,6 +121,7 @@ class CollectiveQueue:
         return self._unfinished <= 1
 
     def _start_thread(self) -> None:
+        """Starts the queue's thread if it does not run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_tasks, name=self._name, daemon=True)
             self._thread.start()
@@ -176,10 +177,12 @@ class _Handle(Work):
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
+        """Returns a future that ends with the result, or with the collective's error."""
         self._release()
         return self._for_cpp
 
     def _release(self) -> None:
+        """Lets this handle be freed: C++ has waited for it, or fetched its future."""
         if self._kept is not None:
             self._kept.discard(self)
 

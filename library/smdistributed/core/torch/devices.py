@@ -173,6 +173,8 @@ class HostStaging:
         self._on_cpu = on_cpu
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Returns the group's method `name` for such tensors; it blocks until the collective has ended."""
+
         @torch.no_grad()
         def staged(written: Any, *arguments: Any) -> Any:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

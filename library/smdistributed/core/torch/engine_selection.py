@@ -50,6 +50,7 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
 
 
 def _connect_gloo(group: RankGroup, store: Store, gloo: Any, ranks: Sequence[int]) -> GlooTransport:
+    """Connects ranks by gloo: all of them by the group's own, some by another group that these ranks open."""
     if len(ranks) == group.size:
         return GlooTransport(gloo)
     place, timeout = list(ranks).index(group.rank), timedelta(seconds=group.seconds)

@@ -38,6 +38,7 @@ class NativeBackend:
 
 
 def _join(works: Sequence[Any]) -> Any:
+    """Returns one handle for several collectives."""
     return works[0] if len(works) == 1 else _JoinedWork(works)
 
 

@@ -119,6 +119,7 @@ def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
 
 
 def _reduction(boxed: Any) -> Any:
+    """Returns the kind of a reduction that torch passes to a kernel. Raises SMDDPError for a premultiplied sum."""
     kind = _REDUCTIONS[int(boxed.op())]
     if kind == dist.ReduceOp.PREMUL_SUM:  # the factor is not accessible here
         raise SMDDPError(

@@ -169,6 +169,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                     flat.copy_(multiplied)
 
     def _reduce_sparse(self, tensor: torch.Tensor, op: str, root: int, factor: Any) -> None:
+        """Sums or averages a sparse tensor on all ranks, in place. Raises SMDDPError for one root, or with a factor."""
         if root != -1 or factor is not None:
             raise SMDDPError("The backend smddp sums sparse tensors only on all ranks: use all_reduce, or to_dense().")
         all_reduce_sparse(self._engine, self._rank, self.size(), tensor, op)
@@ -205,6 +206,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
+        """Gathers tensors of one size into `outputs`, on the root or, if that is -1, on all ranks."""
         with ExitStack() as given_back:
             flats = [given_back.enter_context(Flattened(output)) for output in outputs]
             given = read_only(tensor)
@@ -213,6 +215,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._engine.gather(flat_of(given), list(map(flat_of, flats)), root)
 
     def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
+        """Gathers tensors of several sizes on all ranks: each rank broadcasts its own."""
         require_parts("outputs of an all_gather", outputs, tensor.dtype, self.size())
         outputs[self._rank].copy_(tensor)
         for rank, output in enumerate(outputs):
@@ -293,6 +296,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._queue.run(self, "reduce_scatter", collective, outputs, _is_async(opts))
 
     def _reduce_scatter(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        """Reduces parts of one size, the r-th into rank r's `output`; the inputs keep their elements."""
         op, factor = _operation(output.dtype, operation)
         given = list(map(read_only, parts))
         if factor is not None:
@@ -302,6 +306,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._engine.reduce_scatter(list(map(flat_of, given)), flat_of(flat), op)
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, parts: _Tensors, operation: Any) -> None:
+        """Reduces part after part, each on its rank, for parts of several sizes; the inputs keep their elements."""
         for rank, part in enumerate(parts):
             reduced = part.clone()
             self._reduce([reduced], operation, rank)
@@ -364,6 +369,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._queue.run(self, "all_to_all_single", collective, [output], _is_async(opts))
 
     def _even(self, tensor: torch.Tensor) -> list[int]:
+        """Returns equal numbers of rows for all ranks. Raises SMDDPError if the rows cannot be divided so."""
         rows, rest = divmod(tensor.shape[0], self.size())
         if rest:
             raise SMDDPError(f"all_to_all_single: {tensor.shape[0]} rows for {self.size()} ranks: give split sizes.")
@@ -409,7 +415,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}")
 
     def recorded(self, name: str, collective: Callable[[], object], result: _Tensors) -> Callable[[], object]:
-        """Returns a collective so that it records itself in the timeline."""
+        """Returns a collective so that it records itself in the timeline.
+
+        Its span has `operation`, `bytes`, `engine` and `dtype`, and `group` if it is not the group of all ranks.
+        """
         about = {
             "operation": name,
             "bytes": sum(size_of(tensor) for tensor in result),
@@ -488,10 +497,11 @@ def _operation(dtype: torch.dtype, operation: Any) -> tuple[str, Any]:
 
 
 def _on_cuda(tensors: _Tensors) -> bool:
+    """Whether any of these tensors is on a CUDA device."""
     return tensors[0].is_cuda if len(tensors) == 1 else any(tensor.is_cuda for tensor in tensors)
 
 
 def _rows(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]) -> _Tensors:
-    """Cuts a tensor's flat form into parts of that many rows each."""
+    """Cuts a tensor's flat form into parts of that many rows each; they are views."""
     row = tensor[0].numel() * (2 if tensor.is_complex() else 1) if tensor.shape[0] else 0
     return torch.split(flat, [size * row for size in sizes])

@@ -76,6 +76,7 @@ def record_collective(
 
 
 def _record(name: str, began: int, args: Mapping[str, Any], queue: CollectiveQueue, backward: _Backward | None) -> None:
+    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's."""
     running, ended = timeline.recorder, timeline.now()
     if running is None:
         return
@@ -115,6 +116,7 @@ def record_nccl(group: Any) -> None:
 
 
 def _install_nccl_hook(group: Any) -> None:
+    """Lets torch time a group's collectives and report their ends. If it cannot, logs a warning."""
     try:
         group._enable_collectives_timing()
         group._register_on_completion_hook(_nccl_hook("" if group is dist.group.WORLD else group.group_name))
@@ -123,6 +125,8 @@ def _install_nccl_hook(group: Any) -> None:
 
 
 def _nccl_hook(group: str) -> Callable[[Any], None]:
+    """Returns the hook of a group. `group`: its name, empty for the group of all ranks."""
+
     def record(ended: Any) -> None:
         """Called by torch in a thread of its own; an error there would end the process."""
         running = timeline.recorder

@@ -40,7 +40,9 @@ def _store_at(master: Address, launch: Launch) -> Store:
 
 
 def connect_again(store: Store) -> Store:
-    """Opens a connection of its own to the store under all prefixes, shared by this process's monitors.
+    """Opens another connection to a TCPStore, without its prefixes, shared by this process's monitors.
+
+    Other stores are returned themselves, without their prefixes.
 
     torch allows one call at a time in a connection, however long it waits for a value.
     """
@@ -51,4 +53,5 @@ def connect_again(store: Store) -> Store:
 
 @cache
 def _connection(host: str, port: int) -> Store:
+    """Connects to a TCPStore as a client, once for each address."""
     return TCPStore(host, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)

@@ -12,7 +12,7 @@ from smdistributed.core.torch.tensors import Flattened, flat_of
 
 
 def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor, op: str) -> None:
-    """Sums a sparse tensor of COO layout over the ranks, in place; the result is coalesced and has all ranks' indices.
+    """Sums or averages a sparse tensor over the ranks, in place; the result is coalesced and has all ranks' indices.
 
     Raises:
         SMDDPError: If `op` is not "sum" or "avg", or the tensor has another layout.
@@ -37,13 +37,14 @@ def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor
 
 
 def _gathered_counts(engine: Engine, size: int, count: int) -> list[int]:
+    """Returns each rank's number of elements; a collective."""
     counts = torch.zeros(size, dtype=torch.int64)
     engine.gather(flat_of(torch.tensor([count])), [flat_of(one) for one in counts.chunk(size)])
     return [int(one) for one in counts]
 
 
 def _gathered(engine: Engine, rank: int, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of all ranks, in rank order."""
+    """Writes each rank's rows into `parts`, by broadcasts, and returns all rows in rank order."""
     parts[rank].copy_(own)
     for root, part in enumerate(parts):
         with Flattened(part) as flat:

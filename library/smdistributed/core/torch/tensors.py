@@ -35,6 +35,7 @@ class Flattened:
         self.flat = self._tensor.reshape(-1).contiguous()  # reshape keeps a single stride
 
     def copy_back(self) -> None:
+        """Copies `flat` into the tensor, if it is not a view of it."""
         if self.flat.numel() and self.flat.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self.flat.view(self._tensor.shape))
 
@@ -47,7 +48,10 @@ class Flattened:
 
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements, flat; a copy if they are not contiguous."""
+    """Returns the elements, flat: a view if they are contiguous, otherwise a copy.
+
+    Raises SMDDPError for a sparse tensor.
+    """
     return Flattened(tensor).flat
 
 
@@ -60,7 +64,7 @@ def flat_of(tensor: torch.Tensor) -> Flat:
 
 
 def tensor_at(flat: Flat) -> torch.Tensor:
-    """Returns the same memory as a tensor, which keeps its owner alive."""
+    """Returns the same memory as a tensor, which keeps its owner alive; a new empty tensor if there are no elements."""
     if not flat.count:
         return torch.empty(0, dtype=getattr(torch, flat.dtype))
     memory = (ctypes.c_char * flat.bytes).from_address(flat.address)
@@ -80,7 +84,10 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype | None, count: int) -> None:
-    """Raises SMDDPError unless there are `count` tensors of `dtype`: the C engine would access memory beyond them."""
+    """Raises SMDDPError unless there are `count` tensors of `dtype`: the C engine would access memory beyond them.
+
+    `dtype` is None only if there is no tensor to compare with.
+    """
     if len(flats) != count:
         raise SMDDPError(f"The {what} are {len(flats)} tensors: pass one for each of the {count} ranks.")
     for flat in flats:

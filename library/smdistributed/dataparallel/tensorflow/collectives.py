@@ -171,6 +171,7 @@ def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
 
 
 def _choose_reduce_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp:
+    """Returns the reduction: AVERAGE if neither is given. Raises SMDDPError if both are."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else parse_reduce_op(op)
     if op is not None:
@@ -215,7 +216,7 @@ def _buckets(tensors: dict[int, Any], bucket_bytes: int) -> list[list[int]]:
 
 
 def _run_collective(collective: Any, tensors: list[Any], argument: Any) -> list[Any]:
-    """Returns the results of a collective. Raises SMDDPError with its reason."""
+    """Returns the results of a collective. In eager code raises SMDDPError with its reason."""
     try:
         found: list[Any] = collective(tensors, argument)
     except tf.errors.InternalError as error:

@@ -21,7 +21,9 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._broadcast: Any = None
 
     def begin(self) -> None:
+        """Adds the broadcast to the graph."""
         self._broadcast = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs the broadcast; all ranks wait for each other."""
         session.run(self._broadcast)

@@ -12,13 +12,16 @@ _left = False
 
 
 def init() -> None:
-    """Joins the job, and chooses the GPU of this local rank, if there is one. Call it before TensorFlow computes.
+    """Joins the job, and gives TensorFlow only this local rank's GPU, if there is one.
+
+    Call it before TensorFlow computes.
 
     The ranks come from mpirun, or from RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher this is a job of one rank.
 
     Raises:
-        SMDDPError: If it was called before, or TensorFlow already uses other GPUs.
-        LaunchError: If the environment contradicts itself.
+        SMDDPError: If it was called before, also if `shutdown` followed, or TensorFlow already uses other GPUs.
+        LaunchError: If the environment contradicts itself, or gives no address to meet at.
+        StoreError: If rank 0 is not reached.
     """
     global _joined
     if _joined is not None:
@@ -29,7 +32,7 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. No collective can run after that."""
+    """Leaves the job. No collective can run after that, nor another `init`. Raises SMDDPError before `init`."""
     global _left
     _group().close()
     _left = True
@@ -74,12 +77,14 @@ def require_size() -> int:
 
 
 def _launch() -> Launch:
+    """Returns this process's place in its job. Raises SMDDPError before `init`."""
     if _joined is None:
         raise SMDDPError("smdistributed.dataparallel.tensorflow.init() has not been called: call it first.")
     return _joined[0]
 
 
 def _group() -> Group:
+    """Returns the job's group, also after `shutdown`. Raises SMDDPError before `init`."""
     _launch()
     assert _joined is not None
     return _joined[1]

@@ -36,7 +36,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         super().__init__(*args, fused=False, **options)
 
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
-        """Sums over the ranks. Their batches may differ in size. Keras calls it in training.
+        """Returns mean and variance over the batches of all ranks, which may differ in size.
+
+        Keras calls it in training.
 
         A SavedModel cannot contain collectives, and gets Keras' own method.
         """

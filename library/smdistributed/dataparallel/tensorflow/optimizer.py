@@ -85,6 +85,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 
 
 def _pairs(_: Any, grads_and_vars: Any) -> Any:
+    """Stands for a method that returns its pairs of gradients and variables."""
     return grads_and_vars
 
 

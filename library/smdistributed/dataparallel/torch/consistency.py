@@ -27,6 +27,8 @@ _Row = tuple[str, str]  # a parameter's name and description
 def install_model_check(engine_of: Callable[[Any], Any]) -> None:
     """Patches torch's DistributedDataParallel: it compares the ranks' models first if its group is of this library.
 
+    It also installs the periodic check of weights, and records the buckets. A second call does nothing.
+
     Args:
         engine_of: Returns this library's process group for a torch process group, or None.
     """
@@ -51,7 +53,10 @@ def install_model_check(engine_of: Callable[[Any], Any]) -> None:
 
 
 def compare_models(module: torch.nn.Module, group: Any) -> None:
-    """Raises SMDDPError on all ranks if a rank's parameters differ from rank 0's in name, shape, dtype or order."""
+    """Raises SMDDPError on all ranks if a rank's parameters differ from rank 0's.
+
+    Compares name, shape, dtype, order and whether they are trained.
+    """
     rows = [
         (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
         for name, parameter in _reduced_parameters(module)
@@ -143,5 +148,6 @@ def _trained(parameter: torch.Tensor) -> str:
 
 
 def _hash(parameter: torch.Tensor) -> str:
+    """Returns 16 hexadecimal digits that depend on all bits of a parameter."""
     flat = parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()[:16]

@@ -55,6 +55,7 @@ def anchored(together: Sequence[Sequence[int]]) -> Iterator[dict[int, Sequence[i
 
 
 def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int, Sequence[int]], stages: int) -> Cut:
+    """Cuts items into stages if each group counts at one place. Raises SMPConfigError if there are too few items."""
     members = {place: anchor for anchor, group in groups.items() for place in group}
     kept = [place for place in range(len(costs)) if members.get(place, place) == place]
     if len(kept) < stages:
@@ -77,6 +78,7 @@ def largest_of(costs: Sequence[float], begins: Sequence[int]) -> float:
 
 
 def _segments(items: Sequence[float] | Sequence[int], begins: Sequence[int]) -> list[Sequence[float]]:
+    """Returns the consecutive parts of `items` that begin at these places."""
     return [items[begin:end] for begin, end in zip(begins, [*begins[1:], len(items)])]
 
 
@@ -130,6 +132,7 @@ def _fewest_splits(costs: Sequence[float], names: Sequence[str], stages: int, li
 
 
 def _possible_begins(before: Sequence[float], end: int, limit: float) -> list[int]:
+    """Returns where a segment up to `end` may begin so that it costs at most `limit`; the last place first."""
     found = []
     for begin in range(end - 1, -1, -1):
         if before[end] - before[begin] > limit:

@@ -180,6 +180,7 @@ def check(given: dict[str, Any]) -> Config:
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
+    """Raises SMPConfigError for an unknown key."""
     known = {*_KEYS, *_WITHOUT_EFFECT}
     for name in given:
         if name not in known:
@@ -188,6 +189,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _typed(name: str, value: Any) -> Any:
+    """Returns the value of a key in its type. Raises SMPConfigError if it is not allowed."""
     default = _KEYS[name].default  # type: ignore[union-attr]
     kind = int if default is None else type(default)
     if kind is bool:
@@ -218,6 +220,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys."""
     stages = values["pipeline_parallel_degree"]
     if not values.get("auto_partition", True) and "default_partition" not in values:
         raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")

@@ -74,6 +74,8 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
 
 
 class _Stage:
+    """Simulates one stage. `done`: the places of its events, in the order in which they were executed."""
+
     def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
         microbatches = sorted({event.microbatch for event in program})
         self._rest = {m: list(_work(program, m)) for m in microbatches}
@@ -114,12 +116,14 @@ class _Stage:
             self._schedule.finish(work.turn.microbatch)
 
     def _is_ready(self, work: _Work, now: float, arrivals: dict[str, float]) -> bool:
+        """Whether a work's message has arrived. In the simple pipeline, a backward also waits for all forwards."""
         if self._simple and work.turn.kind is TurnKind.BACKWARD and self._forwards:
             return False
         return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now
 
 
 def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
+    """Yields the work of one microbatch on a stage, in its order."""
     events: list[tuple[int, Event]] = []
     has_begun = False
 

@@ -29,7 +29,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def connect_ranks(
     store: Store, rank: int, size: int, master: str, is_on_one_host: bool, open_transport: Callable[[Access], Transport]
 ) -> Transport:
-    """Opens this rank's transport and tells it the addresses of all other ranks; every rank calls this.
+    """Opens this rank's transport and tells it the addresses of all other ranks.
+
+    Every rank calls this, and waits for all.
 
     Args:
         store: A key-value store with a prefix of its own: nobody else may use its keys.
@@ -56,7 +58,10 @@ def connect_ranks(
 
 
 def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack) -> bytes:
-    """Returns the key of this job. `undo` gets the cleanup for the time when all ranks have the key."""
+    """Returns the key of this job. On rank 0, `undo` gets the removal of the key's file.
+
+    Raises LaunchError if ranks disagree.
+    """
     own = job_key("transport")
     if rank == 0 and own:
         store.set("key", f"{_FROM_SECRET} ")
@@ -89,7 +94,7 @@ def _make_public_key() -> str:
 
 
 def _write_key(undo: ExitStack) -> str:
-    """Writes a new key to a file that only this user can read; `undo` removes the file."""
+    """Writes a new key to a file that only this user can read, and returns its path. `undo` removes the file."""
     descriptor, path = tempfile.mkstemp(prefix="smp-key-")
     undo.callback(os.unlink, path)
     with os.fdopen(descriptor, "wb") as file:

@@ -75,6 +75,10 @@ class Schedule:
         self._finished.add(microbatch)
 
     def _may_begin(self, turn: Turn) -> bool:
+        """Whether a turn may begin now: the window allows its microbatch.
+
+        Ordered backwards wait for earlier microbatches.
+        """
         if self._in_order and turn.kind is TurnKind.BACKWARD:
             return self._finished.issuperset(range(turn.microbatch))
         if turn.microbatch in self._begun:

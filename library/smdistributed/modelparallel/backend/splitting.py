@@ -84,6 +84,7 @@ class Splitter(ABC):
         return [1 / len(parts)] * len(parts)
 
     def _names(self, count: int) -> list[str]:
+        """Returns the names of `count` positional arguments; all of `*args` have its name."""
         names: list[str] = []
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
@@ -92,11 +93,16 @@ class Splitter(ABC):
         return names
 
     def _parts(self, name: str, value: Any, count: int) -> list[Any]:
+        """Returns a value's parts, one for each microbatch: the value itself for arguments that are not split."""
         if name in self._whole:
             return [value] * count
         return self._split(name, value, count, self._axes.get(name, 0))
 
     def _split(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
+        """Returns the parts of a value.
+
+        Containers are split item by item; values that are not tensors go whole into each part.
+        """
         if self.is_tensor(value):
             return self._split_tensor(name, value, count, axis)
         if hasattr(value, "smp_slice"):
@@ -110,6 +116,10 @@ class Splitter(ABC):
         return [value] * count
 
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
+        """Returns the parts of a tensor; a scalar goes whole into each.
+
+        Raises MicrobatchError if its axis does not divide.
+        """
         shape = self.shape(value)
         if not shape:
             return [value] * count
@@ -131,7 +141,10 @@ class Splitter(ABC):
 
 
 def like(value: Any, items: Any) -> Any:
-    """Makes a container of the same type as `value` from other items."""
+    """Makes a container of the same type as `value` from other items.
+
+    If its constructor does not take them, makes a dict or list.
+    """
     if hasattr(value, "_fields"):
         return type(value)(*items)
     try:

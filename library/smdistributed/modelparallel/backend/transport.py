@@ -228,6 +228,7 @@ class Transport:
             self._drop_oldest_unauthenticated()
 
     def _drop_oldest_unauthenticated(self) -> None:
+        """Closes the oldest connection that is not authenticated, if there is one."""
         oldest = next(iter(self._unauthenticated.values()), None)
         if oldest is not None:
             self._close_incoming(oldest)
@@ -285,10 +286,12 @@ class Transport:
             threading.Thread(target=self._try_to_connect, args=(source,), name="smp-connect-back", daemon=True).start()
 
     def _try_to_connect(self, to: int) -> None:
+        """Thread: connects to a rank. Errors are ignored: its own connection ends too, and is reported."""
         with suppress(OSError):  # its own connection ends too, and is reported
             self._connection(to)
 
     def _close_incoming(self, incoming: _Incoming) -> None:
+        """Forgets and closes a connection; reports nothing."""
         descriptor = incoming.sock.fileno()
         self._in.pop(descriptor, None)
         self._unauthenticated.pop(descriptor, None)
@@ -337,6 +340,7 @@ class Transport:
             time.sleep(_RETRY_SECONDS)
 
     def _authenticate(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
+        """Does the handshake and returns the connection. Raises HandshakeError, OSError or EOFError."""
         _prepare(sock)
         set_user_timeout(sock, LOSS_SECONDS)
         session = initiate_handshake(sock, self._key, self._rank, to, deadline)
@@ -405,12 +409,14 @@ class _Incoming:
 
 
 def _prepare(sock: socket.socket) -> None:
+    """Sends without delay, with a large buffer, and detects a lost host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     enable_keepalive(sock)
 
 
 def _send_all(sock: socket.socket, parts: list[Any]) -> None:
+    """Sends all parts without copying them. Raises BlockingIOError if the peer takes nothing for too long."""
     views: list[memoryview] = [view for view in (memoryview(part) for part in parts) if view.nbytes]
     while views:
         sent = sock.sendmsg(views[:_MOST_PARTS])

@@ -11,9 +11,10 @@ from smdistributed.modelparallel.tensorflow.state_mod import state
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Reads the configuration and connects to the other ranks. Every rank calls it first (AWS API).
+    """Reads the configuration, connects to the other ranks, and gives TensorFlow only this rank's GPU (AWS API).
 
-    It patches Keras: calls of layers, optimizers, gradient tapes. Calling it again does nothing.
+    Every rank calls it first. It patches Keras: calls of layers, optimizers, gradient tapes. With SMP_TIMELINE it
+    starts a recording. Calling it again does nothing.
 
     Args:
         config: `mp_parameters`. The launch's values (SM_HP_MP_PARAMETERS) take precedence. With `horovod` or `ddp`,
@@ -22,7 +23,9 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Raises:
         SMPConfigError: If a key or value is not allowed.
         SMPUnsupportedError: If a key is not supported for TensorFlow.
-        LaunchError: If the environment does not say which rank this is.
+        LaunchError: If the environment does not say which rank this is, or gives no address to meet at.
+        SMDDPError: If TensorFlow already uses other GPUs.
+        StoreError: If rank 0 is not reached.
     """
     if state.initialized:
         return

@@ -44,7 +44,7 @@ class CheckpointManager:
         return found
 
     def save(self, checkpoint_number: int | None = None) -> str | None:
-        """Writes a checkpoint. All ranks call this; only the first replica writes.
+        """Writes this rank's checkpoint. All ranks call this; only the first replica writes. No rank waits for others.
 
         Args:
             checkpoint_number: The number in its name. Default: the next one.
@@ -58,7 +58,7 @@ class CheckpointManager:
         return path
 
     def restore(self, restore_prefix: str | None = None) -> Any:
-        """Reads a checkpoint. All ranks call this.
+        """Reads this rank's checkpoint into the objects of `checkpoint`. All ranks call this.
 
         Args:
             restore_prefix: Its name, such as `ckpt-3`. Default: the newest one.

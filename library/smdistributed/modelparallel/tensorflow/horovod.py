@@ -63,7 +63,7 @@ def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, n
 
 
 def broadcast(tensor: Any, root_rank: int) -> Any:
-    """Returns the tensor of one replica on all replicas.
+    """Returns the tensor of one replica on all replicas; the tensor itself if there is one replica.
 
     Args:
         tensor: Any shape and dtype, the same on all replicas.

@@ -70,7 +70,7 @@ def call_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def intercept_calls(outermost: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], kind: type) -> None:
-    """Patches tf.keras.layers.Layer, so that calls go to the current observer.
+    """Patches tf.keras.layers.Layer, so that calls go to the current observer, and new layers note `partition`.
 
     Args:
         outermost: Handles calls of layers of class `kind` if there is no observer.

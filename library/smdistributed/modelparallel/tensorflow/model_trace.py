@@ -125,6 +125,8 @@ def nested_call_error(what: str) -> SMPUnsupportedError:
 
 
 class _CallRecorder:
+    """Observes the calls of a trace: records each call of a layer, with its tensors, below the call that makes it."""
+
     def __init__(self, graph: FuncGraph, is_split: bool) -> None:
         self._graph, self._is_split = graph, is_split
         self.root = LayerCall(None, "", None, [])

@@ -61,6 +61,8 @@ def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_gradients`: gradients are combined first, see `_combine_gradients`."""
+
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(self, _combine_gradients(self, grads_and_vars), *args, **kwargs)
 
@@ -104,6 +106,8 @@ def _anchors() -> list[Any]:
 
 
 def _with_anchors(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps GradientTape.gradient: adds the anchors to its sources, see `_anchors`."""
+
     @functools.wraps(gradient)
     def of_tape(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         return gradient(self, target, [sources, *_anchors()], *args, **kwargs)[0]
@@ -120,7 +124,10 @@ def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any
 
 
 def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages."""
+    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages.
+
+    Gradients of another model are returned as they are.
+    """
     pairs = list(grads_and_vars)
     mine = [place for place, (g, variable) in enumerate(pairs) if g is not None and is_of_distributed_model(variable)]
     if pairs and not mine:  # the gradients of another model
@@ -135,6 +142,7 @@ def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
 
 
 def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
+    """Returns the means of gradients over the replicas, which all call it; one collective for each dtype."""
     found: dict[int, Any] = {}
     for dtype in sorted({tensor.dtype.name for tensor in gradients.values()}):
         places = [place for place, tensor in gradients.items() if tensor.dtype.name == dtype]

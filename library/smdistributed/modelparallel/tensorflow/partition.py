@@ -87,6 +87,7 @@ class StageAssignment:
         return partition
 
     def _assign_first(self, layers: Sequence[_WholeLayer], trace: ModelTrace) -> Partition:
+        """Assigns all layers of the first trace. Raises SMPConfigError as `assign`."""
         count, config = self._config.partitions, self._config
         names, costs = [layer.name for layer in layers], _costs(layers, trace, config)
         groups = group_overlapping([layer.variables for layer in layers])
@@ -128,6 +129,7 @@ def may_be_split(call: LayerCall) -> bool:
 
 
 def _requested_stages(call: LayerCall) -> Iterator[int | None]:
+    """Yields the stages that the script requests for all calls inside a call; None: no request."""
     for child in call.children:
         yield child.requested_stage
         yield from _requested_stages(child)
@@ -149,6 +151,7 @@ def _whole_layers(trace: ModelTrace) -> list[_WholeLayer]:
 
 
 def _whole_calls(calls: Iterable[LayerCall]) -> Iterator[LayerCall]:
+    """Yields the calls that are not split, in order: calls that may be split are replaced by the calls inside."""
     for call in calls:
         if may_be_split(call):
             yield from _whole_calls(call.children)
@@ -157,6 +160,7 @@ def _whole_calls(calls: Iterable[LayerCall]) -> Iterator[LayerCall]:
 
 
 def _costs(layers: Sequence[_WholeLayer], trace: ModelTrace, config: Config) -> list[float]:
+    """Returns the costs of layers: memory and operations, by `memory_weight`. Shared variables count once."""
     active = min(config.active_microbatches, config.microbatches)
     seen: set[int] = set()
     memory = []
@@ -179,6 +183,7 @@ def _add_containers(stages: dict[str, int]) -> dict[str, int]:
 
 
 def _reject_separated(layers: Sequence[_WholeLayer], stages: Sequence[int], groups: list[list[int]]) -> None:
+    """Raises SMPConfigError if layers of one group are on different stages."""
     for group in groups:
         if len({stages[place] for place in group}) > 1:
             names = ", ".join(f"{layers[place].name!r} on stage {stages[place]}" for place in group)

@@ -35,6 +35,10 @@ def save_model(model: Any, path: str) -> None:
 
 
 def _receive_weights(model: Any, others: tuple[int, ...]) -> list[StageVariable]:
+    """Sets the weights of other stages to the values that their ranks send.
+
+    Returns the variables to free afterwards.
+    """
     weights, received = model.all_weights, []
     for rank in others:
         for place in state.objects.receive(rank, "save"):
@@ -47,6 +51,7 @@ def _receive_weights(model: Any, others: tuple[int, ...]) -> list[StageVariable]
 
 
 def _write(model: Any, path: str) -> None:
+    """Writes the model, with all weights here, as a SavedModel. A model with one tensor as input gets a signature."""
     with observe_calls(CallUnchanged()):
         signature = tf.function(lambda inputs: model(inputs, training=False))
         args, kwargs = model.save_spec()
@@ -63,4 +68,5 @@ def note_dtypes(model: Any, args: tuple[Any, ...]) -> None:
 
 
 def _signature_spec(model: Any, spec: tf.TensorSpec) -> tf.TensorSpec:
+    """Returns the spec with the dtype that the script called the model with."""
     return tf.TensorSpec(spec.shape, model._smp_dtypes[0] if model._smp_dtypes else spec.dtype, spec.name)

@@ -87,6 +87,7 @@ class Splitter(splitting.Splitter):
         return parts
 
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
+        """Splits a tensor. If the size of its axis is unknown, adds an assertion that the graph runs."""
         if value.shape.rank and -value.shape.rank <= axis < value.shape.rank and value.shape[axis] is None:
             complaint = f"{name} has a size along axis {axis} that is not a multiple of 'microbatches', {count}."
             with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(value)[axis] % count, 0, complaint)]):
@@ -100,6 +101,7 @@ def merge(results: Sequence[Any]) -> Any:
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
+    """Returns a tensor times a factor; float32 if its dtype is an integer."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
     return tensor * tf.cast(factor, tensor.dtype) if tensor.dtype.is_floating else tf.cast(tensor, tf.float32) * factor

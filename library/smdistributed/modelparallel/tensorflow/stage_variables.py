@@ -47,6 +47,7 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.zeros([0], self.dtype), validate_shape=False)
 
     def _initialize(self, initial: Callable[[], Any]) -> None:
+        """Computes the initial value and assigns it."""
         value = initial()
         self.assign(getattr(value, "wrapped_value", value))  # a checkpoint wraps its value
 
@@ -81,7 +82,7 @@ def own_variable(value: Any, name: str, trainable: bool = True) -> Any:
 
 
 def unwrap(variable: Any) -> Any:
-    """Returns the variable inside a wrapper for mixed precision."""
+    """Returns the variable inside a wrapper for mixed precision; a variable without one itself."""
     return getattr(variable, "_variable", variable)
 
 

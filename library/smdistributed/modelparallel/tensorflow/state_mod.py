@@ -50,7 +50,9 @@ class State(Context):
         return self.group("PP_GROUP").index(self.rank)
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Reads the configuration and connects to the other ranks. Calling it again does nothing.
+        """Reads the configuration, connects to the other ranks, and gives TensorFlow only this rank's GPU.
+
+        Calling it again does nothing.
 
         Args:
             argument: `mp_parameters` of the script.
@@ -93,12 +95,14 @@ class State(Context):
         return self._turn.assign_add(1, read_value=False)
 
     def _open_transport(self, access: Access) -> Transport:
+        """Makes the transport, which starts threads, and the exchanges of tensors and objects that use it."""
         self.tensors = TensorExchange(self.rank, access)
         self.objects = self.tensors.objects
         return self.tensors.transport
 
 
 def _reject_unsupported(config: Config) -> None:
+    """Raises SMPUnsupportedError for keys that only PyTorch has; warns of those without effect."""
     for name in _UNSUPPORTED:
         if getattr(config, name):
             raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow: leave it out, or set it to false.")

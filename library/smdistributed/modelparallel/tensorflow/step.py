@@ -57,6 +57,7 @@ def step(
 
 
 def _reject_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for unknown options, and SMPUnsupportedError for `jit_compile=True`."""
     of_tensorflow = [name for name in keyword_names(tf.function) if name not in ("func", "autograph")]
     ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
     refuse_unknown("smp.step", options, (*ours, *of_tensorflow))
@@ -67,6 +68,7 @@ def _reject_options(options: Mapping[str, Any]) -> None:
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
+    """Makes a tf.function that traces all microbatches, and a function that calls it and merges the results."""
     splitter = Splitter(function, whole, axes)
     body = _convert_with_autograph(function)
 
@@ -94,6 +96,7 @@ def _decorate(
 
 
 def _stage_context() -> StageContext:
+    """Returns the parts of `state` that a step's graph needs."""
     return StageContext(
         stage=state.stage,
         ranks=state.group("PP_GROUP"),
@@ -109,7 +112,10 @@ def _stage_context() -> StageContext:
 
 
 def _convert_with_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts Python branches and loops over tensors into TensorFlow's, if autograph can."""
+    """Converts Python branches and loops over tensors into TensorFlow's.
+
+    Returns the function itself if autograph cannot.
+    """
     try:
         converted: Callable[..., Any] = tf.autograph.to_graph(function)
     except Exception:  # any reason: the function is traced unchanged

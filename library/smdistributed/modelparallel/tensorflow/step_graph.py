@@ -225,10 +225,12 @@ class StepGraph:
         return self.receive([token], like, key, transfer)
 
     def _gradient_message(self, label: str) -> tuple[MessageKey, Transfer]:
+        """Returns the key and the transfer of a gradient, by the label of its tensor's message."""
         key = MessageKey(*map(int, label.split("/")[1:]))
         return key._replace(backward=self._passes[key.microbatch, key.call]), self._transfers[key]
 
     def _mark(self, message: Message, operation: Any) -> None:
+        """Notes an operation for `finish`. Raises SMPUnsupportedError if it is in another graph."""
         if operation.graph is not self.graph:
             raise SMPUnsupportedError(
                 "Gradients are computed inside a loop, a branch or a tf.function of the step: compute them in the "
@@ -367,6 +369,10 @@ class _StageCall:
         self.tokens: list[Any] = []
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer of this stage and sends its outputs, or receives the outputs of another stage's layer.
+
+        Raises SMPRuntimeError if the model calls another layer than in the trace.
+        """
         placed = self._expected
         if placed is None or placed.call.layer is not layer:
             if id(layer) in self._plan.split_layers:
@@ -396,6 +402,7 @@ class _StageCall:
         return outputs
 
     def require_end(self) -> None:
+        """Raises SMPRuntimeError if the model has not called all layers of the trace."""
         if self._expected is not None:
             name = self._expected.call.layer.name
             raise SMPRuntimeError(f"The model did not call layer {name!r}, which it called when it was traced.")
@@ -411,6 +418,7 @@ class _StageCall:
 
 
 def _step_and_label(operation: Any) -> tuple[StepGraph, str]:
+    """Returns the step that is traced, and the label of a message. Raises StepUsageError outside a step."""
     step = current_step()
     if step is None:
         raise StepUsageError("Gradients of a model on several stages are computed in the function under smp.step.")

@@ -96,6 +96,7 @@ def find_missing(by_stage: Sequence[Sequence[Message]]) -> Iterator[tuple[int, M
 
 
 def _unmatched(key: MessageKey, transfer: Transfer) -> str:
+    """Returns the text of the error for a message that only one end knows."""
     if key.backward:
         return (
             f"Stage {transfer.source} computes gradients, and stage {transfer.target}, which uses {transfer.what}, "

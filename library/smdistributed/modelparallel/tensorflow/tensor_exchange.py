@@ -34,6 +34,8 @@ _OBJECT = b"object "
 
 
 class ReceivedTensor(NamedTuple):
+    """A tensor that has arrived. `run`: the number of the sender's step."""
+
     dtype: str
     shape: tuple[int, ...]
     memory: bytearray
@@ -82,6 +84,7 @@ class TensorExchange:
         operations.serve_forever(self._run_operation, messages=True)
 
     def _run_operation(self, operation: PendingOperation) -> None:
+        """Runs a send, a receive or the begin of a step; a receive blocks. Its error becomes the operation's."""
         kind, label = operations.KINDS[operation.kind], operation.name.decode()
         if label == NEW_RUN:
             self._begin_run()
@@ -93,6 +96,7 @@ class TensorExchange:
                 self._receive(operation, label)
 
     def _send(self, operation: PendingOperation, label: str) -> None:
+        """Sends an operation's tensor, without copying it. Raises SMPRuntimeError if the connection is lost."""
         ((address, _, elements),) = operation.tensors()
         size = elements * ITEM_BYTES[operation.dtype_name]
         memory = [memoryview((ctypes.c_char * size).from_address(address)).cast("B")] if size else [b""]
@@ -106,6 +110,7 @@ class TensorExchange:
             ) from error
 
     def _receive(self, operation: PendingOperation, label: str) -> None:
+        """Waits for a tensor and copies it into the operation's result. Raises SMPRuntimeError if it does not fit."""
         received = self._take(operation.rank, label)
         if received.dtype != operation.dtype_name:
             raise SMPRuntimeError(
@@ -142,6 +147,7 @@ class TensorExchange:
             return received
 
     def _missing(self, source: int, label: str, is_overdue: bool) -> SMPRuntimeError:
+        """Returns the error for a tensor that has not come: late, lost, or its sender has left the step."""
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._describe(label)} to rank {self._rank} "
@@ -162,6 +168,10 @@ class TensorExchange:
         self.transport.send(to, b"%b%b\n" % (_OBJECT, inbox.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        """Called on receiving threads: puts an object or tensor into its inbox.
+
+        Tensors of earlier steps are dropped.
+        """
         if head.startswith(_OBJECT):
             inbox, _, pickled = head[len(_OBJECT) :].partition(b"\n")
             self.objects.deliver(source, inbox.decode(), pickled)
@@ -185,6 +195,7 @@ class TensorExchange:
                     del self._inboxes[key]
 
     def _on_lost(self, source: int) -> None:
+        """Called on a receiving thread when the connection to a rank has ended: its waiters fail."""
         with self._lock:
             self._lost_ranks.add(source)
             if self._awaited:
@@ -192,6 +203,7 @@ class TensorExchange:
         self.objects.lost(source)
 
     def _wake(self, source: int, label: str) -> None:
+        """Wakes the thread that waits for this message, if one does. The caller holds the lock."""
         if self._awaited and self._awaited[:2] == (source, label):
             self.transport.wake(self._awaited.waiter)
 

@@ -84,6 +84,7 @@ def plan_transfers(trace: ModelTrace, stages: StageAssignment, count: int) -> Tr
 
 
 def _calls_with_stages(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterator[tuple[LayerCall, int]]:
+    """Yields calls that run on one stage, with it: calls on several stages are replaced by the calls inside."""
     for call in calls:
         stage = stages.stage_of(call)
         if stage is None:
@@ -93,6 +94,7 @@ def _calls_with_stages(calls: Iterable[LayerCall], stages: StageAssignment) -> I
 
 
 def _split_layers(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterator[Any]:
+    """Yields the layers that are on several stages."""
     for call in calls:
         if stages.stage_of(call) is None:
             yield call.layer
@@ -100,6 +102,7 @@ def _split_layers(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterat
 
 
 def _reject_losses(layers: Iterable[Any]) -> None:
+    """Raises SMPUnsupportedError if a layer has added a loss."""
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
@@ -134,6 +137,7 @@ class _NeededOutputs:
         self.stages: dict[tuple[int, int], set[int]] = {key: set() for key in self._producers.values()}
 
     def add(self, tensors: Iterable[Any], *stages: int) -> None:
+        """Notes that these stages need all outputs of calls from which the tensors are computed."""
         for key in self._outputs_behind(tensors):
             self.stages[key].update(stages)
 
@@ -159,6 +163,7 @@ class _NeededOutputs:
         return found
 
     def _reject(self, handle: Any) -> None:
+        """Raises SMPUnsupportedError for a variable that is used outside of its layer."""
         name = next((variable.name for variable in variables_of([handle])), "a variable").partition(":")[0]
         raise SMPUnsupportedError(
             f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage. "

@@ -33,6 +33,8 @@ def send_checkpoint_files(directory: str, dest_rank: int) -> None:
 def receive_checkpoint_files(directory: str, src_rank: int) -> None:
     """Receives checkpoint files from another rank, and writes them under a directory, which is created.
 
+    Existing files are replaced.
+
     Args:
         directory: Where to write; the files keep their relative paths.
         src_rank: The sender's rank in the job.
@@ -48,6 +50,7 @@ def receive_checkpoint_files(directory: str, src_rank: int) -> None:
 
 
 def _inside(root: Path, name: str, src_rank: int) -> Path:
+    """Returns the path of a file under `root`. Raises SMPRuntimeError if it leads out, also by links."""
     path = Path(root, name).resolve()
     if not path.is_relative_to(root):
         raise SMPRuntimeError(

@@ -36,7 +36,7 @@ class Items:
 
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
-    """Cuts a model into stages.
+    """Chooses a stage for each module of a model; places nothing.
 
     If it cannot be traced, it warns. Modules then count by their parameters, in the order of their construction, as
     with `skip_tracing`.
@@ -65,7 +65,7 @@ def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwarg
 
 
 def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
-    """Cuts a model by its trace. Raises SMPConfigError if it has fewer modules than there are stages."""
+    """Chooses stages by a trace; places nothing. Raises SMPConfigError if there are fewer modules than stages."""
     modules = dict(root.named_modules())
     given = items(root, config, found)
     result = cut(given.costs, given.names, given.together, config.partitions)
@@ -113,6 +113,7 @@ def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name:
 
 
 def _children(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
+    """Yields the full names of a module's own children."""
     prefix = f"{name}." if name else ""
     return (f"{prefix}{child}" for child in modules[name]._modules if f"{prefix}{child}" in modules)
 

@@ -126,6 +126,7 @@ class Carrier:
         stopped: threading.Event,
         seconds: float,
     ) -> None:
+        """Starts a message for each tensor, and waits for all of them. For errors see `receive`."""
         deadline = time.monotonic() + seconds
         with self._on_stream():
             works = [call([_bytes_of(tensor)], peer, tag) for tag, tensor in enumerate(tensors)]
@@ -153,7 +154,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_choice(environ: Mapping[str, str]) -> str:
-    """Reads SMP_STAGE_TRANSFERS. Raises SMPConfigError for an unknown value."""
+    """Reads SMP_STAGE_TRANSFERS; "host" if it is unset or empty. Raises SMPConfigError for an unknown value."""
     choice = environ.get(VARIABLE) or CHOICES[0]
     if choice not in CHOICES:
         raise SMPConfigError(f"{VARIABLE} is {choice!r}: it must be one of {', '.join(map(repr, CHOICES))}.")
@@ -161,7 +162,10 @@ def read_choice(environ: Mapping[str, str]) -> str:
 
 
 def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: float) -> Carrier | None:
-    """Opens NCCL between the stages of a job, if SMP_STAGE_TRANSFERS asks for it. Every rank calls it.
+    """Opens NCCL between the stages of a job, if SMP_STAGE_TRANSFERS asks for it.
+
+    Every rank calls it. If the setting is not "host" and there is one replica, ranks wait for each other to compare
+    devices.
 
     Prints to stderr, on rank 0, how tensors travel and why, unless nothing but the host was asked for.
 
@@ -169,7 +173,8 @@ def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: flo
         store: A key-value store with a prefix of its own.
         rank: This rank, which is its stage's number if there is one replica.
         size: How many ranks the job has.
-        replicas: How many pipelines it has: with several, NCCL also averages gradients on these devices.
+        replicas: How many pipelines it has. With several, tensors go through the host, because NCCL averages gradients
+            on these devices.
         seconds: How long a transfer may take.
 
     Returns:
@@ -195,7 +200,7 @@ def open_carrier(store: Store, rank: int, size: int, replicas: int, seconds: flo
 
 
 def open_group(store: Store, rank: int, size: int, seconds: float) -> Any:
-    """Opens a process group of NCCL, of all stages."""
+    """Opens a process group of NCCL, of all stages; each of them calls it."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
     return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)

@@ -40,18 +40,19 @@ def write_object(obj: Any, path: Path, **options: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file. It appears when it is complete."""
+    """Writes a text file, and replaces one that exists. It appears when it is complete."""
     unfinished = _unfinished(path)
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
 def _unfinished(path: Path) -> Path:
+    """Returns the hidden path beside a file where this process writes it first."""
     return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 
 def write_user_content(content: Any, path: Path) -> None:
-    """Writes an object of the script. Warns now, not only on resuming, if loading it will require trust."""
+    """Writes an object of the script and reads it back: warns now if loading it later will require trust."""
     write_object(content, path)
     try:
         torch.load(path, map_location="cpu", weights_only=True)
@@ -102,7 +103,7 @@ def read_weights(path: Path, weights_only: bool | None) -> Any:
 
 
 def write_newest(directory: Path, tag: str, kind: str) -> None:
-    """Notes the tag of the newest checkpoint of its kind, "partial" or "full"."""
+    """Notes a tag as the newest checkpoint of its kind, "partial" or "full", and as the newest of both."""
     for name in (f"{_NEWEST}_{kind}", _NEWEST):
         write_text(directory / name, tag)
 
@@ -120,7 +121,7 @@ def read_newest(directory: Path, kind: str) -> str:
 
 
 def list_files(directory: Path) -> str:
-    """The names in a directory, for messages."""
+    """Returns the names in a directory, for messages; "nothing" if it is empty or missing."""
     return ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
 
 
@@ -129,6 +130,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _trusts_checkpoints() -> bool:
+    """Whether SMP_TRUST_CHECKPOINTS is 1. Raises SMPRuntimeError if it is neither 1, 0 nor unset."""
     text = os.environ.get(_TRUST_VARIABLE, "")
     if text not in _TRUSTS:
         raise SMPRuntimeError(

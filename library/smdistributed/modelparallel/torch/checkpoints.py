@@ -112,7 +112,7 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
 ) -> None:
-    """Saves a checkpoint; every rank calls it (AWS API).
+    """Saves a checkpoint; every rank calls it, and waits for the others (AWS API).
 
     Hosts need no shared file system. Without one, each has the files of its own stages, as in SageMaker's
     /opt/ml/checkpoints, which SageMaker collects.
@@ -198,6 +198,7 @@ def resume_from_checkpoint(
 def _save_full(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
 ) -> None:
+    """Gathers the state of all stages; all ranks call it, and only the first rank writes files."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
@@ -219,6 +220,10 @@ def _load_full(
     translate: Callable[[Any], Any] | None,
     weights_only: bool | None,
 ) -> None:
+    """Loads a full checkpoint on this rank. Raises SMPRuntimeError if there is none.
+
+    Without a file of the optimizer, its state stays.
+    """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:
         weights = directory / SAFE_WEIGHTS

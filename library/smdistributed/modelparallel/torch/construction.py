@@ -104,6 +104,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
 
 
 def _check_options(function: str, options: Mapping[str, Any]) -> None:
+    """Warns of options that are set, which have no effect. Raises TypeError if one is unknown."""
     refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_TENSOR_PARALLEL_OPTIONS))
     given = [name for name, value in options.items() if value]
     if given:
@@ -127,6 +128,8 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 class _Call(NamedTuple):
+    """A recorded call of a torch function, with its result. Its tensors are others with the same storage."""
+
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -237,6 +240,7 @@ def _required_calls(tape: list[_Call], storage: int) -> list[_Call]:
 
 
 def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
+    """Yields the tensors on the meta device that a recorded call writes, in place or as `out`."""
     for argument, value in zip(call.func._schema.arguments, call.args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _meta_tensors(value)
@@ -244,7 +248,12 @@ def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
 
 
 def _replace_meta(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Replaces tensors on the meta device, in nested containers, by those that were made."""
+    """Replaces meta tensors, in nested containers, by views of the tensors that were made for their storage.
+
+    Args:
+        value: A tensor, a container, or anything else, which is returned as it is.
+        made: The tensors that were made, by storage.
+    """
     if isinstance(value, torch.Tensor) and value.is_meta:
         base = made[_storage(value)]
         return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
@@ -267,6 +276,7 @@ def _aliases(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists and values of dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -277,9 +287,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors on the meta device in nested containers."""
     tensors: Iterable[torch.Tensor] = _tensors(value)
     return [tensor for tensor in tensors if tensor.is_meta]
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage, which identifies it as long as it exists."""
     return int(tensor.untyped_storage()._cdata)

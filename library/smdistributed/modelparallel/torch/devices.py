@@ -11,20 +11,20 @@ _index: int | None = None
 
 
 def remember_device() -> None:
-    """Remembers the current device of this thread, the script's, as this rank's device."""
+    """Remembers the current device of this thread, the script's, as this rank's device. Does nothing without a GPU."""
     global _index
     if torch.cuda.is_available():
         _index = torch.cuda.current_device()
 
 
 def select_device() -> None:
-    """Makes this rank's device the current one of this thread."""
+    """Makes the remembered device the current one of this thread. Does nothing if none was remembered."""
     if _index is not None:
         torch.cuda.set_device(_index)
 
 
 def move_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor to this rank's device; may be called on any thread."""
+    """Returns a tensor on this rank's GPU; itself if it is there. May be called on any thread."""
     return tensor.cuda(_index)
 
 

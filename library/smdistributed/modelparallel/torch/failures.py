@@ -59,7 +59,10 @@ class Failures:
         self._record(SMPRuntimeError(f"{self._peers.describe(source)} failed:\n{traceback_text}"))
 
     def fail_by_loss(self, rank: int) -> None:
-        """Ends the step here if the connection to a stage of this pipeline has ended: it exited or died."""
+        """Ends the step here if the connection to a stage of this pipeline has ended: it exited or died.
+
+        The loss of another rank is only noted.
+        """
         self._peers.lost.add(rank)
         if rank in self._peers.ranks:
             self._record(self._peers.lost_error(rank))
@@ -86,6 +89,7 @@ class Failures:
             report.join(max(0, deadline - time.monotonic()))
 
     def _record(self, error: BaseException) -> None:
+        """Keeps the first error, wakes waiting threads and calls `on_failure`; drops later errors."""
         with self._lock:
             if self.error is not None:
                 return

@@ -21,7 +21,7 @@ def clip_gradients(
         gather: Exchanges this stage's part of the norm with the other stages; returns the parts of all.
 
     Returns:
-        The norm before clipping.
+        The norm before clipping. If it is NaN, gradients stay as they are.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     infinite = norm_type == float("inf")

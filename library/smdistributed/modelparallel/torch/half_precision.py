@@ -35,16 +35,23 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def to_half(value: Any, dtype: torch.dtype) -> Any:
-    """Casts float32 tensors to `dtype`, also inside tuples and lists."""
+    """Casts float32 tensors to `dtype`, also inside tuples and lists. Other objects, also dicts, stay as they are."""
     return _map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor)
 
 
 def to_single(value: Any, dtype: torch.dtype) -> Any:
-    """Casts tensors of `dtype` to float32, also inside tuples and lists."""
+    """Casts tensors of `dtype` to float32, also inside tuples and lists.
+
+    Other objects, also dicts, stay as they are.
+    """
     return _map_tensors(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Applies `change` to a tensor, or to those in nested tuples and lists.
+
+    Anything else, also a dict, is returned as it is.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -55,6 +62,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _require_support(module: nn.Module, dtype: torch.dtype) -> None:
+    """Raises SMPRuntimeError if the model has Linear or LayerNorm modules that fail in this dtype. It tries both."""
     one = torch.ones(1, 1, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
     probes: tuple[tuple[type[nn.Module], Callable[[], Any]], ...] = (
         (nn.Linear, lambda: functional.linear(one, one, one[0])),

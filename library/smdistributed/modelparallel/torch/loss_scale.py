@@ -58,7 +58,7 @@ class LossScale:
             self.value *= self._args["scale_factor"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its counters, for a checkpoint."""
+        """Returns the scale and its counters, for a checkpoint: `value`, `good_steps` and `hysteresis`."""
         return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -69,6 +69,7 @@ class LossScale:
 
 
 def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments. Raises SMPConfigError for an unknown name or a value that is not allowed."""
     for name, value in arguments.items():
         if name not in _DYNAMIC:
             hint = did_you_mean(name, _DYNAMIC) or f" Allowed: {', '.join(_DYNAMIC)}."

@@ -86,6 +86,7 @@ class MasterWeights:
         self.is_unscaled = True
 
     def _require_scaled_losses(self, gradients: StepGradients) -> None:
+        """Raises StepUsageError if gradients would be divided by a loss scale that multiplied no loss."""
         if self.scale.value != 1.0 and not gradients.were_scaled and self.with_gradients(of_model=True):
             raise StepUsageError(
                 "Gradients were computed without model.backward, and would be divided by the loss scale "
@@ -95,6 +96,8 @@ class MasterWeights:
 
     def updated(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Lists the parameters that the next update uses for these; all ranks call it if there is a loss scale.
+
+        Without a loss scale and without copies it changes nothing: the caller averages gradients.
 
         Args:
             parameters: Parameters of the model, or copies.
@@ -138,7 +141,10 @@ class MasterWeights:
         return {number: p.data for number, p in enumerate(self.parameters()) if p in copies}
 
     def load_values(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Loads what `values` returned. Values that do not round to their parameter belong to another model."""
+        """Loads what `values` returned.
+
+        Values that do not round to their parameter are dropped: they belong to another model.
+        """
         parameters = self.parameters()
         for number, value in values.items():
             copy = parameters[number]

@@ -16,7 +16,12 @@ from smdistributed.modelparallel.torch.packing import Meta, from_buffer, meta_of
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it."""
+    """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it.
+
+    FORWARD and BACKWARD make a call, which ANSWER answers. FINISHED: a microbatch has ended. PARTITION: the stages of
+    the modules. END: the step has ended, with its results. FAILED: a failure, as text. OBJECT: of the object exchange.
+    WORKING: the sender computes for long. TRANSFER: a signal about a transfer.
+    """
 
     FORWARD = 0
     BACKWARD = 1

@@ -137,7 +137,9 @@ class DistributedModel(WrappedModel):
         return to_single(self.module(*to_half(args, self._dtype), **kwargs), self._dtype)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """Runs backward from the losses of this microbatch (AWS API). With `fp16`, multiplies by the loss scale.
+        """Runs backward from the losses of this microbatch (AWS API).
+
+        Outside a step, also averages gradients over replicas. With `fp16`, multiplies by the loss scale.
 
         Args:
             tensors: A loss, or a list or tuple of losses.
@@ -180,11 +182,13 @@ class DistributedModel(WrappedModel):
     # --- outside a step, with one partition
 
     def _begin_outside(self) -> None:
+        """Prepares the model for a call outside a step. Raises StepUsageError if there are several partitions."""
         self._require_one_partition("The model is called")
         self.before_step(is_new=not self.gradients.was_called_outside)
         self.gradients.was_called_outside |= torch.is_grad_enabled()
 
     def _require_one_partition(self, what: str) -> None:
+        """Raises StepUsageError if there are several partitions. `what`: the begin of its message."""
         if self._state.cfg.partitions > 1:
             raise StepUsageError(f"{what} outside a step: call it in a function under @smp.step.")
 
@@ -226,6 +230,13 @@ class DistributedModel(WrappedModel):
 
     def apply_partition(self, stages: Mapping[str, int]) -> None:
         """Places the modules: every rank keeps the parameters of its own modules. Calls the placement hooks.
+
+        All ranks call it.
+
+        It loads a state dict that waits, and copies the values of the first replica to the others.
+
+        It patches nn.Module.__call__ and torch's clipping functions, and replaces parameters that were made without
+        memory.
 
         Args:
             stages: The stage of every module, by name.
@@ -277,9 +288,11 @@ class DistributedModel(WrappedModel):
                 group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
 
     def _placed_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this stage; none before the model is placed."""
         return self.local_parameters() if self.partitioned else iter(())
 
     def _must_have_mean_gradients(self) -> bool:
+        """Whether gradients of this placed model must be means over several microbatches."""
         return self._average and self.partitioned and self._state.cfg.microbatches > 1
 
     # --- parameters, buffers and modules of this stage
@@ -360,6 +373,8 @@ class DistributedModel(WrappedModel):
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
+
+        Before the model is placed, it is the wrapped model's own state dict, and no rank waits.
 
         Args:
             *args: Ignored.
@@ -474,7 +489,7 @@ class DistributedModel(WrappedModel):
     # --- hooks
 
     def when_placed(self, action: Callable[..., Any]) -> None:
-        """Calls `action` as soon as the model is placed: at once if it is, else with the model and the optimizer."""
+        """Calls `action()` at once if the model is placed; otherwise `action(model, optimizer)` as soon as it is."""
         if self.partitioned:
             action()
         else:
@@ -507,6 +522,7 @@ class DistributedModel(WrappedModel):
         return _register(self._step_hooks, hook)
 
     def _require_placement(self) -> None:
+        """Raises StepUsageError before the model is placed."""
         if not self.partitioned:
             raise StepUsageError(
                 "The model is not placed yet: its first call in a step does that. Use register_post_partition_hook for "
@@ -522,6 +538,7 @@ def script_model(state: State) -> DistributedModel:
 
 
 def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
+    """Warns of arguments without effect. Raises SMPConfigError if `device` is not 'gpu' or 'cpu'."""
     if device not in ("gpu", "cpu"):
         raise SMPConfigError(f"trace_device is {device!r}: it must be 'gpu' or 'cpu'.")
     traced = "the model is traced on the meta device, without computing"
@@ -534,6 +551,7 @@ def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) 
 
 
 def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    """Adds a hook and returns the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

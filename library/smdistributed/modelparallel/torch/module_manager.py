@@ -101,7 +101,7 @@ class ModuleManager:
         yield from self._tensors(lambda module: module._buffers)
 
     def call_remote(self, place: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a module that is on another stage."""
+        """Calls a module that is on another stage, and waits for its output. Raises StepUsageError outside a step."""
         self._require_step(place)
         return self._stage().call([(place.stage, (place.name,))], args, kwargs)
 
@@ -138,6 +138,7 @@ class ModuleManager:
         return bool(active_checkpointing(module)) or any(not self.is_local(self._name_of(child)) for child in module)
 
     def _hops(self, module: nn.Sequential) -> Iterator[Hop]:
+        """Yields runs of consecutive children that are on one stage: the stage and their names."""
         names = [self._name_of(child) for child in module]
         begin = 0
         for end in range(1, len(names) + 1):
@@ -155,6 +156,7 @@ class ModuleManager:
         return len(below) > 1
 
     def _require_step(self, place: Placement) -> None:
+        """Raises StepUsageError outside a step."""
         if current_task() is None:
             raise StepUsageError(
                 f"{place.name or 'The model'} is called outside a step: stages call each other only inside a function "
@@ -162,7 +164,12 @@ class ModuleManager:
             )
 
     def release_remote_tensors(self) -> None:
-        """Frees the memory of other stages' parameters and buffers. Parameter objects stay, without elements."""
+        """Frees the memory of other stages' parameters and buffers.
+
+        Parameter objects stay, without elements or gradients.
+
+        If backward reaches one of them, it raises StepUsageError.
+        """
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():
             if self.is_local(name):
@@ -179,6 +186,10 @@ class ModuleManager:
                     module._buffers[key] = buffer.new_empty(0)
 
     def _tensors(self, own: Callable[[nn.Module], Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yields names and tensors of this stage's modules; a shared one once.
+
+        `own`: returns the tensors of one module.
+        """
         seen = set()
         for name, module in self.local_modules():
             for key, tensor in own(module).items():

@@ -86,7 +86,7 @@ class Observer:
         self._waits.pop(call, None)
 
     def _watch(self) -> None:
-        """The body of the observer's thread."""
+        """Thread: checks for stalls and the time limit during steps; never ends."""
         while True:
             time.sleep(min(self._stalls.seconds, self._seconds) / _CHECKS)
             if self._step:
@@ -94,6 +94,7 @@ class Observer:
                 self._check_limit(time.monotonic())
 
     def _check_limit(self, now: float) -> None:
+        """Calls `on_long_turn` while a turn lasts long, or `on_timeout` if nothing has happened for too long."""
         turn = self._turn
         if turn and now - turn[2] > self._seconds / _CHECKS:
             self._on_long_turn()
@@ -114,5 +115,6 @@ class Observer:
 
 
 def _stack(thread: int) -> str:
+    """Returns the last calls of a thread with their source lines, innermost last."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)[-_STACK_CALLS:]).rstrip() if frame else "  (it has ended)"

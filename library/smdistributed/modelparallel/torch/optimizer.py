@@ -99,6 +99,7 @@ class DistributedOptimizer(WrappedOptimizer):
             )
 
     def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapped optimizer. Raises AttributeError, with a hint, if it has none."""
         if "optimizer" not in self.__dict__:  # while it is copied
             raise AttributeError(name)
         inner = self.__dict__["optimizer"]
@@ -270,7 +271,10 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
-        """Adds the other stages' states to a result of `local_state_dict`: see `state_dict`."""
+        """Adds the other stages' states to a result of `local_state_dict`: see `state_dict`.
+
+        All ranks of a replica call it.
+        """
         ranks, kept = self._state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             parts = self._state.objects.gather_to_first(kept, ranks, "state")
@@ -312,6 +316,9 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state dict: at once if the model is placed, else as soon as it is.
+
+        States of other stages' parameters are ignored, and with `shard_optimizer_state` states of other replicas'
+        shares.
 
         Args:
             state_dict: A result of `state_dict` or `local_state_dict`.
@@ -357,5 +364,6 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _merge(parts: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+    """Merges dicts into one that is sorted by key; of equal keys the last one counts."""
     found = {key: value for part in parts for key, value in part.items()}
     return {key: found[key] for key in sorted(found)}

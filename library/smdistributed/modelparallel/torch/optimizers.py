@@ -62,6 +62,7 @@ class _Layerwise(torch.optim.Optimizer):
         """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """Updates one parameter in place, by its gradient. `own`: its state, which may be empty and is changed."""
         raise NotImplementedError
 
     def _gradients(self) -> Iterator[torch.Tensor]:
@@ -114,6 +115,7 @@ class FusedLAMB(_Layerwise):
         self._decays_beside, self._scales_all, self._norm = adam_w_mode, use_nvlamb, 0.0
 
     def _begin(self) -> None:
+        """Computes the norm of all gradients; all stages call it."""
         self._norm = _norm_over_stages(
             self._gradients(), {id(p) for group in self.param_groups for p in group["params"]}
         )

@@ -78,6 +78,7 @@ def unpack(body: bytes, tensors: Sequence[_Tensor], known: Callable[[Any], objec
 
 
 def meta_of(tensor: _Tensor) -> Meta:
+    """Returns a tensor's metadata: see `Meta`."""
     return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.is_cuda
 
 
@@ -98,7 +99,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def from_buffer(buffer: bytearray, meta: Meta) -> _Tensor:
-    """Makes a tensor of these bytes, without a copy."""
+    """Makes a tensor on the CPU of these bytes, without a copy: it shares their memory."""
     dtype, shape = meta[:2]
     tensor = torch.empty(shape if not buffer else 0, dtype=dtype)
     if buffer:  # not as a view: modules may change what they get in place

@@ -45,6 +45,8 @@ def save_partial(
 ) -> bool:
     """Saves a partial checkpoint; every rank calls it.
 
+    A checkpoint with this tag is replaced. Ranks wait for each other.
+
     Args:
         state: This rank, and the configuration.
         directory: The directory of checkpoints.
@@ -168,7 +170,10 @@ def _has_same_stages(state: State, directory: Path) -> bool:
 
 
 def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
-    """Merges the optimizer's state dicts of all stages. Parameters may have other numbers here."""
+    """Merges the optimizer's state dicts of all stages, with the numbers that parameters have here.
+
+    States of parameters that are unknown here are dropped; other keys are the first stage's.
+    """
     numbers = {name: number for number, name in names.items()}
 
     def renumber(key: str) -> dict[int, Any]:
@@ -183,7 +188,10 @@ def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str
 
 
 def _parameter_names(state: State) -> dict[int, str]:
-    """The names of the parameters by their numbers in the script's optimizer."""
+    """Returns the names of the model's parameters by their numbers in the script's optimizer.
+
+    A parameter that is not in the model has its number as name.
+    """
     assert state.optimizer is not None
     weights = state.optimizer.master_weights
     names = {id(parameter): name for name, parameter in script_model(state).named_parameters()}
@@ -192,4 +200,5 @@ def _parameter_names(state: State) -> dict[int, str]:
 
 
 def _list_partial(directory: Path) -> Iterator[Path]:
+    """Yields the directories of complete partial checkpoints, in any order."""
     return (path for path in directory.glob("*_partial") if path.is_dir() and not path.name.startswith("."))

@@ -68,7 +68,7 @@ class Model:
 
 
 def load(factory: str) -> Model:
-    """Constructs a model on the meta device and traces it.
+    """Imports a factory, constructs its model on the meta device and traces it.
 
     Args:
         factory: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or
@@ -227,10 +227,12 @@ def recommended(plans: Sequence[Plan], memory: int | None) -> Plan | None:
 
 
 def _window(config: Config, stage: int) -> int:
+    """Returns how many microbatches a stage may have in flight."""
     return config.microbatches if config.pipeline == "simple" else max(1, config.active_microbatches - stage)
 
 
 def _batch(given: Sequence[Any]) -> int:
+    """Returns the length of axis 0 of the first tensor; 1 if there is none."""
     return next((value.shape[0] for value in given if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
@@ -244,10 +246,12 @@ def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int
 
 
 def _powers(most: int) -> list[int]:
+    """Returns the powers of two up to `most`, from 1."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 def _module(where: str) -> Any:
+    """Imports a module by its file or name. A file's directory is put into sys.path. Raises SMPError if it fails."""
     path = Path(where)
     if path.suffix == ".py" and not path.is_file():
         raise SMPError(f"There is no file {where}.")

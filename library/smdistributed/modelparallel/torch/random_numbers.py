@@ -28,7 +28,10 @@ def draw_seed() -> int:
 
 
 class Generators:
-    """Switches torch's default generators between tasks. Call it from one thread at a time."""
+    """Switches torch's default generators between tasks, and keeps the state that they have now for `take_back`.
+
+    Call it from one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._owner: Task | None = None
@@ -64,6 +67,7 @@ def _random_state() -> RandomState:
 
 
 def _set_random_state(state: RandomState) -> None:
+    """Restores a result of `_random_state`; the GPU's generator stays if it was not used then."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

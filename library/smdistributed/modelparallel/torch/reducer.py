@@ -22,6 +22,11 @@ _BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
 
 
 class _Bucket:
+    """Parameters with gradients that travel together, and their copy `flat` while it does.
+
+    `is_early`: whether a gradient has changed since the copy.
+    """
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.flat: torch.Tensor | None = None
@@ -30,7 +35,7 @@ class _Bucket:
 
 
 class Reducer:
-    """Averages the gradients of parameters over replicas.
+    """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
     Args:
         parameters: Names and parameters of this stage.
@@ -95,11 +100,15 @@ class Reducer:
             self._average()
 
     def finish(self) -> None:
-        """Averages now, even after fewer than `every` steps: an epoch may end earlier."""
+        """Averages now, even after fewer than `every` steps: an epoch may end earlier.
+
+        Does nothing if no step has ended since.
+        """
         if self._steps:
             self._average()
 
     def _average(self) -> None:
+        """Replaces gradients by their averages, in place; all replicas call it and wait for each other."""
         self._steps = 0
         if not self._buckets:
             return
@@ -138,6 +147,7 @@ class Reducer:
         return accumulator
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Counts a gradient, on autograd's threads. If they overlap, sends the buckets that are complete now."""
         with self._lock:
             self._seen[parameter] += 1
             bucket = self._bucket_of[parameter]
@@ -147,6 +157,7 @@ class Reducer:
                 self._send_next(self._is_complete)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
+        """Whether each gradient was accumulated as often as in earlier steps; False before the first average."""
         return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
 
     def _send_next(self, may_send: Callable[[_Bucket], bool]) -> None:
@@ -156,12 +167,17 @@ class Reducer:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
+        """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         bucket.flat /= len(self._ranks)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
+        """Writes averages into gradients, in place, and empties the bucket.
+
+        Parameters that are not in `trained` stay.
+        """
         assert bucket.flat is not None
         offset = 0
         for parameter in bucket.parameters:

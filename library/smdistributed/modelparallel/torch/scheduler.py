@@ -152,6 +152,7 @@ class Scheduler:
                 self._start(granted)
 
     def _begin_turn(self, step: Step, task: Task) -> None:
+        """Notes that a turn begins, and gives torch's generators the task's random numbers."""
         step.generators.hand_to(task)
         self._observer.turn_begins(task)
 
@@ -199,6 +200,7 @@ class Scheduler:
         self._resume(step, reply)
 
     def _resume(self, step: Step, reply: Reply) -> None:
+        """Continues the thread that waits for a reply: at once, or when it is granted its turn."""
         if reply.turn is None:
             self._transport.wake(reply)
         else:
@@ -228,6 +230,7 @@ class Scheduler:
             self._exchange_turn(step, task, Turn(TurnKind.INTERRUPTED, task.microbatch))
 
     def _exchange_turn(self, step: Step, task: Task, turn: Turn) -> None:
+        """Gives up the turn for another one, and returns when that is granted. Raises the pipeline's failure."""
         waiter = Waiter()
         self._observer.turn_ends(task)
         granted = step.slot.exchange(TurnRequest(turn, waiter=waiter))
@@ -256,6 +259,7 @@ class Scheduler:
             self._count_forward(step, microbatch)
 
     def _count_forward(self, step: Step, microbatch: int, *replies: Reply) -> None:
+        """Counts the end of a forward. After the last one, the backwards that wait continue."""
         with self._lock:
             step.forwards -= 1
             step.past_forward.add(microbatch)

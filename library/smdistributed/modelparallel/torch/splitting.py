@@ -26,7 +26,7 @@ class StepOutput:
         return torch.stack(self.outputs).sum(0)
 
     def reduce_mean(self) -> torch.Tensor:
-        """The mean of the microbatches' tensors, which must have the same shape."""
+        """The mean of the microbatches' tensors, which must have the same shape and no integer dtype."""
         return torch.stack(self.outputs).mean(0)
 
     def concat(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ def merge(results: Sequence[Any]) -> Any:
 
 
 def detach(result: Any) -> Any:
-    """Detaches all tensors in nested containers from their graph."""
+    """Returns nested containers with all tensors detached from their graph; the given ones are not changed."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, Mapping):

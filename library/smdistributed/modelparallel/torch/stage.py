@@ -74,7 +74,10 @@ class Stage:
     # --- the step, on the script's thread
 
     def begin(self, config: Config) -> None:
-        """Enters the next step. Raises the pipeline's failure, if there was one."""
+        """Enters the next step. Raises the pipeline's failure, if there was one.
+
+        Messages of this step that came early are handled now.
+        """
         self.failures.raise_if_failed()
         devices.remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
@@ -181,6 +184,8 @@ class Stage:
 
         The inputs go to the first stage of the route, and from each stage directly to the next.
 
+        Gives up its turn and waits for the output. Raises the pipeline's failure.
+
         Args:
             route: The stages, and the modules to run on each. The first module gets `args` and `kwargs`, every other
                 one the output of the module before it.
@@ -223,6 +228,7 @@ class Stage:
         return unpack(answers[0], outputs)
 
     def _describe_call(self, task: Task, route: Sequence[Hop], direction: str) -> str:
+        """Describes a call that does not end: its microbatch, modules and stages."""
         hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
         return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
 
@@ -263,6 +269,7 @@ class Stage:
             self.failures.fail(error)
 
     def _handle(self, message: Message) -> None:
+        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it."""
         if message.kind is Kind.FORWARD:
             task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
@@ -317,6 +324,7 @@ class Stage:
             self._scheduler.finish_microbatch(message.microbatch)
 
     def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Sends tensors back to the stage that made the call."""
         origin, call = message.call
         self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
 
@@ -348,6 +356,7 @@ class Stage:
             self._working_reports = self._peers.notify_all(Kind.WORKING)
 
     def _fail_by_timeout(self, waits_for: str) -> None:
+        """Fails the step on all stages, because nothing has arrived for too long."""
         stage = self._peers.describe(self.ranks[self.index])
         silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
         self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))

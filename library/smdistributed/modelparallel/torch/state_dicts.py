@@ -29,6 +29,8 @@ def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> d
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Loads what belongs to this stage into the model.
 
+    Other stages' entries are ignored, and without `strict` also unexpected ones.
+
     Args:
         manager: The modules of the model, placed.
         state_dict: The whole model's, or at least this stage's part.

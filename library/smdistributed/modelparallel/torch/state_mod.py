@@ -79,7 +79,8 @@ class State(Context):
     def init(self, argument: Mapping[str, Any] | None) -> None:
         """Reads the configuration, and connects to the other ranks. Calling it again does nothing.
 
-        It makes torch's process groups, selects this rank's GPU, and starts the threads of the transport.
+        It sets torch's environment variables, makes its process groups, selects this rank's GPU, and starts the threads
+        of the transport. With SMP_TIMELINE it starts a recording. Under mpirun it removes LOCAL_RANK.
 
         Args:
             argument: `mp_parameters` of the script.
@@ -123,6 +124,7 @@ class State(Context):
         return self.objects.gather(obj, self.group("PP_GROUP"))
 
     def _start_process_group(self, rank: int, size: int) -> None:
+        """Makes torch's default process group, unless the script has made one. May set MASTER_PORT (`ddp_port`)."""
         if dist.is_initialized():
             return
         if self.cfg.ddp_port is not None:
@@ -138,6 +140,7 @@ class State(Context):
         return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
     def _open_group(self, ranks: tuple[int, ...]) -> None:
+        """Makes torch's group of these ranks, unless there is one. All ranks of the job call it, in the same order."""
         if ranks in self._process_groups:
             return
         is_world = (
@@ -147,6 +150,7 @@ class State(Context):
         self._process_groups[ranks] = group
 
     def _open_transport(self, access: Access) -> Transport:
+        """Makes the transport, which starts threads, and the object exchange and the stage that use it."""
         seconds = timeout_seconds()
         transport = Transport(self.rank, access, self._deliver, self._lose, seconds)
         self.objects = open_object_exchange(transport, self.rank, seconds)
@@ -172,6 +176,10 @@ class State(Context):
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        """Called on receiving threads: unpickles a message and hands it to its receiver.
+
+        An error fails the pipeline.
+        """
         try:
             message = receive(source, head, bodies)
         except Exception as error:  # a receiving thread has no caller
@@ -183,6 +191,7 @@ class State(Context):
             (self.transfers.take if self.transfers else self.stage.deliver)(message)
 
     def _lose(self, source: int) -> None:
+        """Called on a receiving thread when the connection to a rank has ended: its waiters fail."""
         self.stage.failures.fail_by_loss(source)
         self.objects.lost(source)
 

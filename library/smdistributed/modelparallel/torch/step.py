@@ -52,6 +52,7 @@ def step(
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], detach_outputs: bool
 ) -> Callable[..., Any]:
+    """Wraps a function so that it runs as a step: see `step`."""
     splitter = Splitter(function, whole, axes)
 
     @functools.wraps(function)
@@ -91,6 +92,10 @@ def _run(
     parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     detach_outputs: bool,
 ) -> list[Any]:
+    """Runs the microbatches on the first stage.
+
+    Sends the detached results to the other stages, which ends their step.
+    """
     results = stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
     detached = detach(results)
     stage.end(pack(detached))

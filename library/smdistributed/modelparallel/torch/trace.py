@@ -86,6 +86,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Runs the model on the meta device, with copies of its tensors, and returns the results of the hooks."""
     found, stack = Trace(), list[str]()
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
@@ -179,10 +180,12 @@ def _find_checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage, which identifies it as long as it exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same shape and dtype on the meta device, which requires grad if this one does."""
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
@@ -232,6 +235,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found, self._stack, self._reads = found, stack, 0
 
     def _read(self, dtype: torch.dtype) -> Any:
+        """Returns 1, as the dtype has it, for a value that the model reads.
+
+        Raises RuntimeError if it reads too many.
+        """
         self._reads += 1
         if self._reads > _MAX_READS:
             raise RuntimeError(

@@ -139,22 +139,26 @@ class Transfers:
             raise self._failure(f"rank {other} has not begun for {self._seconds:g} s. {TIMEOUT_FIX}") from None
 
     def _failure(self, why: str) -> SMPRuntimeError:
+        """Makes the error for a transfer that failed; it names the setting that avoids transfers."""
         return SMPRuntimeError(
             f"Rank {self._rank} cannot exchange tensors with another stage from device to device: {why}\n"
             f"{VARIABLE}=host on all ranks sends them through the host's memory."
         )
 
     def _begin_transfer(self, transfer: Transfer) -> None:
+        """Sets the deadline of a transfer that this stage sends, and offers it."""
         self._deadlines[transfer] = time.monotonic() + self._seconds
         self._reservations.offer(transfer)
 
     def _enter(self, step: int) -> None:
+        """Notes the step, and takes the signals of its transfers that came early."""
         self._step, early = step, self._early
         self._early = []
         for signal in early:
             self._take_signal(*signal)
 
     def _take_signal(self, signal: Signal, transfer: Transfer) -> None:
+        """Takes a signal of another stage. A first one allocates memory for its tensors, or waits for a later step."""
         if transfer.receiver == self._rank and transfer not in self._tensors:
             with self._delivering:
                 message = self._incomplete[transfer]
@@ -167,9 +171,11 @@ class Transfers:
         self._reservations.take(signal, transfer)
 
     def _signal(self, to: int, signal: Signal, transfer: Transfer) -> None:
+        """Sends a signal about a transfer to a rank; does not wait for an answer."""
         send(self._transport, to, Kind.TRANSFER, self._step, about=(int(signal), tuple(transfer)))
 
     def _carry_out(self, transfer: Transfer) -> None:
+        """Sends or receives a transfer's tensors, and waits for them. If this stage receives, delivers the message."""
         tensors, peer = self._tensors.pop(transfer), transfer.peer_of(self._rank)
         exchange = self._carrier.send if transfer.sender == self._rank else self._carrier.receive
         exchange(tensors, peer, self._stopped, self._seconds)

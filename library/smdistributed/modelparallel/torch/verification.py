@@ -60,6 +60,8 @@ class Verification:
     def compare(self, function: Callable[..., Any], parts: _Parts, results: Sequence[Any]) -> None:
         """Compares the step with a run without stages, and prints the result; all stages call it.
 
+        On the first stage, the function runs a second time, with a copy of the whole model.
+
         Args:
             function: The function of the step.
             parts: The arguments of each microbatch; used on the first stage.
@@ -87,6 +89,7 @@ class Verification:
             raise SMPRuntimeError(text)
 
     def _gradient_of_step(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the part of a gradient that the step added; None if there is none."""
         before = self._gradients.get(name)
         return gradient if gradient is None or before is None else gradient - before
 
@@ -112,6 +115,7 @@ class Verification:
 
 
 def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tuple[str, bool]:
+    """Returns a text about the largest errors, and whether any is larger than allowed."""
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     if not wrong:
         largest = max((error for error, _ in errors.values()), default=0.0)
@@ -157,7 +161,7 @@ def _run_without_stages(
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor with a gradient of its own, not the script's."""
+    """Returns a tensor without a graph, with a gradient of its own; other values as they are."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
@@ -206,6 +210,7 @@ class _AllStages:
         return getattr(self._own, name)
 
     def call(self, route: Sequence[Hop], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the modules of a route here, one after the other: see `Stage.call`."""
         task, before, seed = current_task(), self.index, draw_seed()
         assert task is not None
         for stage, names in route:

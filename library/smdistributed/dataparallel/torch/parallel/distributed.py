@@ -71,6 +71,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 
 def _move_to_device(module: torch.nn.Module) -> None:
+    """Moves a module to the current CUDA device, in place, if there is one and all its parameters are on the CPU."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     if on_cpu and torch.cuda.is_available():
         module.cuda(torch.cuda.current_device())

@@ -36,6 +36,8 @@ def checkpoint_sequential(
 ) -> Any:
     """Calls a sequence that is checkpointed as by `smp.set_activation_checkpointing` (AWS API).
 
+    The sequence stays checkpointed in later calls.
+
     Args:
         sequential_module: The sequence.
         input: Its input.

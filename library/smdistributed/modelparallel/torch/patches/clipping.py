@@ -45,6 +45,7 @@ def updated_parameters(state: State, parameters: Iterable[nn.Parameter]) -> list
 
 
 def _replace(original: Any, patched: Any) -> None:
+    """Replaces a function in all modules that have it, under any name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is original]:
@@ -52,6 +53,8 @@ def _replace(original: Any, patched: Any) -> None:
 
 
 def _patch_norm(original: Any) -> Any:
+    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them."""
+
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -73,6 +76,8 @@ def _patch_norm(original: Any) -> Any:
 
 
 def _patch_value(original: Any) -> Any:
+    """Wraps torch's function: it clips the gradients that the next update uses."""
+
     @functools.wraps(original)
     def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return original(_find_updated(parameters)[0], *args, **kwargs)

@@ -18,7 +18,7 @@ _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 
 
 def same_names(name: str) -> Callable[..., Any]:
-    """The published function of that name, which gives a state dict with Hugging Face's names as it is."""
+    """Makes the published function of that name. It returns a state dict itself, and refuses tensor-parallel names."""
 
     def translate(state_dict: _StateDict, max_seq_len: int | None = None) -> _StateDict:
         if any(_OF_TENSORS in key for key in state_dict):

@@ -39,7 +39,10 @@ def plan_to_text(plan: LaunchPlan) -> str:
         f"interface    {plan.interface}",
         f"directory    {plan.cwd}",
         *(f"set-up       {shlex.join(redact.mask_arguments(command))}" for command in plan.setup),
-        *(f"sidecar      {sidecar.name}: {shlex.join(redact.mask_arguments(sidecar.command))}" for sidecar in plan.sidecars),
+        *(
+            f"sidecar      {sidecar.name}: {shlex.join(redact.mask_arguments(sidecar.command))}"
+            for sidecar in plan.sidecars
+        ),
         f"script       {shlex.join(redact.mask_arguments(plan.script))}",
         f"command      {shlex.join(redact.mask_arguments(plan.command)) or '(the first host starts the ranks here)'}",
         *(f"why          {note}" for note in (*plan.notes, *plan.reasons)),

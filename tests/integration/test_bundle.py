@@ -93,7 +93,7 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert run(offline, "lock", "--bases").returncode == 0
     collected = run(offline, "bundle", bundle)
     assert collected.returncode == 0, collected.stderr
-    assert "Debian packages: python3-venv, and what they need" in collected.stdout
+    assert "Debian packages: python3-venv, and their dependencies" in collected.stdout
     assert [path.name.split("-")[0] for path in (bundle / "wheels").iterdir()] == ["six"]
     for suite, version in (("bookworm", "3.11"), ("trixie", "3.13")):
         names = [path.name for path in (bundle / suite / "debs").iterdir()]

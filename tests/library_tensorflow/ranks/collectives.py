@@ -243,10 +243,10 @@ def refusals() -> None:
     nothing: Any = None
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("called before", sdp.init),
-        ("no rank", lambda: sdp.broadcast(tf.constant(1), SIZE)),
+        ("is not a rank", lambda: sdp.broadcast(tf.constant(1), SIZE)),
         ("cast them", lambda: sdp.oob_allreduce(tf.constant([True, False]))),
         ("wrap it once", lambda: sdp.DistributedOptimizer(sdp.DistributedOptimizer(tf.keras.optimizers.SGD()))),
-        ("no reduction", lambda: sdp.oob_allreduce(tf.constant(1), op=nothing)),
+        ("is not a reduction", lambda: sdp.oob_allreduce(tf.constant(1), op=nothing)),
         ("not supported", lambda: sdp.DistributedGradientTape(tf.GradientTape(), device_dense="/gpu:0")),
         ("sparse_as_dense", lambda: sdp.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=False)),
         ("no optimizer", lambda: sdp.DistributedOptimizer(object())),

@@ -16,10 +16,13 @@ from tests.library.conftest import TORCH, clean_environment
 from tests.repeats import SEED, SOAK, times
 
 from smdistributed.modelparallel.backend.config import Config
-from smdistributed.modelparallel.backend.schedule import TurnKind
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
+from smdistributed.modelparallel.backend.slot import Slot
 from smdistributed.modelparallel.torch import failures
 from smdistributed.modelparallel.torch.messages import Kind, Message
 from smdistributed.modelparallel.torch.observation import Observer
+from smdistributed.modelparallel.torch.scheduler import Scheduler, Step
 from smdistributed.modelparallel.torch.stage import Stage
 from smdistributed.modelparallel.torch.tasks import Task
 
@@ -321,3 +324,15 @@ def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_f
     assert "is told: Stage 1 (rank 1) failed:" in said
     assert said.count(why) == 2
     assert "Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS higher on all ranks." in said
+
+
+def test_a_thread_that_ends_after_its_step_finishes_its_microbatch_in_that_step() -> None:
+    """The answer of the last backward ends the step, while the thread that has sent it still runs."""
+    nobody: Any = None
+    scheduler = Scheduler(nobody, nobody, nobody, receives_events=False)
+    step = Step(Slot(Schedule(1, False)), False, 0)
+    scheduler.begin_step(step)
+    scheduler.end_step()
+    scheduler.finish_microbatch(step, 0)
+    with pytest.raises(SMPRuntimeError, match="none runs"):
+        assert scheduler.step

@@ -121,9 +121,9 @@ class Scheduler:
 
         self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch), run=run_in_turn)))
 
-    def finish_microbatch(self, microbatch: int) -> None:
+    def finish_microbatch(self, step: Step, microbatch: int) -> None:
         """Notes that a microbatch needs no more turns here."""
-        self._start(self.step.slot.finish(microbatch))
+        self._start(step.slot.finish(microbatch))
 
     def _start(self, request: TurnRequest | None) -> None:
         """Starts a granted request: wakes its thread; new work goes to the script's thread, if idle, or a worker."""

@@ -247,7 +247,7 @@ class Stage:
         for rank in self.ranks[1:]:
             self._send(rank, Kind.FINISHED, self.steps, microbatch)
         self._scheduler.count_forward(microbatch)
-        self._scheduler.finish_microbatch(microbatch)
+        self._scheduler.finish_microbatch(self._scheduler.step, microbatch)
 
     # --- messages, on receiving threads
 
@@ -275,12 +275,14 @@ class Stage:
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
         elif message.kind is Kind.BACKWARD:
             task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(message.step, message.microbatch))
-            self._scheduler.submit(task, functools.partial(self._serve_backward, self._received, message))
+            self._scheduler.submit(
+                task, functools.partial(self._serve_backward, self._received, self._scheduler.step, message)
+            )
         elif message.kind is Kind.ANSWER:
             self._scheduler.receive_reply(message.call, message)
         elif message.kind is Kind.FINISHED:
             self._received.pop(message.microbatch, None)
-            self._scheduler.finish_microbatch(message.microbatch)
+            self._scheduler.finish_microbatch(self._scheduler.step, message.microbatch)
         else:
             self._scheduler.add_event(message)
 
@@ -304,7 +306,7 @@ class Stage:
             about = (hop + 1, route, modes, derive_seed(seed), answer)
             self._pass_on(route[hop + 1][0], message, about, inputs.outputs)
 
-    def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
+    def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], step: Step, message: Message) -> None:
         """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller."""
         hop, route = message.about
         unfinished = received[message.microbatch]
@@ -320,8 +322,8 @@ class Stage:
             self._pass_on(route[hop - 1][0], message, (hop - 1, route), gradients)
         else:
             self._answer(message, None, gradients)
-        if not unfinished:
-            self._scheduler.finish_microbatch(message.microbatch)
+        if not unfinished:  # the answer may have ended the step, or begun the next one
+            self._scheduler.finish_microbatch(step, message.microbatch)
 
     def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         """Sends tensors back to the stage that made the call."""

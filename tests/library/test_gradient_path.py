@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.library.conftest import clean_environment
 
 SCRIPT = Path(__file__).parent / "ranks/gradient_path.py"
-MOST_FRAMES = 6  # five is possible, if the caller prepares the bucket: then asynchronous collectives are 10 % slower
+MOST_FRAMES = 6  # five is possible if the caller prepares the bucket, but then asynchronous collectives are slower
 
 
 def test_at_most_six_frames_from_torch_to_the_engine() -> None:

@@ -103,7 +103,7 @@ def _read_sums(directory: Path) -> dict[str, str]:
 def _files(directory: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files of a bundle except `SHA256SUMS`, with their paths in it.
 
-    A link to a directory is yielded too: it would bring in files that nobody has listed.
+    A link to a directory is yielded too: it would bring in files that the list does not contain.
     """
     for path in directory.rglob("*"):
         is_directory = path.is_dir() and not path.is_symlink()

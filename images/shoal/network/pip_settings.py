@@ -1,7 +1,7 @@
 """pip's settings on this machine, read as pip's documentation defines (Configuration): files, then the environment.
 
-`pip config list` prints the same, and tests compare both. Reasons not to use it: it takes 0.24 s per build instead of
-0.02 s, and environments made by uv have no pip.
+`pip config list` prints the same, and tests compare both. Reasons not to use it: it starts another Python for each
+build, and environments made by uv have no pip.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
-        """Reduces each tensor in place, in the queue's thread. Preparing it in the caller's thread was 10 % slower."""
+        """Reduces each tensor in place, in the queue's thread. Preparing it in the caller's thread is slower."""
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:

@@ -31,7 +31,6 @@ _HOST_NAMES = ("SM_CURRENT_HOST_RANK", "SM_HOST_COUNT")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
 _PORT_SECONDS, _PORT_POLL_SECONDS = 300.0, 0.01
-_reservations: list[socket.socket] = []
 
 
 class LaunchError(RuntimeError):
@@ -223,7 +222,7 @@ def _reserved_port() -> int:
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("", 0))
-    _reservations.append(reservation)
+    atexit.register(reservation.close)  # which keeps the socket until then
     port: int = reservation.getsockname()[1]
     return port
 

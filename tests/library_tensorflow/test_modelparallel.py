@@ -135,4 +135,4 @@ def test_what_does_not_come_is_waited_for_until_the_limit(two_ranks: TwoRanks, f
 
 @pytest.mark.mpi
 def test_horovod_is_stood_in_for_in_rehearsal(mpirun: Mpirun) -> None:
-    assert mpirun(4, RANKS / "modelparallel_horovod.py", SHOAL_REHEARSE="1").count("equal") == 4
+    assert mpirun(4, RANKS / "modelparallel_horovod.py", SHOAL_REHEARSE="1", COLD="1").count("equal") == 4

@@ -1,4 +1,4 @@
-"""Listens on a worker host until the first host connects, and accepts nobody else.
+"""Listens on a worker host until the first host connects, and accepts no other.
 
 A connection must come from an address to which the first host's name resolves. It must prove the job's secret. This
 host then proves it too. Before that, a connection may send one small frame within a few seconds. After the first host

@@ -165,6 +165,7 @@ def _check_digest(length: int) -> Callable[[Any], Any]:
 
 
 def _check_text(value: Any) -> Any:
+    """Returns a field that is text. Raises ProtocolError for another."""
     if not isinstance(value, str):
         raise ProtocolError("a field that is not text")
     return value
@@ -182,6 +183,7 @@ def _check_optional_rank(value: Any) -> Any:
 
 
 def _check_stop_signal(value: Any) -> Any:
+    """Returns a field that is the number of a signal in STOP_SIGNALS. Raises ProtocolError for another."""
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
     return value

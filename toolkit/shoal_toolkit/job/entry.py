@@ -132,7 +132,7 @@ def _script_by_suffix(name: str) -> Script:
 
 
 def _missing_script(name: str, path: str, code: Code) -> ContractError:
-    """Makes the error for a script that is not a file: a directory, or a name with the closest one in its message."""
+    """Returns the error for a script that is not a file: a directory, or a name, with the closest one and a list."""
     if os.path.isdir(path):
         module = name.strip("/").replace("/", ".")
         return ContractError(
@@ -153,7 +153,7 @@ def _code_files(code: Code) -> list[str]:
 
 
 def _list_code(code: Code) -> str:
-    """Returns a line that lists the code directory, for errors."""
+    """Returns a line that lists the code directory, for errors, or says that it is missing, empty or not fetched."""
     directory, names = code.directory, _code_files(code)
     if not code.fetched:
         return code.note

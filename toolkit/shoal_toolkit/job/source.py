@@ -186,6 +186,7 @@ def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
 
 
 def _wait_for(pid: int) -> None:
+    """Waits until a child process ends; returns at once if it has been waited for."""
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:

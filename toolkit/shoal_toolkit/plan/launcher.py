@@ -58,7 +58,10 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
 
 
 def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
-    """Returns the launcher, and why it is chosen."""
+    """Returns the launcher, and why it is chosen: the first one asked for, MPI on one host with GPUs alone, or none.
+
+    Raises ContractError for an unsupported one.
+    """
     for key, name in _UNSUPPORTED.items():
         if read_flag(job.framework, key):
             raise ContractError(

@@ -128,6 +128,7 @@ class _UnchangedFile(io.FileIO):
         self._signature = signature
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Reads on, at most `size` bytes; raises _ChangedError if the file has changed since it was opened."""
         data = super().read(-1 if size is None else size) or b""
         if _read_signature(os.fstat(self.fileno())) != self._signature:
             raise _ChangedError

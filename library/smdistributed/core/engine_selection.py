@@ -103,7 +103,10 @@ def _group_by_host(members: Sequence[Member]) -> list[list[int]]:
 def _open_local(
     group: RankGroup, members: Sequence[Member], grid: Sequence[Sequence[int]]
 ) -> tuple[ShmEngine | None, str]:
-    """Opens the shm engine of this rank's host, or says why no host has one. Ranks wait for each other and agree."""
+    """Opens the shm engine of this rank's host, or returns None and why no host has one.
+
+    Ranks wait for each other and agree: a problem on one host is a problem for all.
+    """
 
     counts = {len(ranks) for ranks in grid}
     if len(counts) > 1:

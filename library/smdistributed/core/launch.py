@@ -192,7 +192,11 @@ def no_master_error(launch: Launch) -> LaunchError:
 
 
 def _agreed_port(launch: Launch) -> int:
-    """Returns a free port of this host: rank 0 reserves it and writes it to a file; the others wait for that."""
+    """Returns a free port of this host, on which all ranks agree.
+
+    Rank 0 reserves it and writes it to a file, which is removed at exit. The others wait for the file, and raise
+    LaunchError after _PORT_SECONDS. Without a session directory there is no file.
+    """
     if launch.rank == 0 or launch.session_dir is None:
         port = _reserved_port()
     if launch.session_dir is None:

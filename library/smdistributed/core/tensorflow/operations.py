@@ -158,7 +158,10 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
-    """Adds or runs one operation for all tensors; an empty list needs none. Raises SMDDPError under XLA."""
+    """Adds or runs one operation for all tensors, on the CPU, after the previous one of its kind in the graph.
+
+    Without tensors it returns an empty list. Raises SMDDPError under XLA.
+    """
     if not tensors:
         return []
     reject_xla("A collective")

@@ -116,7 +116,7 @@ def nccl_problem(store: Store, rank: int, size: int) -> str:
 
 
 def nccl_error(problem: str, requested: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
-    """Returns the error to raise if a setting requests NCCL, which cannot carry the tensors."""
+    """Returns, and does not raise, the error for a setting that requests NCCL, which can't carry the tensors."""
     return SMDDPNCCLError(
         f"{requested}, but NCCL cannot carry the CUDA tensors of this group: {problem}. "
         "NCCL needs a torch that includes it, and a CUDA device for each rank. Fix: start at most as many ranks on a "

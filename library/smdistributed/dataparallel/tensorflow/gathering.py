@@ -123,7 +123,7 @@ def _lengths(given: Any) -> Any:
 
 
 def _all_parts(given: Any, lengths: Any) -> Any:
-    """Concatenates the tensors of all ranks: each rank broadcasts its own."""
+    """Returns the tensors of all ranks, concatenated along the first axis: each rank broadcasts its own."""
     parts = []
     for root in range(require_size()):
         shape = tf.concat([lengths[root : root + 1], tf.shape(given, tf.int64)[1:]], 0)

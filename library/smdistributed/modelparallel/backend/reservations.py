@@ -64,7 +64,10 @@ class Reservations:
             self._signal(transfer.receiver, Signal.OFFER, transfer)
 
     def take(self, signal: Signal, transfer: Transfer) -> None:
-        """Takes a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
+        """Takes a signal of the other rank, which may begin or reserve a transfer.
+
+        Raises ValueError if it is not the next one of its transfer.
+        """
         is_lower = self._rank < transfer.peer_of(self._rank)
         if signal is Signal.OFFER and is_lower:
             self._waiting.append(transfer)

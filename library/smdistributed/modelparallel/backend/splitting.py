@@ -101,7 +101,8 @@ class Splitter(ABC):
     def _split(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         """Returns the parts of a value.
 
-        Containers are split item by item; values that are not tensors go whole into each part.
+        Containers are split item by item, and objects with `smp_slice` by that method. Other values go whole into each
+        part.
         """
         if self.is_tensor(value):
             return self._split_tensor(name, value, count, axis)
@@ -118,7 +119,7 @@ class Splitter(ABC):
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         """Returns the parts of a tensor; a scalar goes whole into each.
 
-        Raises MicrobatchError if its axis does not divide.
+        Raises MicrobatchError if it lacks the axis, or its size does not divide (with `uneven`: is too small).
         """
         shape = self.shape(value)
         if not shape:

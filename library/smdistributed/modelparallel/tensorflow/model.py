@@ -161,7 +161,7 @@ def _stage_assignment(model: Any) -> StageAssignment:
 
 
 def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAssignment) -> None:
-    """Gives this stage's variables their values; other replicas take the first one's."""
+    """Gives this stage's variables their values and marks the others; replicas take the values of the first one."""
     for variable in [*model._smp_created, *trace.created]:
         variable.place(stages.has(variable, state.stage))
     model._smp_created.clear()

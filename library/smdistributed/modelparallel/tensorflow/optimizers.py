@@ -124,7 +124,7 @@ def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any
 
 
 def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages.
+    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages; all ranks call it.
 
     Gradients of another model are returned as they are.
     """

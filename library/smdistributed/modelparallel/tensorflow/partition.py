@@ -136,7 +136,10 @@ def _requested_stages(call: LayerCall) -> Iterator[int | None]:
 
 
 def _whole_layers(trace: ModelTrace) -> list[_WholeLayer]:
-    """Returns the layers that cannot be split, in the order of their first calls."""
+    """Returns the layers that cannot be split, in the order of their first calls, each with its calls and variables.
+
+    Names that several layers have get a number.
+    """
     found: dict[int, _WholeLayer] = {}
     for call in _whole_calls(trace.calls):
         layer = found.setdefault(id(call.layer), _WholeLayer(call.layer, call.name, call.requested_stage))

@@ -101,7 +101,7 @@ def is_of_distributed_model(variable: Any) -> bool:
 
 @contextmanager
 def create_stage_variables(created: list[StageVariable]) -> Iterator[None]:
-    """Creates StageVariables inside this context, in the default graph, and appends them to `created`."""
+    """Makes variables that are created inside this context StageVariables, and appends them to `created`."""
 
     def create(_: Callable[..., Any], **attributes: Any) -> StageVariable:
         given = attributes["initial_value"]

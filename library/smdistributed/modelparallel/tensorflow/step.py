@@ -68,7 +68,10 @@ def _reject_options(options: Mapping[str, Any]) -> None:
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes a tf.function that traces all microbatches, and a function that calls it and merges the results."""
+    """Makes a tf.function that traces all microbatches, and returns a function that calls it and merges the results.
+
+    While tracing, the stages exchange lists of their messages. A call raises SMDDPError under XLA.
+    """
     splitter = Splitter(function, whole, axes)
     body = _convert_with_autograph(function)
 

@@ -198,7 +198,10 @@ def resume_from_checkpoint(
 def _save_full(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
 ) -> None:
-    """Gathers the state of all stages; all ranks call it, and only the first rank writes files."""
+    """Gathers the state of all stages and notes the checkpoint as the newest; all ranks call it.
+
+    Only rank 0 of the first replica writes files.
+    """
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
@@ -220,9 +223,11 @@ def _load_full(
     translate: Callable[[Any], Any] | None,
     weights_only: bool | None,
 ) -> None:
-    """Loads a full checkpoint on this rank. Raises SMPRuntimeError if there is none.
+    """Loads a full checkpoint into the script's model and optimizer, on this rank.
 
-    Without a file of the optimizer, its state stays.
+    `translate` changes the weights first.
+
+    Raises SMPRuntimeError if there is none. Without a file of the optimizer, its state stays.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:

@@ -43,9 +43,10 @@ def save_partial(
     optimizer: DistributedOptimizer | None,
     content: Any,
 ) -> bool:
-    """Saves a partial checkpoint; every rank calls it.
+    """Saves a partial checkpoint and notes it as the newest; every rank calls it.
 
-    A checkpoint with this tag is replaced. Ranks wait for each other.
+    The first replica writes a file for each stage. The leading rank writes `content` and the placement, then renames
+    the directory. A checkpoint with this tag is replaced. Ranks wait for each other.
 
     Args:
         state: This rank, and the configuration.

@@ -106,7 +106,7 @@ class Scheduler:
     # --- tasks
 
     def submit(self, task: Task, run: Callable[[], None]) -> None:
-        """Runs a task as soon as it is granted a turn. Its errors end the step on all stages."""
+        """Runs a task in a worker thread as soon as it is granted a turn. Its errors end the step on all stages."""
         step = self.step
 
         def run_in_turn() -> None:

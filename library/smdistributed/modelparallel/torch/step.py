@@ -52,7 +52,12 @@ def step(
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], detach_outputs: bool
 ) -> Callable[..., Any]:
-    """Wraps a function so that it runs as a step: see `step`."""
+    """Wraps a function so that it runs as a step: see `step`.
+
+    Other stages than the first serve calls instead of running it.
+
+    An error ends the step on all stages. Raises StepUsageError inside a step.
+    """
     splitter = Splitter(function, whole, axes)
 
     @functools.wraps(function)

@@ -133,7 +133,7 @@ class FirstHost(Host):
     # Launching
 
     def _launch(self) -> None:
-        """Launches the job: starts the script or launcher here, and tells hosts with a command of their own to start it.
+        """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
         With mpirun on several hosts, it also listens for requests to start daemons. Raises TrainError if a process
         can't be started.

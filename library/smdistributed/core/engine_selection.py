@@ -56,7 +56,8 @@ def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> 
         The communication engine, and its name with the reason for the choice.
 
     Raises:
-        SMDDPError: If shared memory is requested and unavailable, or a rank cannot load the C engine.
+        SMDDPError: If shared memory is requested and unavailable, a rank cannot load the C engine, or `network` cannot
+            connect the ranks.
     """
     members = exchange_members(group.store, group.rank, group.size, group.number)
     for other, member in enumerate(members):

@@ -203,7 +203,7 @@ class HierarchicalEngine(Engine):
         self._local.gather(mine, shards)
 
     def _all_reduce_short(self, flat: Flat, op: str) -> None:
-        """One rank of each host takes part for its host."""
+        """Reduces a short tensor over all ranks, in place: one rank of each host takes part for its host."""
         self._local.all_reduce(flat, _partial_op(flat, op), root=0)
         if self._local_rank == 0:
             self._across.all_reduce(flat, _partial_op(flat, op))

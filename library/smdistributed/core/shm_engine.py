@@ -160,7 +160,7 @@ class ShmEngine(Engine):
         return self._engine  # type: ignore[no-any-return]
 
     def _check(self, status: int) -> None:
-        """Aborts the group and raises, if a collective has not returned 0."""
+        """Aborts the group and raises CollectiveError, or the interrupt, if a collective has not returned 0."""
         if not status:
             return
         if status == native.INTERRUPTED:
@@ -302,7 +302,7 @@ def choose_slot_bytes(size: int) -> tuple[int, int]:
     """Chooses the slot size for `size` ranks.
 
     Returns:
-        The largest slot that fits into half of the free shared memory, and the memory that the ranks then share; in
+        The largest slot that fits into half of the free shared memory (or the smallest), and the memory then shared; in
         bytes.
     """
     lengths = {slot: _length(size, slot) for slot in SETTINGS["slot_bytes"]}

@@ -103,7 +103,7 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
 
     Args:
         launch: This process's place in the job.
-        store: The job's store, if it is open already.
+        store: The job's store, if it is open already. Otherwise `open_store` opens it, and raises its errors.
         ranks: The group's ranks in the job. Default: all.
 
     Raises:

@@ -72,7 +72,8 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
         torch's NCCL group, or `HostStaging`; the same on all ranks.
 
     Raises:
-        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors, or does not start.
+        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors. On one rank, even if it
+            is not requested: if NCCL does not start there.
     """
     problem = nccl_problem(store, rank, size)
     if problem:

@@ -126,7 +126,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._description
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_reduce. CUDA tensors are reduced by their carrier, others in the queue's thread."""
+        """See torch.distributed.all_reduce. CUDA tensors are reduced by their carrier, others by the queue."""
         options = opts or dist.AllreduceOptions()
         carrier = self._carrier(tensors)
         if carrier is not None:
@@ -150,7 +150,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
-        """Reduces each tensor in place, sparse ones too; with a root, only on that rank. Runs in the queue's thread.
+        """Reduces each tensor in place, sparse ones too; with a root, only on that rank. The queue runs it in its turn.
 
         Preparing a tensor in the caller's thread is slower.
         """

@@ -82,7 +82,7 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
         root_rank: The rank, from 0.
 
     Raises:
-        SMDDPError: Inside a `tf.function`, if there is no such rank. Also, if the job has a secret and the object
+        SMDDPError: Before `init`, in a `tf.function`, or without that rank. Also, if the job has a secret and the object
             was changed on its way.
     """
     if not tf.executing_eagerly():

@@ -120,7 +120,7 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
         The configuration, with defaults.
 
     Raises:
-        SMPConfigError: If a key is unknown, or its value is not allowed.
+        SMPConfigError: If `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
         SMPUnsupportedError: If a key is not implemented.
     """
     launched: Any = {}

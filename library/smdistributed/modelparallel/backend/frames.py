@@ -85,7 +85,7 @@ class Reader:
     def _finish_parts(self, part: bytearray, ahead: memoryview) -> None:
         """Hands a complete part to the parser, and goes on with the bytes that were read ahead.
 
-        These may complete several parts. Raises FrameError if there is no memory for the next one.
+        These may complete several parts. Raises FrameError if a tag is wrong, or there is no memory for the next part.
         """
         at = 0
         while True:

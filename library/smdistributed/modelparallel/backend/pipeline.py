@@ -57,7 +57,7 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
         For each stage, the places of its events in its program, in the order to execute.
 
     Raises:
-        SMPRuntimeError: If a stage waits for a message that no stage sends.
+        SMPRuntimeError: If stages would wait forever, for each other or for a message that no stage sends.
     """
     stages = [_Stage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
     arrivals: dict[str, float] = {}

@@ -56,7 +56,7 @@ class Reservations:
         """A transfer that both ranks are reserved for: carry it out, then call `finish`."""
 
     def offer(self, transfer: Transfer) -> None:
-        """This rank, the sender, has the tensors of a transfer."""
+        """Announces a transfer that this rank sends: reserves itself if it is the lower rank, else signals an OFFER."""
         if transfer.sender < transfer.receiver:
             self._waiting.append(transfer)
             self._reserve()
@@ -80,12 +80,12 @@ class Reservations:
         self._reserve()
 
     def finish(self) -> None:
-        """The transfer that was ready has ended on this rank."""
+        """Ends the transfer that was ready, and reserves this rank for the next one."""
         self._current = self.ready = None
         self._reserve()
 
     def _reserve(self) -> None:
-        """Reserves this rank for the next transfer, if it is free. Those that hold another rank come first."""
+        """Reserves this rank, if free, for the next transfer, and signals the peer; first those that hold a rank."""
         waiting = self._urgent or self._waiting
         if self._current is not None or not waiting:
             return

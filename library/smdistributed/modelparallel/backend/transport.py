@@ -104,7 +104,10 @@ class Transport:
         threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
     def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
-        """Sets where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
+        """Sets where the other ranks listen: a host name or address, and a port.
+
+        Threads connect back to ranks that have connected already; `send` connects to others.
+        """
         self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)
         for incoming in list(self._in.values()):
@@ -319,7 +322,7 @@ class Transport:
             os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """Returns the connection to a rank. Connects if there is none."""
+        """Returns the connection to a rank. Connects if there is none; raises OSError as `_connect` does."""
         found = self._out.get(to)
         if found is None:
             with self._connect_locks[to]:

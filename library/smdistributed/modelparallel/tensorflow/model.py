@@ -131,6 +131,7 @@ def plan_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tran
     """Plans the transfers of a model's call. Layers that are called for the first time are assigned to stages.
 
     Then rank 0 prints the partition, variables get their values, and the post-partition hooks run.
+    Raises SMPConfigError or SMPUnsupportedError if the model cannot be split.
 
     Args:
         model: A `DistributedModel`.

@@ -121,7 +121,8 @@ class StepGraph:
     def call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this stage's part of the model, and returns the model's outputs on every stage.
 
-        The first call of a position in the step plans the transfers. Raises SMPUnsupportedError if inputs depend on a
+        The first call of a position in the step plans the transfers. Raises SMPRuntimeError if the model does other
+        than when it was traced. Raises SMPUnsupportedError in another graph than the step's, or if inputs depend on a
         model's outputs.
         """
         self.require_own_graph(f"The model {model.name!r}")
@@ -256,6 +257,7 @@ class StepGraph:
         """Orders the messages by the pipeline's schedule, by control dependencies, after the previous step.
 
         All stages call this, exchange their lists of messages, and add missing ones. One stage alone has nothing to do.
+        Raises SMPRuntimeError if the messages of the stages do not match.
         """
         if len(self.context.ranks) == 1:
             return
@@ -384,7 +386,8 @@ class _StageCall:
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer of this stage and sends its outputs, or receives the outputs of another stage's layer.
 
-        Raises SMPRuntimeError if the model calls another layer than in the trace.
+        Raises SMPRuntimeError for another layer, or number of tensors, than in the trace, and SMPUnsupportedError
+        inside a loop, a branch or another tf.function.
         """
         placed = self._expected
         if placed is None or placed.call.layer is not layer:
@@ -440,7 +443,7 @@ def _step_and_label(operation: Any) -> tuple[StepGraph, str]:
 
 @tf.RegisterGradient("SmpSend")  # type: ignore[untyped-decorator]
 def _gradient_of_send(operation: Any, token: Any) -> Any:
-    """The receiver sends the gradient back."""
+    """Receives the gradient of a sent tensor, which its receiver sends back."""
     step, label = _step_and_label(operation)
     return step.receive_gradient(label, token, operation.inputs[0])
 

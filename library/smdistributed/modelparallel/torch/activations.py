@@ -69,7 +69,7 @@ def active_checkpointing(module: nn.Module) -> Checkpointing | None:
 
 
 def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `call(module, *args, **kwargs)`, checkpointed if `set_activation_checkpointing` was called for it."""
+    """Calls `call(module, *args, **kwargs)`, checkpointed if that is set for it and gradients are computed."""
     how = active_checkpointing(module)
     if how is None:
         return call(module, *args, **kwargs)

@@ -60,6 +60,8 @@ class ModuleManager:
     def assign(self, stages: Mapping[str, int]) -> None:
         """Places every module on its stage, and frees the parameters and buffers of other stages.
 
+        It turns off torch's fast path of transformer encoders that are on several stages.
+
         Args:
             stages: The stage of every module, by name.
         """

@@ -55,7 +55,7 @@ class Observer:
             self._thread.start()
 
     def step_ends(self) -> None:
-        """Notes that the script's thread leaves the step, and records it."""
+        """Notes that the script's thread leaves the step, and records it in the timeline, if there is one."""
         if timeline.recorder is not None and self._step:
             timeline.recorder.complete("step", f"step {self._step}", self._began_ns, timeline.now(), None)
         self._step = 0
@@ -66,7 +66,7 @@ class Observer:
         self._began = timeline.now() if timeline.recorder is not None else 0
 
     def turn_ends(self, task: Task) -> None:
-        """Notes that the task does not compute any more, and records what it has computed."""
+        """Notes that the task does not compute any more, and records that in the timeline, if there is one."""
         self._turn, self._last_event = None, time.monotonic()
         if timeline.recorder is not None and self._began:
             name = "backward" if task.is_backward else "forward"

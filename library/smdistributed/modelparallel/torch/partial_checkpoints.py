@@ -138,7 +138,7 @@ def finish_rename(directory: Path) -> None:
 def _write_stage(
     directory: Path, state: State, model: DistributedModel | None, optimizer: DistributedOptimizer | None
 ) -> None:
-    """Writes the files of this rank's stage, on the first replica."""
+    """Writes the files of this rank's stage, on the first replica; all ranks call it, for shards are gathered."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0 and model:
         write_object(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")

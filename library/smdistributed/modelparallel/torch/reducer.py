@@ -83,7 +83,7 @@ class Reducer:
         broadcast_in_buckets(tensors, self._group, self._ranks[0])
 
     def begin(self) -> None:
-        """Notes that a step begins."""
+        """Begins a step: forgets the gradients that were counted, and takes parameters that are trained by now."""
         self._take_trained()
         self._seen.clear()
         self._next = 0

@@ -207,7 +207,7 @@ class Scheduler:
             self._start(step.slot.request(TurnRequest(reply.turn, waiter=reply)))
 
     def _sleep(self, step: Step, task: Task, reply: Reply) -> None:
-        """Gives up the turn; returns with a new one."""
+        """Gives up the turn; returns with a new one. Raises the pipeline's failure."""
         self._observer.turn_ends(task)
         self._start(step.slot.release())
         if self._failures.error is None:

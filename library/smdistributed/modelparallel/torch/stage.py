@@ -100,7 +100,7 @@ class Stage:
             self._handle(message)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
-        """Runs the body of the step for every microbatch. Only on the first stage.
+        """Runs the body of the step for every microbatch. Only on the first stage. Raises the pipeline's failure.
 
         Args:
             body: Called with the number of a microbatch, on a thread of its own.
@@ -130,7 +130,7 @@ class Stage:
         return derive_seed(torch.initial_seed(), self.steps, microbatch)
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
-        """Serves calls until the first stage ends the step. On all other stages.
+        """Serves calls until the first stage ends the step. On all other stages. Raises the pipeline's failure.
 
         Args:
             on_partition: Called with the stage of every module, by name, when the first stage has decided it.

@@ -86,7 +86,7 @@ class State(Context):
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: If the configuration is not allowed.
+            SMPConfigError: As `smp.init`; so are the other errors.
             LaunchError: If the environment does not say which rank this is.
         """
         if self.initialized:

@@ -74,7 +74,7 @@ class Transfers:
         self._events.put(lambda: None)
 
     def begin(self, step: int) -> None:
-        """This stage enters a step. From now on it takes transfers of this step."""
+        """Notes that this stage enters a step. From now on it takes transfers of this step."""
         self._events.put(functools.partial(self._enter, step))
 
     # --- sending, on the threads of tasks

@@ -196,7 +196,10 @@ def _substituted(state: State, model: DistributedModel, whole: nn.Module, stage:
 
 @contextmanager
 def _turn(generators: Generators, task: Task) -> Iterator[None]:
-    """Makes a task the one of this thread, with its random numbers, inside `with`."""
+    """Makes a task the one of this thread, with its random numbers, inside `with`.
+
+    Then the task before gets its own back. If there was none, or after an error, `take_back` must restore them.
+    """
     before = current_task()
     with as_current_task(task):
         generators.hand_to(task)

@@ -184,7 +184,10 @@ class _Handshake:
         self._channel.send(agent.make_hello(self._nonce))
 
     def _on_message(self, message: Any) -> None:
-        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it."""
+        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it.
+
+        Raises ProtocolError for another message.
+        """
         if not isinstance(message, Prove):
             raise ProtocolError("not a proof")
         transcript = self._agent.make_transcript(message.nonce, self._nonce)

@@ -46,7 +46,7 @@ class FlowControl:
         self._sources.discard(source)
 
     def report(self, sink: object, held: int) -> None:
-        """Notes how many bytes wait in a sink; pauses or resumes the sources accordingly."""
+        """Notes how many bytes wait in a sink; pauses all sources above 1 MiB, and resumes them below half of that."""
         was_full = bool(self._full)
         if held > _FULL:
             self._full.add(sink)

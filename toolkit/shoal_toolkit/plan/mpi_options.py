@@ -175,8 +175,8 @@ class _Parser:
     def _add_export(self, export: str) -> None:
         """Adds `-x NAME` or `-x NAME=value`.
 
-        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out. SHOAL_
-        variables are refused.
+        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out.
+        Raises ContractError for a SHOAL_ variable, or a value without a name.
         """
         name, equals, value = export.partition("=")
         if not name or name.startswith("SHOAL_"):

@@ -48,7 +48,7 @@ class Uploader:
         self.failure = ""
 
     def upload_changes(self, settled: bool) -> bool:
-        """Scans the directory, and uploads new and changed files.
+        """Scans the directory, and uploads new and changed files, until S3 does not answer.
 
         Args:
             settled: Whether to skip files that changed since the last scan: they may still be written.

@@ -45,6 +45,7 @@ def spawn(
 
     Raises:
         LaunchError: If it can't be started.
+        OSError: If the system has no process or pipe left.
     """
     read_end, write_end = os.pipe()  # closes on exec; gets the reason if exec fails
     pid = os.fork()

@@ -82,8 +82,8 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
         root_rank: The rank, from 0.
 
     Raises:
-        SMDDPError: Before `init`, in a `tf.function`, or without that rank. Also, if the job has a secret and the object
-            was changed on its way.
+        SMDDPError: Before `init`, inside a `tf.function`, or if there is no such rank. Also, if the job has a secret
+            and the object was changed on its way.
     """
     if not tf.executing_eagerly():
         raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")

@@ -36,14 +36,14 @@ from shoal_toolkit.system.loop import STOP_SIGNALS
 def command() -> NoReturn:
     """Runs `main`, flushes stdout and stderr, and ends the process with the exit code.
 
-    Python's shutdown is skipped, because it takes as long as a no-op job. If nobody reads the output, 0 becomes 1.
+    Python's shutdown is skipped, because it takes as long as a no-op job. If the output can't be written, 0 becomes 1.
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:  # None if `train` was started with the descriptor closed
                 stream.flush()
-        except OSError:  # nobody reads any more
+        except OSError:  # its reader has gone
             code = code or 1
     os._exit(code)
 
@@ -250,6 +250,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
+    """Returns this host's role: FirstHost on the first host, Worker on the others. Only that module is imported."""
     if task.cluster.current_host == task.hosts[0]:
         from shoal_toolkit.run.first import FirstHost
 

@@ -114,7 +114,7 @@ def format_json(document: object) -> str:
 
 
 def _convert_to_json(value: object) -> Any:
-    """Return the parts of an object that JSON does not know; `json.dumps` calls this."""
+    """Return an object that `json.dumps` does not know as one that it does. Raises TypeError for other types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, pydantic.BaseModel):

@@ -296,7 +296,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_launch_report(path: Path) -> dict[str, Any]:
-    """Return the report of `train`, checked: any program in the container may have changed it."""
+    """Return the report of `train`. Raises ValueError if it is wrong: any program in the container can change it."""
     report = _read_json_object(path)
     hosts, ranks = report.get("hosts", [path]), report.get("ranks")
     seconds = (report.get("launch_seconds"), report.get("training_seconds"))

@@ -132,7 +132,7 @@ def _change_document(change: Change) -> dict[str, Any]:
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
     """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has.
 
-    Raises `UsageError` if there is none.
+    Docker's archive is read while it is made. Raises `UsageError` if there is no such image or file.
     """
     file = Path(name)
     if file.suffix == ".tar":
@@ -163,7 +163,7 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
 
 
 def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
-    """Read the inventory of an image, with a progress bar."""
+    """Read and compress the layers of an image for its inventory. Shows a bar, or one line without a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("reading and compressing {task.description}", markup=False),

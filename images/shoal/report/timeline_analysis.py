@@ -141,7 +141,10 @@ def find_busy_times(rank: Rank) -> Intervals:
 
 
 def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
-    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them."""
+    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them.
+
+    Spans match by operation, bucket, group and their place among equal ones.
+    """
     found: dict[tuple[object, ...], dict[int, Span]] = defaultdict(dict)
     for rank in ranks:
         seen: Counter[tuple[object, ...]] = Counter()
@@ -155,7 +158,7 @@ def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
 
 
 def list_caveats(analysis: Analysis) -> Iterator[str]:
-    """Yield sentences about missing data and differing clocks, which make figures less reliable."""
+    """Yield sentences about missing data and differing clocks, which make figures less reliable; maybe none."""
     timeline = analysis.timeline
     if timeline.missing:
         yield f"Timelines are missing (rank {_join_numbers(timeline.missing)}): the skew covers the other ranks only."

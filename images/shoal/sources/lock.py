@@ -65,7 +65,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Return the pins of an image that extends no other, by layer."""
+    """Return the pins of an image that extends no other, by layer. Runs pip, for the aws layer a second time."""
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
@@ -93,7 +93,7 @@ def _resolve_on(
 
 
 def _empty_wheel(pin: Pin, directory: Path) -> Path:
-    """Write a wheel without modules that has a pin's name and version, and return its path."""
+    """Write a wheel without modules that has a pin's name and version, in place of the real one; return its path."""
     name = f"{pin.name.replace('-', '_')}-{pin.version}"
     path = directory / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:

@@ -54,7 +54,7 @@ def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Itera
 
 
 def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
-    """Return the first line of a lock file: its requirements, and for a child the locks of its parent."""
+    """Return the first line of a lock file: its requirements, and for a child image a digest of its parent's pins."""
     if parent := spec.parent(image):
         installed = "\n".join(map(str, list_installed(project, spec, parent)))
         on = f"on {parent.tag} ({hashlib.sha256(installed.encode()).hexdigest()[:12]})"

@@ -1,6 +1,6 @@
 """The launch environment: this process's rank, the number of ranks, and how the ranks find each other.
 
-Only this module reads it, and sets the variables that torch reads. There are two families of variables:
+This module reads it, and sets the variables that torch reads. There are two families of variables:
 
 1. RANK and WORLD_SIZE, with LOCAL_RANK (or SMDATAPARALLEL_LOCAL_RANK) and LOCAL_WORLD_SIZE: torchrun, `train`.
 2. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE: Open MPI's mpirun.
@@ -191,7 +191,11 @@ def no_master_error(launch: Launch) -> LaunchError:
 
 
 def _agreed_port(launch: Launch) -> int:
-    """Returns a free port of this host: rank 0 reserves it and writes it to a file; the others wait for that."""
+    """Returns a free port of this host, on which all ranks agree.
+
+    Rank 0 reserves it and writes it to a file, which is removed at exit. The others wait for the file, and raise
+    LaunchError after _PORT_SECONDS. Without a session directory there is no file.
+    """
     if launch.rank == 0 or launch.session_dir is None:
         port = _reserved_port()
     if launch.session_dir is None:
@@ -228,7 +232,7 @@ def _reserved_port() -> int:
 
 
 def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
-    """Returns rank and world size from these variables; None: neither is set."""
+    """Returns rank and world size from these variables; None: neither is set. Raises LaunchError if one is wrong."""
     if not _is_pair_set(env, names):
         return None
     world_size = _read_integer(env, names[1], 1, None)

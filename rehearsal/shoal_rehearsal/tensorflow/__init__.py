@@ -39,7 +39,10 @@ class EmulatedGpus:
 
 
 def emulate_gpus(settings: Settings) -> None:
-    """Patches TensorFlow, in this process, and hides its real GPUs. It cannot be undone."""
+    """Patches TensorFlow's configuration and strategies, in this process, and hides its real GPUs. It cannot be undone.
+
+    Operations on GPUs run on the CPU, by soft placement.
+    """
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
     if real:

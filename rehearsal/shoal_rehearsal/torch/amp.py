@@ -12,7 +12,10 @@ from shoal_rehearsal.torch.overrides import OVERRIDES
 
 
 def patch(_: int) -> None:
-    """Patches autocast, and gives GradScaler kernels if torch has none for the CPU (before 2.3)."""
+    """Patches autocast for "cuda" to use the CPU's, with bfloat16 if float16 can't be computed.
+
+    It also gives GradScaler kernels if torch has none for the CPU (before 2.3).
+    """
     autocast: Any = autocast_mode.autocast
     initialise = autocast.__init__
     has_half = _has_half()

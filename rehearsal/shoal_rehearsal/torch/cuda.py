@@ -54,7 +54,10 @@ class DeviceOf(Device):
 
 
 def patch(count: int) -> None:
-    """Replaces the functions of torch.cuda. Functions about memory return 0."""
+    """Replaces torch.cuda, torch.accelerator, cuDNN's and NVTX's functions and torch.Generator, for `count` devices.
+
+    Functions about memory return 0.
+    """
     devices.set_count(count)
     cuda: Any = torch.cuda
     _replace(cuda, _DEVICES)

@@ -56,7 +56,11 @@ def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, tuple[Any, ...]]:
-    """Returns the device that Tensor.to is called with (by position, by name, or from a tensor), and other args."""
+    """Returns the device that Tensor.to is called with, and the other args; None if it names no device.
+
+    The device may be given by position, by name, or by a tensor. A device in `kwargs` is replaced there by the real
+    one.
+    """
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])
         return requested, args
@@ -118,6 +122,7 @@ def _is_pinned(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _numpy(_: object, tensor: Tensor, *, force: bool = False) -> Any:
+    """Replaces Tensor.numpy: raises TypeError for a tensor of an emulated GPU, as torch does, unless `force`."""
     if not force:
         _require_cpu(tensor)
     return tensor.numpy(force=force)

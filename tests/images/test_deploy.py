@@ -22,8 +22,8 @@ from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
 
 Object = dict[str, Any]
-VERSIONS = ("1.28", "1.37")
-"""The oldest release of Kubernetes with all that we use switched on, and the newest of the package."""
+VERSIONS = ("1.31", "1.37")
+"""The first release of Kubernetes in which all that we use is stable, and the newest one of the package."""
 CRDS = Path(__file__).with_name("data") / "kubernetes_crds.json"
 """The schemas of JobSet 0.13, Kubeflow Trainer 2.3 and MPI Operator 0.8.2, without the types of Kubernetes itself."""
 CORE = {

@@ -31,9 +31,7 @@ _KIND_HELP = (
     "job: part of Kubernetes. Others need a controller: jobset JobSet, trainjob Kubeflow Trainer, mpijob MPI Operator."
 )
 _STORAGE = "CLAIM[/DIR]|/DIR"
-_RESULTS_HELP = (
-    "Where models, output and checkpoints stay: a PersistentVolumeClaim, or a directory of the nodes. Default: nowhere."
-)
+_RESULTS_HELP = "Storage that keeps models, output and checkpoints: a PersistentVolumeClaim, or a directory of nodes."
 
 
 @dataclass(frozen=True)
@@ -136,4 +134,5 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
     print_written([path])
     namespace = f" -n {request.namespace}" if request.namespace else ""
     print_line(f"start: kubectl create{namespace} -f {path}", console)
-    print_line(f"logs:  kubectl logs{namespace} -f --prefix -l app.kubernetes.io/instance={request.name}", console)
+    follow = f"-f --prefix --tail=-1 --max-log-requests={request.hosts} -l app.kubernetes.io/instance={request.name}"
+    print_line(f"logs:  kubectl logs{namespace} {follow}", console)

@@ -124,7 +124,7 @@ def _build_network_policy(request: KubernetesRequest) -> Object:
 
 
 def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> str:
-    """Return the objects as one YAML file, which YAML 1.1 (kubectl) and 1.2 read alike."""
+    """Return the objects as one YAML file, with the same meaning in YAML 1.1 (kubectl) and 1.2."""
     yaml = YAML()
     yaml.width = 2**30  # no line is folded
     yaml.indent(mapping=2, sequence=4, offset=2)

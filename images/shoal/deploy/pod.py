@@ -49,7 +49,7 @@ def build_pod_template(request: KubernetesRequest, container: str = "train") -> 
     spec: Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": STOP_SECONDS,
-        "enableServiceLinks": False,  # a variable for each service of the namespace could look like one of ours
+        "enableServiceLinks": False,  # a variable for each service of the namespace could have the name of a setting
         "automountServiceAccountToken": False,
         "securityContext": _build_pod_security(request),
         "containers": [
@@ -73,7 +73,7 @@ def build_pod_template(request: KubernetesRequest, container: str = "train") -> 
 
 
 def _build_pod_security(request: KubernetesRequest) -> Object:
-    """Return what the restricted Pod Security Standard asks for, unless the user is root."""
+    """Return the settings of the Pod Security Standard "restricted"; as root, as far as possible."""
     ids = {"runAsUser": request.user, "runAsGroup": request.user, "fsGroup": request.user}
     return {
         **({"runAsNonRoot": True} if request.user else {}),
@@ -84,7 +84,7 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 
 
 def _build_environment(request: KubernetesRequest) -> list[Object]:
-    """Return the variables of the container. Those of the user override ours, except the name of the job."""
+    """Return the variables of the container. `--env` overrides all but the name of the job."""
     values: dict[str, str] = {"SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
     if request.entry_point:
         values["SAGEMAKER_PROGRAM"] = request.entry_point
@@ -134,7 +134,7 @@ def format_quantity(size: int) -> str:
 
 
 def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
-    """Return each volume with where it is mounted."""
+    """Return each volume with its mount."""
     shm = {"medium": "Memory", "sizeLimit": format_quantity(job.check_size("--shm-size", request.shm_size))}
     mounts: list[tuple[Object, Object]] = [
         _mount({"name": "shm", "emptyDir": shm}, "/dev/shm"),

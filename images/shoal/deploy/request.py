@@ -79,7 +79,7 @@ class KubernetesRequest:
     """GPUs per host."""
     channels: Mapping[str, Storage] = field(default_factory=dict)
     results: Storage | None = None
-    """Where models, output and checkpoints stay after the pods have ended; None: nowhere."""
+    """Storage that keeps models, output and checkpoints after the pods have ended; None: they are lost."""
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
     distribution: Mapping[str, Any] = field(default_factory=dict)
     """The `distribution` argument of a SageMaker estimator."""
@@ -182,7 +182,7 @@ class KubernetesRequest:
         return f"{self.pod_prefix}-{self.hosts - 1}{random_part}"
 
     def list_notes(self) -> list[str]:
-        """Return what may surprise the user: the job is valid, but may not do what they expect."""
+        """Return warnings: the job is valid, but may do something else than expected."""
         notes = []
         if "/" not in self.image:
             notes.append(
@@ -209,7 +209,7 @@ class KubernetesRequest:
 
 
 def suggest_name(source: Path | str | None, image: str) -> str:
-    """Return a name for a job: that of its source directory, otherwise that of its image."""
+    """Return a name for a job: the name of its source directory, otherwise of its image."""
     if isinstance(source, Path):
         return _suggest_label(source.resolve().name)
     return _suggest_label(image.partition("@")[0].rpartition("/")[2].partition(":")[0])

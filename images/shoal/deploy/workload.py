@@ -21,7 +21,7 @@ _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
 """Kubeflow Trainer demands this name of the replicated job, and of its container."""
 _POLICY_REASON = "PodFailurePolicy"
-"""Why a Job has failed whose `podFailurePolicy` has the action FailJob."""
+"""The reason of a failure by the action FailJob of a `podFailurePolicy`."""
 
 
 def build_workload(request: KubernetesRequest) -> list[Object]:
@@ -98,7 +98,7 @@ def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, l
 
 
 def _build_job_set(request: KubernetesRequest) -> list[Object]:
-    """Return the JobSet, whose controller makes the headless service."""
+    """Return the JobSet. Its controller makes the headless service."""
     return [
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",

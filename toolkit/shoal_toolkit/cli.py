@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
-from shoal_toolkit.job.contract import Cluster, Paths, read_cluster, read_framework, read_job, read_paths
+from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import derive_rank_secret, take_settings, warn_without_secret
+from shoal_toolkit.job.settings import Settings, derive_rank_secret, take_settings, warn_without_secret
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import configure_log, write_log
 from shoal_toolkit.plan.launcher import select_hosts
@@ -153,6 +153,8 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
     settings, problem = take_settings(os.environ)
     cluster = read_cluster(paths, os.uname().nodename, os.environ)
     configure_log(cluster.current_host, settings.log_format == "json")
+    if cluster.found.registration is not None:
+        cluster = _register(cluster, settings, problem)
     environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
     plan: LaunchPlan | TrainError
     try:
@@ -176,6 +178,20 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
     role = _make_role(task)
     early.end()
     return role.run()
+
+
+def _register(cluster: Cluster, settings: Settings, problem: TrainError | None) -> Cluster:
+    """Exchanges addresses with the other hosts, as on AWS Batch. Names this host by its address in the log from now on.
+
+    Raises the problem in the settings, or LaunchError if a host is missing.
+    """
+    if problem is not None:
+        raise problem
+    from shoal_toolkit.hosts.registration import register_hosts
+
+    cluster = make_cluster(register_hosts(cluster.found, settings))
+    configure_log(cluster.current_host, settings.log_format == "json")
+    return cluster
 
 
 def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Agent:
         self.refused = ""  # why a connection from the first host's address was refused
         self._waiting: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
         self._resolver = Resolver(loop)
-        self._listener = _listen(port)
+        self._listener = listen(port)
         loop.watch(self._listener.fileno(), READ, self._on_connection)
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class _Handshake:
         self._channel.close()
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Listens on every address of this host, with IPv6 if it is available. Raises LaunchError if the port is taken."""
     try:
         both = socket.has_dualstack_ipv6()

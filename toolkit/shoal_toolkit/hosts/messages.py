@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 5
+VERSION = 6
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -58,6 +58,21 @@ class Refused(NamedTuple):
     reason: str
 
 
+# Before the job, where hosts know only the first one's address (registration.py)
+
+
+class Register(NamedTuple):
+    """Another host → first host: its rank."""
+
+    rank: int
+
+
+class Addresses(NamedTuple):
+    """First host → the others: the addresses of all hosts, in the order of their ranks."""
+
+    hosts: Sequence[str]
+
+
 # First host → worker
 
 
@@ -82,6 +97,12 @@ class JobResult(NamedTuple):
 
 
 # Worker → first host
+
+
+class Facts(NamedTuple):
+    """Facts about this host that must fit those of the others. Sent before READY."""
+
+    facts: Mapping[str, Any]
 
 
 class RankStarted(NamedTuple):
@@ -205,6 +226,12 @@ def _check_report(value: Any) -> Any:
     return value
 
 
+def _check_hosts(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) > _MAX_FIELDS or not all(isinstance(host, str) for host in value):
+        raise ProtocolError("hosts that are not a list of texts")
+    return value
+
+
 _check_rank = _check_whole_number(1 << 20)
 _check_code = _check_whole_number(1 << 16)
 _check_nonce, _check_proof = _check_digest(32), _check_digest(64)
@@ -213,9 +240,12 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"P": (Prove, (_check_nonce, _check_proof, _check_proof)),
     b"W": (Welcome, (_check_proof,)),
     b"R": (Refused, (_check_line,)),
+    b"g": (Register, (_check_rank,)),
+    b"A": (Addresses, (_check_hosts,)),
     b"S": (Start, (_check_text,)),
     b"K": (PassSignal, (_check_stop_signal,)),
     b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"c": (Facts, (_check_report,)),
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),

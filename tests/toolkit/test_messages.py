@@ -40,6 +40,8 @@ VALID: list[Any] = [
     messages.StopReceived(2),
     messages.Register(2),
     messages.Addresses(["10.0.0.1", "10.0.0.2"]),
+    messages.Measure("algo-2", 7411),
+    messages.Measured("algo-2", 90, 10**9, -3, ""),
     messages.Facts({"gpus": 8, "driver": "550.1", "time": 1.5}),
     messages.GO,
     messages.READY,

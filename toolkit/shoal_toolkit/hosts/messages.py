@@ -82,6 +82,13 @@ class Start(NamedTuple):
     command: str
 
 
+class Measure(NamedTuple):
+    """Measure the way to another host, in a preflight."""
+
+    host: str
+    port: int
+
+
 class PassSignal(NamedTuple):
     """Send a signal to the ranks."""
 
@@ -103,6 +110,16 @@ class Facts(NamedTuple):
     """Facts about this host that must fit those of the others. Sent before READY."""
 
     facts: Mapping[str, Any]
+
+
+class Measured(NamedTuple):
+    """The way from this host to another one, in a preflight."""
+
+    host: str
+    microseconds: int  # there and back
+    bytes_per_second: int
+    skew_ms: int  # how far the other host's clock is ahead
+    problem: str  # empty if it was measured
 
 
 class RankStarted(NamedTuple):
@@ -202,6 +219,12 @@ def _check_optional_rank(value: Any) -> Any:
     return None if value is None else _check_rank(value)
 
 
+def _check_integer(value: Any) -> Any:
+    if type(value) is not int:
+        raise ProtocolError("a number that is not whole")
+    return value
+
+
 def _check_stop_signal(value: Any) -> Any:
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
@@ -233,6 +256,7 @@ def _check_hosts(value: Any) -> Any:
 
 
 _check_rank = _check_whole_number(1 << 20)
+_check_amount = _check_whole_number(1 << 60)
 _check_code = _check_whole_number(1 << 16)
 _check_nonce, _check_proof = _check_digest(32), _check_digest(64)
 _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
@@ -245,6 +269,8 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"S": (Start, (_check_text,)),
     b"K": (PassSignal, (_check_stop_signal,)),
     b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"m": (Measure, (_check_text, _check_code)),
+    b"M": (Measured, (_check_text, _check_amount, _check_amount, _check_integer, _check_text)),
     b"c": (Facts, (_check_report,)),
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.light_typing import Any, NamedTuple, Protocol
 from shoal_toolkit.preflight.facts import FREE, PACKAGE
 
 Facts = Mapping[str, Any]
@@ -14,7 +14,11 @@ _LEAST_SHM = 128 << 20  # bytes; Docker's default is 64 MiB
 _LEAST_FILES = 1024
 _LEAST_LOCKED = 1 << 30  # bytes
 _MOST_SKEW = 30.0  # seconds; a message on a busy machine may be late by several
+_MOST_MEASURED_SKEW_MS = 1000
+_SLOW_FACTOR = 3  # a way that is slower than the median by more is a finding
+_LEAST_WAYS = 6  # those of three hosts; with fewer, nothing says which way is the slow one
 _MAX_NAMED = 5  # hosts in one finding
+_SYNCHRONISE = "synchronise the clocks (chrony or ntpd), which TLS and S3 need"
 _SAME_IMAGE = "start the same image on every host"
 _SAME_CODE = "give every host the same code and configuration"
 _SAME_MACHINE = "use hosts of one kind"
@@ -76,7 +80,7 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
         if abs(delay) > _MOST_SKEW:
             side = "behind" if delay > 0 else "ahead of"
             problem = f"its clock is {abs(delay):.0f} s {side} that of {next(iter(facts))}"
-            found.append(Finding((host,), problem, "synchronise the clocks (chrony or ntpd); TLS and S3 need it"))
+            found.append(Finding((host,), problem, _SYNCHRONISE))
     return found
 
 
@@ -127,3 +131,74 @@ def _check_host(facts: Facts) -> list[tuple[str, str]]:
         found.append((f"a process can open {numbers['files']} files only", "docker run --ulimit nofile=65536"))
     found += [(str(facts[name]), fix) for name, fix in _PROBLEMS.items() if facts.get(name)]
     return found
+
+
+class Way(Protocol):
+    """A measurement from one host to another."""
+
+    @property
+    def microseconds(self) -> int:
+        """The time there and back."""
+
+    @property
+    def bytes_per_second(self) -> int: ...
+
+    @property
+    def skew_ms(self) -> int:
+        """How far the other host's clock is ahead."""
+
+    @property
+    def problem(self) -> str:
+        """Why it was not measured; empty if it was."""
+
+
+def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Finding]:
+    """Returns the hosts that can't reach each other, pairs that are much slower than others, and wrong clocks.
+
+    Args:
+        first: The first host: its clock counts.
+        ways: (from, to) → measurement.
+    """
+    found = [
+        Finding(
+            (one,),
+            f"it cannot reach {other}: {way.problem}",
+            "fix its name lookup, or allow all TCP ports between them",
+        )
+        for (one, other), way in ways.items()
+        if way.problem
+    ]
+    measured = {pair: way for pair, way in ways.items() if not way.problem}
+    rates = sorted(way.bytes_per_second for way in measured.values())
+    usual = rates[len(rates) // 2] if len(rates) >= _LEAST_WAYS else 0
+    for (one, other), way in measured.items():
+        if way.bytes_per_second * _SLOW_FACTOR < usual:
+            problem = (
+                f"its way to {other} carries {_show_rate(way.bytes_per_second)}, and the median is {_show_rate(usual)}"
+            )
+            found.append(Finding((one,), problem, "check the cables, switch ports and cloud placement of both hosts"))
+        if one == first and abs(way.skew_ms) > _MOST_MEASURED_SKEW_MS:
+            side = "ahead of" if way.skew_ms > 0 else "behind"
+            problem = f"its clock is {abs(way.skew_ms) / 1000:.1f} s {side} that of {first}"
+            found.append(Finding((other,), problem, _SYNCHRONISE))
+    return found
+
+
+def describe_network(ways: Mapping[tuple[str, str], Way]) -> list[str]:
+    """Returns lines with the median latency and bandwidth, and the slowest pair of each; none without measurements."""
+    measured = {pair: way for pair, way in ways.items() if not way.problem}
+    if not measured:
+        return []
+    late = sorted(measured, key=lambda pair: -measured[pair].microseconds)
+    slow = sorted(measured, key=lambda pair: measured[pair].bytes_per_second)
+    middle = len(measured) // 2
+    return [
+        f"latency    median {measured[late[middle]].microseconds / 1000:.2f} ms there and back, "
+        f"slowest {late[0][0]} → {late[0][1]} {measured[late[0]].microseconds / 1000:.2f} ms",
+        f"bandwidth  median {_show_rate(measured[slow[middle]].bytes_per_second)}, "
+        f"slowest {slow[0][0]} → {slow[0][1]} {_show_rate(measured[slow[0]].bytes_per_second)}",
+    ]
+
+
+def _show_rate(bytes_per_second: int) -> str:
+    return f"{bytes_per_second / 1e6:,.0f} MB/s"

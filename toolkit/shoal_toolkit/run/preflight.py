@@ -36,6 +36,10 @@ class Preflight:
         if isinstance(sent, (int, float)):
             self._delays[host] = time() - sent
 
+    def list_facts(self, name: str) -> dict[str, Any]:
+        """Returns one fact of each host that has it."""
+        return {host: facts[name] for host, facts in self._facts.items() if name in facts}
+
     def find(self) -> list[Finding]:
         """Closes the port, and returns what is wrong."""
         self.close()

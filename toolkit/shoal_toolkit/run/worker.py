@@ -63,13 +63,17 @@ class Worker(Host):
 
     def _on_probed(self, problem: str) -> None:
         """Sends the facts about this host, and that it is ready."""
-        self._send(messages.Facts({**collect_facts(self.task.paths, self.plan), "port_problem": problem}))
+        self._send(messages.Facts({**self.collect_ready_facts(), "port_problem": problem}))
         self._send(messages.READY)
+
+    def collect_ready_facts(self) -> dict[str, Any]:
+        """Returns the facts about this host that must fit those of the others."""
+        return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:
         """Ends the job if the first host has not connected."""
         if self._channel is None:
-            refused = self._agent.refused if self._agent is not None else ""
+            refused = (self._agent.refused or self._agent.rejected) if self._agent is not None else ""
             why = f"; this host {refused}." if refused else ". Every host of the job must run `train`; "
             advice = "" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
             seconds = self.task.settings.hosts_timeout

@@ -11,7 +11,7 @@ import base64
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,8 @@ def list_pods(objects: Sequence[Object]) -> list[Pod]:
     count = spec["trainer"]["numNodes"]
     pods = _list_job_set(name, runtime["spec"]["template"]["spec"], count)
     pet = {"PET_NNODES": str(count), "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500"}
-    first = f"{name}-node-0-0.{name}"
-    return [
-        Pod(
-            **{
-                **vars(pod),
-                "variables": {
-                    **pod.variables,
-                    **pet,
-                    "PET_NODE_RANK": str(pod.index),
-                    "PET_MASTER_ADDR": first,
-                },
-            }
-        )
-        for pod in pods
-    ]
+    pet["PET_MASTER_ADDR"] = f"{name}-node-0-0.{name}"
+    return [replace(pod, variables={**pod.variables, **pet, "PET_NODE_RANK": str(pod.index)}) for pod in pods]
 
 
 def _list_indexed(prefix: str, job: Object, subdomain: str, count: int) -> list[Pod]:
@@ -82,29 +69,19 @@ def _list_job_set(name: str, job_set: Object, count: int) -> list[Pod]:
 
 
 def _list_mpi(name: str, replicas: Object) -> list[Pod]:
-    """Return the launcher and the workers of an MPIJob with runLauncherAsWorker."""
-    launcher = Pod(
-        hostname=f"{name}-launcher",
-        subdomain=name,
-        spec=replicas["Launcher"]["template"]["spec"],
-        index=0,
-        variables={
-            "K_MPI_JOB_ROLE": "launcher",
-            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-            "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
-            "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
-            "OMPI_MCA_orte_set_default_slots": "1",
-        },
-        mounts={"/etc/mpi": f"{name}-config"},
-    )
-    worker = replicas["Worker"]["template"]["spec"]
-    return [
-        launcher,
-        *(
-            Pod(f"{name}-worker-{index}", name, worker, index + 1, {"K_MPI_JOB_ROLE": "worker"})
-            for index in range(replicas["Worker"]["replicas"])
-        ),
-    ]
+    """Return the launcher and the workers of an MPIJob with runLauncherAsWorker and OpenMPI."""
+    variables = {
+        "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+        "OMPI_MCA_orte_set_default_slots": "1",
+    }
+    role = "K_MPI_JOB_ROLE"
+    pods = {part: content["template"]["spec"] for part, content in replicas.items()}
+    hostfile = {"/etc/mpi": f"{name}-config"}
+    launcher = Pod(f"{name}-launcher", name, pods["Launcher"], 0, {role: "launcher", **variables}, hostfile)
+    workers = range(replicas["Worker"]["replicas"])
+    return [launcher, *(Pod(f"{name}-worker-{i}", name, pods["Worker"], i + 1, {role: "worker"}) for i in workers)]
 
 
 def make_hostfile(pods: Sequence[Pod], namespace: str) -> str:
@@ -130,7 +107,8 @@ class Kubelet:
         """Start a pod, with its host name, user, limits, variables and volumes."""
         (container,) = pod.spec["containers"]
         security = pod.spec["securityContext"]
-        variables = {each["name"]: self._find_value(each, pod) for each in container["env"]} | pod.variables
+        own = {each["name"]: self._find_value(each, pod) for each in container["env"]}
+        variables = {**own, **pod.variables}
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         options: dict[str, Any] = {}
         mounts = [Mount(path, str(self._write_config_map(name)), "bind") for path, name in pod.mounts.items()]
@@ -172,7 +150,7 @@ class Kubelet:
 
     def _find_sub_path(self, mount: Object, variables: Mapping[str, str]) -> str:
         """Return the directory of a volume that is mounted, with the variables that it names."""
-        path: str = mount.get("subPathExpr", mount.get("subPath", ""))
+        path = str(mount.get("subPathExpr") or mount.get("subPath", ""))
         return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], path)
 
     def _make_volume(self, volume: Object, group: int) -> Path:

@@ -16,11 +16,15 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from shoal.commands import deploy
+from shoal.commands.common import app
 from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
 
+assert deploy  # it adds the command to `app`
 Object = dict[str, Any]
 VERSIONS = ("1.31", "1.37")
 """The first release of Kubernetes in which all that we use is stable, and the newest one of the package."""
@@ -360,3 +364,39 @@ def test_the_file_is_only_for_its_owner(tmp_path: Path) -> None:
     manifest.write_manifest(path, "new\n")
     assert path.read_text() == "new\n"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    words = [
+        "deploy",
+        "kubernetes",
+        "pytorch-training:1-cpu-py311",
+        "--source",
+        str(source),
+        "--entry-point",
+        "train.py",
+    ]
+    words += ["--hosts", "3", "--gpus", "1", "--registry", "registry.example.org/team/", "--namespace", "ml"]
+    result = CliRunner().invoke(app, [*words, "-o", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    job = next(each for each in yaml.load_all(path.read_text(), yaml.CSafeLoader) if each["kind"] == "Job")
+    assert job["metadata"]["name"] == "my-digits-2"
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example.org/team/pytorch-training:1-cpu-py311"
+    assert result.stdout.splitlines() == [
+        f"wrote {path}",
+        f"start: kubectl create -n ml -f {path}",
+        "logs:  kubectl logs -n ml -f --prefix --tail=-1 --max-log-requests=3 -l app.kubernetes.io/instance="
+        "my-digits-2",
+    ]
+    assert "without --results, the model is lost" in result.stderr
+    assert "is a CPU image by its name" in result.stderr
+
+
+def test_the_command_prints_the_file(source: Path) -> None:
+    words = ["deploy", "kubernetes", IMAGE, "--kind", "mpijob", "--results", "models", "-o", "-"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    kinds = [each["kind"] for each in yaml.load_all(result.stdout, yaml.CSafeLoader)]
+    assert kinds == ["NetworkPolicy", "ConfigMap", "Secret", "MPIJob"]
+    assert result.stderr == ""

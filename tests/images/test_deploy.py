@@ -328,7 +328,7 @@ def test_code_that_pods_could_not_get_is_an_error(source: Path) -> None:
 
 def test_a_source_that_is_too_large_is_an_error(source: Path) -> None:
     (source / "weights.bin").write_bytes(random.Random(1).randbytes(2**20))
-    with pytest.raises(UsageError, match="when packed, and a ConfigMap holds 1 MiB"):
+    with pytest.raises(UsageError, match="do not fit into a ConfigMap, which holds 1 MiB"):
         manifest.build_objects(make_request(source))
 
 

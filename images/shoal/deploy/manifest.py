@@ -25,6 +25,8 @@ from shoal.jobs import job
 
 MAX_CONFIG_MAP = 2**20
 """The limit of Kubernetes for the data of one ConfigMap, in bytes."""
+_MAX_SOURCE = 64 * 2**20
+"""The limit for files that are packed at all, in bytes: larger ones are data, and would not fit."""
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*")
 _NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"})
 _LEFT_OUT = frozenset({"__pycache__", ".git"})
@@ -73,20 +75,26 @@ def _build_config_map(request: KubernetesRequest) -> Object:
         packed = pack_source(request.source)
         binary = {ARCHIVE: base64.b64encode(packed).decode()}
         size += len(packed)
-    if size > MAX_CONFIG_MAP:
-        raise UsageError(
-            f"--source {request.source}: {size / 2**20:.1f} MiB when packed, and a ConfigMap holds 1 MiB. Fix: put the"
-            " code into an image (docs/recipes.md) and leave out --source, or upload it and use --source s3://..."
-        )
+    _check_config_map(request.source, size, MAX_CONFIG_MAP)
     extra = {"binaryData": binary} if binary else {}
     return _build_object(request, "ConfigMap", "input", data=data, **extra, immutable=True)
+
+
+def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
+    """Raise `UsageError` if files of this size, in bytes, do not fit into a ConfigMap."""
+    if size > limit:
+        raise UsageError(
+            f"--source {source}: {size / 2**20:.1f} MiB do not fit into a ConfigMap, which holds 1 MiB after packing."
+            " Fix: put the code into an image (docs/recipes.md) and leave out --source, or upload it and use --source"
+            " s3://..."
+        )
 
 
 def pack_source(directory: Path) -> bytes:
     """Return a directory as .tar.gz: the same bytes for the same files. Caches are left out.
 
     Raises:
-        UsageError: If a file cannot be read.
+        UsageError: If a file cannot be read, or they are too large.
     """
     files = {
         str(path.relative_to(directory)): path
@@ -95,6 +103,7 @@ def pack_source(directory: Path) -> bytes:
     }
     packed = io.BytesIO()
     try:
+        _check_config_map(directory, sum(path.stat().st_size for path in files.values()), _MAX_SOURCE)
         archive.write_tar(files, packed, lambda name: os.access(files[name], os.X_OK))
     except OSError as error:
         raise UsageError(f"--source {directory}: {error.filename} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Collects the facts about a host that must fit those of the other hosts. Starts no process; takes milliseconds.
+"""Collects the facts about a host that must fit the other hosts' facts. Starts no process; takes milliseconds.
 
 A fact has a name and a number or a text. A fact that can't be read is left out.
 """

@@ -58,7 +58,7 @@ class MeasuringFirstHost(FirstHost):
         self._measure_next()
 
     def _measure_next(self) -> None:
-        """Starts every measurement whose two hosts are idle. After the last one, ends with the report."""
+        """Starts every measurement between two idle hosts. After the last one, ends with the report."""
         busy = {*self._running, *self._running.values()}
         for pair in list(self._waiting):
             if not busy.intersection(pair):

@@ -41,7 +41,7 @@ class Preflight:
         return {host: facts[name] for host, facts in self._facts.items() if name in facts}
 
     def find(self) -> list[Finding]:
-        """Closes the port, and returns what is wrong."""
+        """Closes the port, and returns the findings."""
         self.close()
         return compare_facts(self._facts, self._delays, self._one_kind)
 

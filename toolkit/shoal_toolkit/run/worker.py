@@ -67,7 +67,7 @@ class Worker(Host):
         self._send(messages.READY)
 
     def collect_ready_facts(self) -> dict[str, Any]:
-        """Returns the facts about this host that must fit those of the others."""
+        """Returns the facts about this host that must fit the other hosts' facts."""
         return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:

@@ -119,8 +119,7 @@ class KubernetesOptions:
 def deploy_kubernetes(options: KubernetesOptions) -> None:
     """Write a YAML file with which `kubectl create` runs a job. The file has a new secret for the job.
 
-    Example: shoal deploy kubernetes pytorch --registry registry.example.org/team --source examples/digits \
-    --entry-point train.py --hosts 2 --procs-per-host 2 --channel training=digits --results models
+    Example: shoal deploy kubernetes pytorch --source examples/digits --entry-point train.py --hosts 2 --results models
     """
     request = options.to_request()
     text = manifest.format_manifest(request, manifest.build_objects(request))

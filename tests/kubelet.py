@@ -1,4 +1,4 @@
-"""Starts the pods of a rendered manifest as containers, with what Kubernetes and the controllers would give them.
+"""Starts the pods of a rendered manifest as containers, as Kubernetes and the controllers would.
 
 All that the manifest says is read from it: variables, volumes, users, limits. This module adds only what controllers
 add, from their documentation: the pods' names, JOB_COMPLETION_INDEX, the PET_* variables of Kubeflow Trainer, and the
@@ -32,7 +32,7 @@ class Pod:
     spec: Object
     index: int
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the controller adds to the variables of the container."""
+    """Variables that the controller adds to the container."""
     mounts: Mapping[str, str] = field(default_factory=dict)
     """The ConfigMaps that the controller mounts, by path."""
 

@@ -51,7 +51,7 @@ def definitions(version: str) -> Object:
 
 
 def find_errors(each: Object, version: str) -> list[str]:
-    """Return what the schema of an object refuses in it."""
+    """Return the errors that the schema of an object finds in it."""
     key = each["apiVersion"], each["kind"]
     known = {"$ref": f"#/$defs/{CORE[key]}"} if key in CORE else json.loads(CRDS.read_text())[" ".join(key)]
     validator = jsonschema.Draft202012Validator({**known, "$defs": definitions(version)})

@@ -145,6 +145,30 @@ def resolve_tag(name: str) -> str:
     return name if ":" in name else open_project()[1].select(name).tag
 
 
+def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
+    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
+    pairs = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
+        if key in pairs:
+            raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
+        pairs[key] = value
+    return pairs
+
+
+def parse_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that is the value of an option. Raises `UsageError`."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{option}: expected a JSON object, found {text}")
+    return document
+
+
 def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:
     """Print how each build ended. If builds failed, print all errors but the first, and raise the first."""
     for result in results:

@@ -65,7 +65,8 @@ def run_job_in_docker(image: str, request: job.JobRequest, console: Console) -> 
 
     Raises:
         DockerError: If Docker does not answer, refuses, or lacks the image.
-        UsageError: If the job's directory cannot be created, or there are fewer GPUs than hosts.
+        UsageError: If the job's directory cannot be created, the source cannot be copied, or there are fewer GPUs than
+            hosts.
     """
     client = docker_client.connect()
     name = job.make_job_name(request)

@@ -315,7 +315,10 @@ def read_result(
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file. Raises ValueError if it is not an object."""
+    """Return the JSON object in a file; empty if there is no file. NaN and Infinity become strings.
+
+    Raises ValueError if it is not an object.
+    """
     try:
         # Python writes NaN and Infinity, which are not valid JSON for readers of our `--json`: they become strings.
         document = json.loads(path.read_text(), parse_constant=str)
@@ -329,7 +332,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_launch_report(path: Path) -> dict[str, Any]:
-    """Return the report of `train`. Raises ValueError if it is wrong: any program in the container can change it."""
+    """Return the report of `train`; empty if there is none. Raises ValueError if a program has made it wrong."""
     report = _read_json_object(path)
     hosts, ranks = report.get("hosts", [path]), report.get("ranks")
     seconds = (report.get("launch_seconds"), report.get("training_seconds"))

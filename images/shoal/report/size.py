@@ -57,6 +57,7 @@ def write_size_report(
     Raises:
         UsageError: If there is no such image, or a file cannot be written. Both are checked first.
         ImageError: If an archive is not an image.
+        DiskError, DockerError: As their names say.
     """
     page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
     archives = [_open_image(name, matrix) for name in names]

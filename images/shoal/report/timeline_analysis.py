@@ -115,7 +115,7 @@ class Analysis:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that causes most of the waiting: its share is more than halfway from an even share to 1."""
+        """The rank that causes most of the waiting, over halfway from an even share to 1. None if there is none."""
         if not self.skew:
             return None
         rank = max(self.shares, key=lambda number: self.shares[number])
@@ -123,7 +123,7 @@ class Analysis:
 
     @property
     def slowest(self) -> tuple[tuple[int, Span], ...]:
-        """The longest communication spans, each with its rank, longest first."""
+        """The ten longest communication spans, each with its rank, longest first."""
         spans = [(report.rank.number, span) for report in self.ranks for span in report.rank.spans_of("communication")]
         return tuple(sorted(spans, key=lambda found: -found[1].duration)[:_SLOWEST])
 

@@ -136,7 +136,7 @@ class _Track:
 
 
 def _list_directory(directory: Path) -> list[Path]:
-    """Return the timelines in and below a directory, otherwise its JSON files. Raises `UsageError`."""
+    """Return the timelines in and below a directory, otherwise its own JSON files. Raises `UsageError` for neither."""
     files = sorted(directory.rglob(PATTERN)) or sorted(directory.glob("*.json"))
     if not files:
         raise UsageError(f"{directory}: contains no {PATTERN}; {_EXPECTED}")

@@ -49,7 +49,10 @@ sys.exit(main())
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
-    """Resolve and write the image's lock files, and return their paths. Raises `SpecError` with pip's words."""
+    """Resolve and write the image's lock files, and return their paths.
+
+    Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong.
+    """
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):
         installed = list(pins.list_installed(project, spec, parent))

@@ -167,7 +167,7 @@ def _is_gpu(gpus: EmulatedGpus, device: Any) -> bool:
 
 
 def _require_known(gpus: EmulatedGpus, devices: list[Any]) -> None:
-    """Raises TensorFlow's own error for a device that is not an emulated GPU."""
+    """Raises ValueError, as TensorFlow does, for a device that is not an emulated GPU."""
     for device in devices:
         if not gpus.has(device):
             raise ValueError(f"Unrecognized device: {getattr(device, 'name', device)!r}: there are {gpus.physical}.")

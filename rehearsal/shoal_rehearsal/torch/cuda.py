@@ -94,7 +94,7 @@ def _ordinal(device: Any) -> int:
 
 
 def set_device(device: DeviceLike) -> None:
-    """Makes a device current. Raises as CUDA does if there is no such device."""
+    """Makes a device current. Raises as CUDA does if there is none; a negative ordinal changes nothing."""
     devices.make_current(device if isinstance(device, int) else _ordinal(device))
 
 

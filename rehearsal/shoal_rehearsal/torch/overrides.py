@@ -106,7 +106,10 @@ def _set_data(_: object, tensor: Tensor, data: Tensor) -> None:
 
 
 def _pin_memory(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replaces Tensor.pin_memory: returns a copy that counts as pinned. Raises RuntimeError for a CUDA tensor."""
+    """Replaces Tensor.pin_memory: returns a copy that counts as pinned, or a pinned tensor itself.
+
+    Raises RuntimeError for a CUDA tensor.
+    """
     if is_on_cuda(tensor):
         raise RuntimeError(f"cannot pin '{_type_name(tensor)}' only dense CPU tensors can be pinned")
     if tensor in _pinned:
@@ -162,14 +165,14 @@ def _type_name(tensor: Tensor) -> str:
 
 
 def _parse_to(_: object, *args: Any, **kwargs: Any) -> Any:
-    """Module.to parses its arguments with this function: an ordinal is a CUDA device."""
+    """Parses the arguments of Module.to. An ordinal is a CUDA device, which must exist."""
     if args and type(args[0]) is int:
         args = (devices.resolve(args[0]), *args[1:])
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def _pack_padded_sequence(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The lengths of a packed sequence are always on the CPU."""
+    """Packs sequences as torch does. The data stays on its device, and the lengths are always on the CPU."""
     data, batch_sizes = torch._VF._pack_padded_sequence(tensor, *args, **kwargs)
     set_placement(data, placement_of(tensor))
     set_placement(batch_sizes, CPU)

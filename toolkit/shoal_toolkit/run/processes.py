@@ -146,7 +146,7 @@ class HostProcesses:
         )
 
     def start(self) -> None:
-        """Starts this host's own command, a launcher or the script, and the sidecars. Raises LaunchError if one fails."""
+        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't."""
         if self._plan.has_ranks:
             self.prepare_ranks()
             self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)

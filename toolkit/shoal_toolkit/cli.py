@@ -289,7 +289,10 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
-    """Returns this host's role: that of the first host, or of a worker. Only the role's module is imported."""
+    """Returns this host's role: MeasuringFirstHost or FirstHost on the first host, otherwise a worker.
+
+    Only the role's module is imported.
+    """
     if task.preflight:
         from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
 

@@ -97,7 +97,7 @@ def found(container: ImageContainer) -> dict[str, frozenset[str]]:
     """Return what each search finds in an image, by one script that prints the name of the search before each line."""
     paths = " , ".join(rf"\( {conditions} \) -printf '{what}\t%p\n'" for what, conditions in PATHS.items())
     texts = (rf"{command} | sed 's/^/{what}\t/'" for what, command in TEXTS.items())
-    script = "; ".join(["set -e", "export LC_ALL=C", f"find / -xdev {paths}", *texts])  # C: grep takes a third
+    script = "; ".join(["set -e", f"find / -xdev {paths}", *texts])
     lines = [line.partition("\t") for line in container.run("sh", "-c", script).splitlines()]
     return {what: frozenset(text for name, _, text in lines if name == what) for what in SEARCHES}
 

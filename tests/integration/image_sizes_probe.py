@@ -32,7 +32,7 @@ def main() -> None:
 def list_recorded() -> Iterator[str]:
     """Yield the paths of all files of wheels. As pip wrote them down: `Distribution.files` takes a second more."""
     for found in importlib.metadata.distributions():
-        directory = found.locate_file("")
+        directory = str(found.locate_file(""))
         for row in csv.reader((found.read_text("RECORD") or "").splitlines()):
             yield os.path.normpath(os.path.join(directory, row[0]))  # noqa: PTH118
 

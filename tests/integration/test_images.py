@@ -46,7 +46,7 @@ HUGGINGFACE = "huggingface-*"
 
 
 def framework_facts(container: ImageContainer, image: ImageSpec, user: str = "1000") -> dict[str, Any]:
-    """Return the facts of an image's framework. Those of torch come with those of transformers, which imports it."""
+    """Return the facts of an image's framework. transformers imports torch, so that its probe reports both."""
     if image.framework == "huggingface":
         found: dict[str, Any] = container.facts("transformers", user)["torch"]
         return found

@@ -166,8 +166,14 @@ def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
     ("case", "words"),
     [
         ("penalty", "The step on stage 0 uses a parameter of stage 1 outside of its module"),
-        ("eval", "model.eval() is called inside a step: the other stages would not call it"),
-        ("optimizer", "optimizer.step() is called inside a step: the other stages would not call it"),
+        pytest.param(
+            "eval", "model.eval() is called inside a step: the other stages would not call it", marks=pytest.mark.once
+        ),
+        pytest.param(
+            "optimizer",
+            "optimizer.step() is called inside a step: the other stages would not call it",
+            marks=pytest.mark.once,
+        ),
     ],
 )
 def test_what_only_the_first_stage_would_do_is_refused(mpirun: Mpirun, case: str, words: str) -> None:
@@ -226,6 +232,7 @@ def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun,
     assert [event["name"] for event in events if event.get("cat") == "step"] == ["step 1", "step 2"]
 
 
+@pytest.mark.once
 def test_dataparallel_beside_it_is_refused(python: Python) -> None:
     code = "import smdistributed.dataparallel, smdistributed.modelparallel.torch as smp; smp.init({'partitions': 1})"
     ended = subprocess.run(

@@ -61,7 +61,7 @@ def check_training(directory: Path, world_size: int) -> list[list[float]]:
     return [rank["losses"] for rank in ranks]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.once), 2])
 def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     start_up: dict[str, str], alone: Alone, mpirun: Mpirun, free_port: int, tmp_path: Path, world_size: int
 ) -> None:
@@ -100,6 +100,7 @@ def test_what_a_script_sees(start_up: dict[str, str]) -> None:
     assert ran.stderr.count(NOTICE) == 1
 
 
+@pytest.mark.once
 def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> None:
     off = python("-c", "import torch; print(torch.cuda.Stream.__module__)", SHOAL_REHEARSE="false", **start_up)
     assert off.stdout.startswith("torch.cuda"), off.stdout + off.stderr
@@ -114,6 +115,7 @@ def test_it_can_be_activated_after_torch_was_imported(alone: Alone) -> None:
     assert alone("-c", "import torch; print(torch.zeros(1).cuda().device)", **REHEARSE) == "cuda:0\n"
 
 
+@pytest.mark.once
 def test_what_cannot_be_is_refused_by_the_import_of_torch(start_up: dict[str, str]) -> None:
     ran = python("-c", "import torch; print('imported')", SHOAL_REHEARSE="maybe", **start_up)
     assert ran.returncode == 1

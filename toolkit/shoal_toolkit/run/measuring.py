@@ -54,7 +54,9 @@ class MeasuringFirstHost(FirstHost):
         """Starts the measurements instead of the job."""
         if self._preflight is None:
             self._preflight = Preflight(self.task.paths, self.plan, one_kind=True)
-        self._ports.update({host: int(port) for host, port in self._preflight.list_facts(PORT).items()})
+            self._preflight.collect()
+        ports = self._preflight.list_facts(PORT)
+        self._ports.update({host: port for host, port in ports.items() if isinstance(port, int)})
         self._measure_next()
 
     def _measure_next(self) -> None:

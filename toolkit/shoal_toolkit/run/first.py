@@ -219,8 +219,9 @@ class FirstHost(Host):
             self._fail_early(Result(message.code or 1, f"On {host}: {message.message}"))
         elif isinstance(message, messages.StopReceived):
             self._on_stopped_host(host, message.signal)
-        elif isinstance(message, messages.Facts) and self._preflight is not None:
-            self._preflight.add(host, message.facts)
+        elif isinstance(message, messages.Facts):
+            if self._preflight is not None:  # without a plan there is none, and a worker has facts all the same
+                self._preflight.add(host, message.facts)
         elif message == messages.READY:
             if host not in self._unready:
                 raise messages.ProtocolError("it is ready for the second time")

@@ -31,7 +31,7 @@ _ISOLATED = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "
 
 # Nodes share /tmp, but on a real cluster each has its own.
 _PROLOG = """#!/bin/sh
-echo "export TMPDIR={directory}/tmp-$SLURMD_NODENAME"
+echo "export TMPDIR={temporary}"
 """
 
 _CONFIGURATION = """
@@ -200,7 +200,12 @@ def start_cluster(node_timeout: int = 5, kill_wait: int = 30) -> Iterator[Cluste
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
         directory.chmod(0o755)
         addresses = _wire(unique, undo)
-        _configure(directory, addresses, node_timeout, kill_wait)
+        for name in NODES:
+            temporary = _temporary(unique, name)
+            temporary.mkdir()
+            temporary.chmod(0o1777)
+            undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+        _configure(directory, unique, addresses, node_timeout, kill_wait)
         cluster = Cluster(directory, unique)
         undo.callback(cluster.close)
         undo.callback(_end_munge, _start_munge(directory))
@@ -235,7 +240,12 @@ def _wire(unique: str, undo: ExitStack) -> dict[str, str]:
     return addresses
 
 
-def _configure(directory: Path, addresses: dict[str, str], node_timeout: int, kill_wait: int) -> None:
+def _temporary(unique: str, node: str) -> Path:
+    """Returns a node's directory for temporary files: short, for sockets, and in /tmp, which containers see too."""
+    return Path("/tmp") / f"{unique}-{node}"
+
+
+def _configure(directory: Path, unique: str, addresses: dict[str, str], node_timeout: int, kill_wait: int) -> None:
     """Writes slurm.conf, the key of munge and the directories of the daemons."""
     nodes = "\n".join(f"NodeName={name} NodeAddr={addresses[name]} CPUs={_CPUS} State=UNKNOWN" for name in NODES)
     settings = {"node_timeout": node_timeout, "kill_wait": kill_wait, "login": _LOGIN, "prefix": _PREFIX}
@@ -245,10 +255,8 @@ def _configure(directory: Path, addresses: dict[str, str], node_timeout: int, ki
     (directory / "state").mkdir()
     for node in NODES:
         (directory / f"spool-{node}").mkdir()
-        (directory / f"tmp-{node}").mkdir()
-        (directory / f"tmp-{node}").chmod(0o1777)
     prolog = directory / "prolog"
-    prolog.write_text(_PROLOG.format(directory=directory))
+    prolog.write_text(_PROLOG.format(temporary=_temporary(unique, "$SLURMD_NODENAME")))
     prolog.chmod(0o755)
     key = directory / "munge.key"
     key.touch(0o600)

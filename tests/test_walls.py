@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "redact",
         "log",
         "system",
+        "discovery",
         "job",
         "output plan result sidecars",
         "hosts",

@@ -96,9 +96,9 @@ def explain(words: Sequence[str], as_json: bool) -> int:
         if problem is not None:
             raise problem
         paths = read_paths(environ)
-        cluster = read_cluster(paths, os.uname().nodename)
+        cluster = read_cluster(paths, os.uname().nodename, environ)
         plan = plan_host(paths, cluster, environ, words, fetch=False)
-        plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts), *plan.notes))
+        plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes))
     except TrainError as error:
         write_log(str(error))
         return error.exit_code
@@ -146,12 +146,12 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
     """Plans and runs this host's part, as first host or worker. Returns the exit code of the job.
 
     Sets up the log, removes the job's secret from os.environ, and removes the result of an earlier job. An error in the
-    plan is reported to the other hosts first. TrainError is raised if resourceconfig.json is wrong, StoppedError for a
+    plan is reported to the other hosts first. TrainError is raised if the list of hosts is wrong, StoppedError for a
     signal before the event loop runs.
     """
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
-    cluster = read_cluster(paths, os.uname().nodename)
+    cluster = read_cluster(paths, os.uname().nodename, os.environ)
     configure_log(cluster.current_host, settings.log_format == "json")
     environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
     plan: LaunchPlan | TrainError
@@ -159,7 +159,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
         if problem is not None:
             raise problem
         plan = plan_host(paths, cluster, environ, words)
-        for note in (*warn_without_secret(settings, plan.hosts), *plan.notes):
+        for note in (*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes):
             write_log(note)
     except TrainError as error:
         plan = error
@@ -181,7 +181,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
 def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
     """Returns the hosts in the order of the other hosts' plans, although this host has no plan.
 
-    If the hyperparameters are wrong, it is the order of resourceconfig.json.
+    If the hyperparameters are wrong, it is the order of the list of hosts.
     """
     try:
         hosts = select_hosts(cluster, read_framework(paths))

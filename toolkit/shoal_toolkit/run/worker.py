@@ -58,7 +58,7 @@ class Worker(Host):
         """Ends the job if the first host has not connected."""
         if self._channel is None:
             refused = self._agent.refused if self._agent is not None else ""
-            why = f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; "
+            why = f"; this host {refused}." if refused else ". Every host of the job must run `train`; "
             advice = "" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
             seconds = self.task.settings.hosts_timeout
             late = f"The first host {self._first_host} has not connected within {seconds} s{why}{advice}"

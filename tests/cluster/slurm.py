@@ -48,6 +48,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 TaskProlog={directory}/prolog
 MpiDefault=none
+FirstJobId={first_job}
 SelectType=select/linear
 SlurmdTimeout={node_timeout}
 KillWait={kill_wait}
@@ -248,7 +249,8 @@ def _temporary(unique: str, node: str) -> Path:
 def _configure(directory: Path, unique: str, addresses: dict[str, str], node_timeout: int, kill_wait: int) -> None:
     """Writes slurm.conf, the key of munge and the directories of the daemons."""
     nodes = "\n".join(f"NodeName={name} NodeAddr={addresses[name]} CPUs={_CPUS} State=UNKNOWN" for name in NODES)
-    settings = {"node_timeout": node_timeout, "kill_wait": kill_wait, "login": _LOGIN, "prefix": _PREFIX}
+    # Jobs of different clusters have different numbers, and so different directories in jobs/.
+    settings = {"first_job": os.getpid(), "node_timeout": node_timeout, "kill_wait": kill_wait, "login": _LOGIN, "prefix": _PREFIX}
     (directory / "slurm.conf").write_text(_CONFIGURATION.format(directory=directory, nodes=nodes, **settings))
     # slurmd looks for cgroups although this configuration uses none; of v1, none need be mounted.
     (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

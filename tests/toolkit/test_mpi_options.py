@@ -564,6 +564,15 @@ def asked_of_daemons(series: int, directory: Path, options: str) -> str:
     return asked.read_text().splitlines()[0]
 
 
+@pytest.mark.parametrize("name", ["orted", "prted"])
+def test_a_users_login_shell_may_be_sh(name: str, tmp_path: Path) -> None:
+    """Before its daemon, mpirun then reads .profile, in parentheses; charliecloud gives every user /bin/sh."""
+    (tmp_path / name).touch(0o755)
+    asked = f'( test ! -r ./.profile || . ./.profile;  PATH=/x:$PATH ; export PATH ; /x/{name} -mca ess "env" )'
+    command, _ = build_daemon_command(asked, {}, {"PATH": str(tmp_path)}, "/tmp")
+    assert command == [str(tmp_path / name), "-mca", "ess", "env"]
+
+
 @pytest.mark.mpi
 @BOTH
 def test_a_worker_takes_what_the_real_mpirun_asks_for(series: int, tmp_path: Path) -> None:

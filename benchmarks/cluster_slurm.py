@@ -1,8 +1,8 @@
-"""A Slurm job of 2 nodes × 2 ranks, from the start of `srun` to the first line of the first rank, with and without `train`.
+"""A Slurm job of 2 nodes × 2 ranks, from the start of `srun` until the first rank runs, with and without `train`.
 
-The rival is `srun` with a task for each rank, which starts the same script without us. Ours is one `train` for each node,
-which starts the ranks with mpirun. The script notes the time, and ends. The cluster is Debian's Slurm on this machine
-(tests/cluster/slurm.py). Both take turns, and the figures are medians: `benchmarks/cluster_slurm.py --rounds 5`.
+The rival is `srun` with a task for each rank, which starts the same script without us. Ours is one `train` for each
+node, which starts the ranks with mpirun. The script notes the time, and ends. The cluster is Debian's Slurm on this
+machine (tests/cluster/slurm.py). Both take turns, and the figures are medians.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def start_job(cluster: Cluster, work: Path, command: list[object]) -> float:
     code = {"SAGEMAKER_SUBMIT_DIRECTORY": str(work / "code"), "SAGEMAKER_PROGRAM": "train.py"}
     variables = {**code, "STARTED": str(started), "SHOAL_JOB_SECRET": os.urandom(16).hex()}
     began = time.time()
-    done = cluster.run(*command, cwd=work, **variables)
+    done = cluster.run(*command, cwd=work, variables=variables)
     times = [float(path.name.partition("-")[0]) for path in started.iterdir()]
     if done.returncode or len(times) != RANKS:
         sys.exit(f"{len(times)} of {RANKS} ranks have started: {done.stdout}{done.stderr}")

@@ -42,7 +42,7 @@ class Work:
         """Submits the example with the `train` of this virtual environment."""
         path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
         script = ROOT / "examples" / "slurm" / "train.sbatch"
-        return self.cluster.submit(script, cwd=self.directory, PATH=path, **variables)
+        return self.cluster.submit(script, cwd=self.directory, variables={"PATH": path, **variables})
 
     def base(self, job: int, node: str) -> Path:
         """Returns the /opt/ml of a node."""

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from .slurm import ROOT, Cluster, Job, start_cluster
 
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-
 
 def main() -> int:
     """Runs the demonstration. Returns 0 if the job has trained."""
@@ -40,7 +38,7 @@ def main() -> int:
 def show(cluster: Cluster, *words: object, **variables: str) -> str:
     """Prints a command and its output, and returns the output."""
     print(f"\n$ {shlex.join(map(str, words))}", flush=True)
-    done = cluster.run(*words, cwd=ROOT, **variables)
+    done = cluster.run(*words, cwd=ROOT, variables=variables)
     print(done.stdout + done.stderr, end="", flush=True)
     return done.stdout
 
@@ -56,7 +54,7 @@ def follow(cluster: Cluster, number: int) -> Job:
             shown = True
         print(job.log[printed:], end="", flush=True)
         printed = len(job.log)
-        if job.state in _ENDED:
+        if job.ended:
             return job
         time.sleep(0.2)
 

@@ -1,7 +1,7 @@
 """A real Slurm cluster on this machine: Debian's slurmctld, slurmd and munged, each node in its own namespaces.
 
-A node has its own address, host name, processes and /dev/shm. All share the disk. Nothing leaves the machine, no service
-of the system is started, and everything ends and is removed when the `with` block ends. Needs root.
+A node has its own address, host name, processes and /dev/shm. All share the disk. Nothing leaves the machine, and no
+service of the system is started. Everything ends and is removed when the `with` block ends. Needs root.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-1", "node-2")
 _LOGIN = "login"
 _PREFIX = "10.213.79"
 _INSTALL = ROOT / "scripts" / "slurm.sh"
-_START_SECONDS = 30.0
-_CPUS = 2  # of each node, whatever this machine has
+_START_SECONDS = 60.0
+_MESSAGE_SECONDS = 60  # Slurm's 10 s are too short on a machine that runs other tests
+_CPUS = 2  # of each node, also on a machine with more or fewer
 
 # `wait` also reaps what the daemon leaves behind, as a node's PID 1 does.
 _ENTER = 'hostname "$0"; mount -t tmpfs tmpfs /dev/shm; "$@" & wait $!'
@@ -52,6 +54,7 @@ FirstJobId={first_job}
 SelectType=select/linear
 SlurmdTimeout={node_timeout}
 KillWait={kill_wait}
+MessageTimeout={message_timeout}
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0
@@ -69,6 +72,10 @@ class Job:
     exit_code: str  # code:signal
     log: str
 
+    @property
+    def ended(self) -> bool:
+        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
 
 class Cluster:
     """A running cluster. `directory` is on the disk that all nodes share."""
@@ -79,13 +86,17 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(
-        self, *words: object, cwd: Path | None = None, user: int | None = None, **variables: str
+        self,
+        *words: object,
+        cwd: Path | None = None,
+        user: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the login node, and returns its end. It has none of Slurm's or this project's variables."""
         return subprocess.run(
             self.command(*words, user=user),
             cwd=cwd or self.directory,
-            env=self.environment(**variables),
+            env=self.environment(variables),
             capture_output=True,
             text=True,
         )
@@ -96,7 +107,7 @@ class Cluster:
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', _LOGIN]
         return [*self._enter(_LOGIN), *named, *become, *map(str, words)]
 
-    def environment(self, **variables: str) -> dict[str, str]:
+    def environment(self, variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
         """Returns the environment of a user on the login node."""
         ours = ("SM_", "SAGEMAKER_", "SHOAL_", "SLURM", "OMPI_", "PMIX_", "MASTER_", "PYTEST")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -109,9 +120,9 @@ class Cluster:
             raise subprocess.CalledProcessError(done.returncode, list(map(str, words)), done.stdout, done.stderr)
         return done.stdout
 
-    def submit(self, *words: object, cwd: Path, user: int | None = None, **variables: str) -> int:
+    def submit(self, *words: object, cwd: Path, variables: Mapping[str, str], user: int | None = None) -> int:
         """Submits a job with `sbatch`, and returns its number."""
-        done = self.run("sbatch", "--parsable", *words, cwd=cwd, user=user, **variables)
+        done = self.run("sbatch", "--parsable", *words, cwd=cwd, user=user, variables=variables)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -125,7 +136,7 @@ class Cluster:
 
     def wait(self, number: int, seconds: float = 60) -> Job:
         """Waits for the end of a job. Raises TimeoutError with its log if it takes longer."""
-        return self.until(number, lambda job: job.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), seconds)
+        return self.until(number, lambda job: job.ended, seconds)
 
     def until(self, number: int, happened: Callable[[Job], bool], seconds: float = 60) -> Job:
         """Waits until something is true of a job. Raises TimeoutError with its log if it takes longer."""
@@ -249,8 +260,14 @@ def _temporary(unique: str, node: str) -> Path:
 def _configure(directory: Path, unique: str, addresses: dict[str, str], node_timeout: int, kill_wait: int) -> None:
     """Writes slurm.conf, the key of munge and the directories of the daemons."""
     nodes = "\n".join(f"NodeName={name} NodeAddr={addresses[name]} CPUs={_CPUS} State=UNKNOWN" for name in NODES)
-    # Jobs of different clusters have different numbers, and so different directories in jobs/.
-    settings = {"first_job": os.getpid(), "node_timeout": node_timeout, "kill_wait": kill_wait, "login": _LOGIN, "prefix": _PREFIX}
+    settings = {
+        "message_timeout": _MESSAGE_SECONDS,
+        "node_timeout": node_timeout,
+        "kill_wait": kill_wait,
+        "login": _LOGIN,
+        "prefix": _PREFIX,
+    }
+    settings["first_job"] = os.getpid()  # jobs of different clusters have different directories in jobs/
     (directory / "slurm.conf").write_text(_CONFIGURATION.format(directory=directory, nodes=nodes, **settings))
     # slurmd looks for cgroups although this configuration uses none; of v1, none need be mounted.
     (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

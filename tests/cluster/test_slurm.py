@@ -35,7 +35,7 @@ def test_the_example_trains_the_digits_on_two_nodes_with_two_ranks_each(cluster:
     hyperparameters = work.directory / "hyperparameters.json"
     hyperparameters.write_text(json.dumps({**values, "epochs": "5"}))
     channel = work.directory / "digits"
-    prepare = [sys.executable, ROOT / "examples" / "digits" / "prepare.py", channel]
+    prepare = [sys.executable, str(ROOT / "examples" / "digits" / "prepare.py"), str(channel)]
     subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
     number = work.submit_example(
         CODE=str(ROOT / "examples" / "digits"), CHANNEL=str(channel), HYPERPARAMETERS=str(hyperparameters)
@@ -87,13 +87,13 @@ def test_srun_starts_train_without_a_batch_script(cluster: Cluster, work: Work) 
     (work.directory / "code" / "train.py").write_text("import os; print('rank', os.environ['SM_CURRENT_HOST'])")
     start = f"export SAGEMAKER_BASE_DIR=$PWD/$SLURMD_NODENAME SHOAL_JOB_SECRET=s3cr3t-of-this-job; exec {train()}"
     variables = {"SAGEMAKER_SUBMIT_DIRECTORY": str(work.directory / "code"), "SAGEMAKER_PROGRAM": "train.py"}
-    done = cluster.run("srun", "--nodes=2", "sh", "-c", start, cwd=work.directory, **variables)
+    done = cluster.run("srun", "--nodes=2", "sh", "-c", start, cwd=work.directory, variables=variables)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "rank" in line) == ["rank node-1", "rank node-2"]
 
-    explained = cluster.run("srun", "--nodes=2", train(), "--explain", cwd=work.directory, **variables)
-    assert explained.stdout.count("Slurm") == 2, explained
-    twice = cluster.run("srun", "--nodes=2", "--ntasks=4", train(), cwd=work.directory, **variables)
+    explained = cluster.run("srun", "--nodes=2", train(), "--explain", cwd=work.directory, variables=variables)
+    assert explained.stdout.count("hosts from   Slurm: SLURM_STEP_NODELIST=node-[1-2]") == 2, explained
+    twice = cluster.run("srun", "--nodes=2", "--ntasks=4", train(), cwd=work.directory, variables=variables)
     assert twice.returncode != 0
     assert "srun started 4 tasks on 2 nodes" in twice.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,10 +35,10 @@ def test_the_example_trains_in_the_image_without_rights(unpacked: Path) -> None:
         values = work / "examples" / "slurm" / "hyperparameters.json"
         values.write_text(json.dumps({**json.loads(values.read_text()), "epochs": "1"}))
         channel = work / "channel"
-        subprocess.run([".venv/bin/python", "examples/digits/prepare.py", channel], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "examples/digits/prepare.py", channel], check=True, cwd=ROOT)
         shutil.chown(work, NOBODY, NOBODY)
         variables = {"IMAGE": str(unpacked), "CHANNEL": str(channel), "USER": "nobody"}
-        number = cluster.submit("examples/slurm/train.sbatch", cwd=work, user=NOBODY, **variables)
+        number = cluster.submit("examples/slurm/train.sbatch", cwd=work, user=NOBODY, variables=variables)
         job = cluster.wait(number, 240)
         assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.log
         assert "with world size 4" in job.log

@@ -12,8 +12,8 @@ Why each default (names of Open MPI 4.1; data/mpirun.json has the names in 5.0):
 - `state_base_verbose 1`: logs which rank failed first (see output/mpirun_log.py).
 - `bind-to none`, `map-by slot`: no pinning; hosts are filled one after the other.
 - `mpi_yield_when_idle 1` if there are more ranks than cores: a waiting rank yields its core.
-- `plm rsh`, `ras ^slurm,...`: in a job of Slurm or another scheduler, mpirun would ask it for hosts and start daemons with
-  `srun`. It would count one slot for each task, and there is one `train` per host.
+- `plm rsh`, `ras ^slurm,...`: in a job of Slurm or another scheduler, mpirun would ask it for hosts, and start daemons
+  with `srun`. It would count one slot for each task, and there is one `train` per host.
 - `plm_rsh_agent`, `plm_rsh_no_tree_spawn 1`, `--leave-session-attached`: all daemons are started from the first host
   through our agents, and stay child processes, so that their end is noticed.
 - `plm_rsh_num_concurrent`, the number of hosts: daemons that stay child processes must start all at once, but by

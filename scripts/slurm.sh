@@ -3,14 +3,15 @@
 set -euo pipefail
 
 packages=(munge slurmctld slurmd slurm-client charliecloud-runtime iproute2)
-for command in munged slurmctld slurmd sbatch ch-run ip; do
-    if ! command -v "$command" >/dev/null; then missing=1; fi
-done
-if [ -z "${missing:-}" ]; then exit 0; fi
+installed() { command -v munged slurmctld slurmd sbatch ch-run ip | wc -l | grep -qx 6; }
+if installed; then exit 0; fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "slurm: Slurm is not installed. Fix: as root on Debian or Ubuntu, run apt-get install ${packages[*]}" >&2
+    echo "slurm: Slurm is not installed. Fix: as root on Debian or Ubuntu, run apt-get install --no-install-recommends ${packages[*]}" >&2
     exit 1
 fi
+exec 9>/run/shoal-slurm.lock
+flock 9 # another test process may install them now
+if installed; then exit 0; fi
 echo "slurm: installing ${packages[*]} with apt-get" >&2
 # The packages' services stay off: the tests start daemons of their own.
 policy=/usr/sbin/policy-rc.d
@@ -20,4 +21,4 @@ if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT
 fi
 apt-get update -qq || echo "slurm: apt-get update had errors; continuing with the existing lists" >&2
-DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o DPkg::Lock::Timeout=300 --no-install-recommends "${packages[@]}" >/dev/null

@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "discovery",
         "job",
         "output plan result sidecars",
-        "hosts",
+        "hosts preflight",
         "run",
         "cli",
         "__main__",

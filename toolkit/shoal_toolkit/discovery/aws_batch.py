@@ -47,6 +47,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
         order.index(index),
         show(environ, _COUNT, _INDEX, _MAIN_INDEX, _MAIN_ADDRESS),
         _SECRET,
+        ("the names of the hosts stand for addresses that the nodes exchange when the job starts",),
         registration=Registration(
             "" if index == main else address, environ.get("AWS_BATCH_JOB_ID", "").partition("#")[0]
         ),

@@ -324,8 +324,7 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:
     """Returns notes for the log: missing files, a replaced interface, settings without effect, unknown names."""
-    notes = []
-    notes += job.cluster.found.warnings
+    notes = list(job.cluster.found.warnings)
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")
     if machine.interface_replaced:

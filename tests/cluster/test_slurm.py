@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,8 +86,9 @@ def test_srun_starts_train_without_a_batch_script(cluster: Cluster, work: Work) 
     """In its name for each node, train finds the hosts, and says from where; several tasks of a node are an error."""
     (work.directory / "code").mkdir()
     (work.directory / "code" / "train.py").write_text("import os; print('rank', os.environ['SM_CURRENT_HOST'])")
-    start = f"export SAGEMAKER_BASE_DIR=$PWD/$SLURMD_NODENAME SHOAL_JOB_SECRET=s3cr3t-of-this-job; exec {train()}"
-    variables = {"SAGEMAKER_SUBMIT_DIRECTORY": str(work.directory / "code"), "SAGEMAKER_PROGRAM": "train.py"}
+    start = f"SAGEMAKER_BASE_DIR=$PWD/$SLURMD_NODENAME exec {train()}"
+    code = {"SAGEMAKER_SUBMIT_DIRECTORY": str(work.directory / "code"), "SAGEMAKER_PROGRAM": "train.py"}
+    variables = {**code, "SHOAL_JOB_SECRET": os.urandom(16).hex()}
     done = cluster.run("srun", "--nodes=2", "sh", "-c", start, cwd=work.directory, variables=variables)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "rank" in line) == ["rank node-1", "rank node-2"]

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,11 @@ EXAMPLES = ("examples/digits", "examples/slurm")
 @pytest.fixture(scope="module")
 def unpacked() -> Iterator[Path]:
     """The image as a directory, made as docs/slurm.md says."""
-    directory = Path("/var/tmp/shoal-slurm-image")
-    subprocess.run([ROOT / "examples" / "slurm" / "unpack.sh", IMAGE, directory], check=True)
-    yield directory
-    shutil.rmtree(directory)
+    with tempfile.TemporaryDirectory(prefix="shoal-slurm-", dir="/var/tmp") as directory:
+        Path(directory).chmod(0o755)  # jobs of any user run it
+        image = Path(directory, "image")
+        subprocess.run([ROOT / "examples" / "slurm" / "unpack.sh", IMAGE, image], check=True)
+        yield image
 
 
 def test_the_example_trains_in_the_image_without_rights(unpacked: Path) -> None:

@@ -60,7 +60,9 @@ class Work:
 
 
 @pytest.fixture
-def work(cluster: Cluster, request: pytest.FixtureRequest) -> Work:
+def work(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Work]:
+    """Jobs that still run at the end, after a failure, are cancelled."""
     directory = cluster.directory / request.node.name.partition("[")[0]
     directory.mkdir()
-    return Work(cluster, directory)
+    yield Work(cluster, directory)
+    cluster.ask("scancel", "--user=root")

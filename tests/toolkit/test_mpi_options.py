@@ -341,6 +341,8 @@ def test_our_defaults_in_each_series() -> None:
         "state_base_verbose": "1",
         "btl_tcp_if_include": "eth0",
         "oob_tcp_if_include": "eth0",
+        "plm": "rsh",
+        "ras": "^slurm,tm,pbs,lsf,alps,gridengine,flux",
         "plm_rsh_num_concurrent": "2",
         "plm_rsh_agent": mpi.build_launch_agent("/usr/bin/python3"),
         "plm_rsh_no_tree_spawn": "1",
@@ -352,6 +354,8 @@ def test_our_defaults_in_each_series() -> None:
         "state_base_verbose": "1",
         "btl_tcp_if_include": "eth0",
         "prte_if_include": "eth0",
+        "plm": "ssh",
+        "ras": "^slurm,tm,pbs,lsf,alps,gridengine,flux",
         "plm_ssh_num_concurrent": "2",
         "prte_do_not_resolve": "0",
         "plm_ssh_agent": mpi.build_launch_agent("/usr/bin/python3"),
@@ -558,6 +562,15 @@ def asked_of_daemons(series: int, directory: Path, options: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, cwd=directory, timeout=60)
     assert asked.exists(), f"{options}: {done.stdout}{done.stderr}"
     return asked.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["orted", "prted"])
+def test_a_users_login_shell_may_be_sh(name: str, tmp_path: Path) -> None:
+    """Before its daemon, mpirun then reads .profile, in parentheses; charliecloud gives every user /bin/sh."""
+    (tmp_path / name).touch(0o755)
+    asked = f'( test ! -r ./.profile || . ./.profile;  PATH=/x:$PATH ; export PATH ; /x/{name} -mca ess "env" )'
+    command, _ = build_daemon_command(asked, {}, {"PATH": str(tmp_path)}, "/tmp")
+    assert command == [str(tmp_path / name), "-mca", "ess", "env"]
 
 
 @pytest.mark.mpi

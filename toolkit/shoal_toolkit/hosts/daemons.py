@@ -138,6 +138,8 @@ def build_daemon_command(
     """
     try:
         words = shlex.split(command)
+        if words[:1] == ["("] and words[-1] == ")":  # the user's login shell is sh or ksh: mpirun reads .profile first
+            words = words[1:-1]
         start = next(index for index, word in enumerate(words) if os.path.basename(word) in _PREFIXES)
     except (ValueError, StopIteration):
         raise LaunchError(f"The first host asked for a program that is not a daemon: {command[:99]!r}") from None

@@ -12,6 +12,8 @@ Why each default (names of Open MPI 4.1; data/mpirun.json has the names in 5.0):
 - `state_base_verbose 1`: logs which rank failed first (see output/mpirun_log.py).
 - `bind-to none`, `map-by slot`: no pinning; hosts are filled one after the other.
 - `mpi_yield_when_idle 1` if there are more ranks than cores: a waiting rank yields its core.
+- `plm rsh`, `ras ^slurm,...`: in a job of Slurm or another scheduler, mpirun would ask it for hosts, and start daemons
+  with `srun`. It would count one slot for each task, and there is one `train` per host.
 - `plm_rsh_agent`, `plm_rsh_no_tree_spawn 1`, `--leave-session-attached`: all daemons are started from the first host
   through our agents, and stay child processes, so that their end is noticed.
 - `plm_rsh_num_concurrent`, the number of hosts: daemons that stay child processes must start all at once, but by
@@ -30,6 +32,7 @@ from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, McaValue, MpiOptions, 
 
 TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1 and of 5.0
 AGENT_PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
+_NO_SCHEDULER = "^slurm,tm,pbs,lsf,alps,gridengine,flux"  # the names of both series; Open MPI ignores unknown ones
 ANY = "\0"  # any value: no argument of a process can contain it
 
 
@@ -225,7 +228,7 @@ def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str,
 def _agent_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
     """Returns the MCA parameters that start daemons through our agents."""
     # On one host too: mpirun searches ssh even if it connects to no host, and fails without it.
-    parameters = {"plm_rsh_agent": build_launch_agent(machine.python)}
+    parameters = {"plm": "rsh", "ras": _NO_SCHEDULER, "plm_rsh_agent": build_launch_agent(machine.python)}
     if len(hosts) > 1:
         parameters.update(plm_rsh_no_tree_spawn="1", plm_rsh_num_concurrent=str(len(hosts)))
     return _translate(parameters, machine)

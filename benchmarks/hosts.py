@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ def switched_hosts(count: int) -> Iterator[list[Host]]:
         yield hosts
 
 
-def _make_namespaces(count: int, undo: ExitStack) -> Sequence[Host]:
+def _make_namespaces(count: int, undo: ExitStack) -> list[Host]:
     """Makes a namespace for each host, without a link. `undo` deletes them, and all in them."""
     hosts = [Host(f"shoal{os.getpid()}-{number}", f"{_PREFIX}.{number}") for number in range(1, count + 1)]
     for host in hosts:

@@ -160,7 +160,7 @@ def claim(container: Container, secret: str, when: str) -> dict[str, Any]:
 def test_the_first_host_is_welcomed_and_starts_a_daemon(guarded: Guarded) -> None:
     """Shows that the impostors below speak the protocol: they differ from this one in secret or name only."""
     said = claim(guarded.container("algo-1"), "right", "ready")
-    assert (said["heard"], said["is_proved"]) == (["H", "W", "r", "e"], True)
+    assert (said["heard"], said["is_proved"]) == (["H", "W", "c", "r", "e"], True)
     assert guarded.worker.wait().code == 0
     assert guarded.started == [impostor.trace("right", "ready")]
 

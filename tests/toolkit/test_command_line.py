@@ -34,7 +34,8 @@ def test_our_options_count_wherever_they_stand_before_the_dashes(
     words: str, asked: tuple[bool, bool, bool, str]
 ) -> None:
     *flags, arguments = asked
-    assert parse_command_line(words.split()) == (*flags, arguments.split())
+    assert parse_command_line(words.split()) == (*flags, False, arguments.split())
+    assert parse_command_line(["--preflight", *words.split()])[3]
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -43,6 +44,7 @@ def test_our_options_count_wherever_they_stand_before_the_dashes(
     [
         *((slip, "--explain") for slip in ("--explian", "--explan", "--eplain", "--explane", "--Explain", "-explain")),
         *((slip, "--explain") for slip in ("\u2014explain", "--explain=", "--explain=true", "--explains")),
+        *((slip, "--preflight") for slip in ("--prefligth", "--preflght", "--preflight=1", "--pre-flight")),
         *((slip, "--rehearse") for slip in ("--reherse", "--rehearce", "--rehaerse", "--rehearse=1")),
     ],
 )

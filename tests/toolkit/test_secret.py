@@ -14,6 +14,14 @@ from .conftest import Run, Tree
 from .loopback import two_trees
 
 NOTE = "this job has no secret. Anybody who can send from the address of "
+SECRET = "0123456789abcdef"
+
+
+def write_secret(directory: Path, text: str, mode: int = 0o600) -> str:
+    path = directory / "secret"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
 
 
 def test_the_variable_is_taken_out_of_the_environment() -> None:
@@ -23,10 +31,18 @@ def test_the_variable_is_taken_out_of_the_environment() -> None:
 
 
 def test_a_file_may_hold_it(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("s3cret\n")
-    environ = {"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret")}
+    place = write_secret(tmp_path, f"{SECRET}\n")
+    environ = {"SHOAL_JOB_SECRET_FILE": place}
     settings, problem = take_settings(environ)
-    assert (settings.secret, problem, environ) == ("s3cret", None, {})
+    assert (settings.secret, problem, environ) == (SECRET, None, {})
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o400, False), (0o640, False), (0o644, True), (0o602, True)])
+def test_a_file_that_every_user_can_read_or_write_is_refused(tmp_path: Path, mode: int, refused: bool) -> None:
+    place = write_secret(tmp_path, SECRET, mode)
+    settings, problem = take_settings({"SHOAL_JOB_SECRET_FILE": place})
+    assert (settings.secret != SECRET) == refused
+    assert (f"can be read by every user (mode {mode:04o}). Fix: chmod 600 {place}" in str(problem)) == refused
 
 
 @pytest.mark.parametrize(
@@ -35,6 +51,7 @@ def test_a_file_may_hold_it(tmp_path: Path) -> None:
         (None, {}, "cannot be read: No such file or directory"),
         ("\n", {}, "is empty"),
         ("x" * 5000, {}, "is too long"),
+        ("x" * 15, {}, "is too short. It must hold the job's secret, the same on every host, of 16 to 4096 characters"),
         ("s3cret", {"SHOAL_JOB_SECRET": "s3cret"}, "are both set. Set one of them"),
     ],
 )
@@ -42,7 +59,7 @@ def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
     tmp_path: Path, text: str | None, more: dict[str, str], says: str
 ) -> None:
     if text is not None:
-        (tmp_path / "secret").write_text(text)
+        write_secret(tmp_path, text)
     settings, problem = take_settings({"SHOAL_JOB_SECRET_FILE": str(tmp_path / "secret"), **more})
     assert problem is not None
     assert says in str(problem)
@@ -76,8 +93,7 @@ def test_the_warning_is_in_the_log_of_every_host_and_the_job_runs(tmp_path: Path
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script("print('trained')")
-    (tmp_path / "secret").write_text("s3cret")
-    place = str(tmp_path / "secret") if secret else ""
+    place = write_secret(tmp_path, SECRET) if secret else ""
     with loopback.started(trees, SHOAL_JOB_SECRET_FILE=place) as trains:
         said = [train.communicate(timeout=30) for train in trains]
     assert [out for out, _ in said] == ["trained\n"] * 2

@@ -93,6 +93,51 @@ def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
     assert hosts[1].tree.report["current_host"] == "algo-2"
 
 
+def batch_variables(index: int, main: int, address: str) -> dict[str, str]:
+    """What AWS Batch sets on a node of a job of two: the main node is not told any address."""
+    child = {} if index == main else {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": address}
+    return {
+        "AWS_BATCH_JOB_ID": f"106cd2fb#{index}",
+        "AWS_BATCH_JOB_NUM_NODES": "2",
+        "AWS_BATCH_JOB_NODE_INDEX": str(index),
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX": str(main),
+        "SHOAL_JOB_SECRET": "s3cret",
+        **child,
+    }
+
+
+def test_hosts_that_know_only_the_main_nodes_address_find_each_other(hosts: list[Host]) -> None:
+    """As on AWS Batch, here with the second node as the main one: it leads the job."""
+    script(hosts, f"{MEET}import os\nprint(comm.allreduce(1), os.environ['SM_CURRENT_HOST'], os.environ['SM_HOSTS'])")
+    for host in hosts:
+        (host.tree.base / "input/config/resourceconfig.json").unlink()
+    processes = [host.start(**batch_variables(index, 1, hosts[1].address)) for index, host in enumerate(hosts)]
+    with running(*processes):
+        child, main = (host.finished(process) for host, process in zip(hosts, processes))
+    assert (main.code, child.code) == (0, 0), main.err + child.err
+    addresses = f'["{hosts[1].address}","{hosts[0].address}"]'
+    assert sorted(line.split("] ")[1] for line in main.out.splitlines()) == [
+        f"2 {host.address} {addresses}" for host in hosts
+    ]
+    assert hosts[0].tree.report["hosts"] == [hosts[1].address, hosts[0].address]
+
+
+def test_a_child_with_another_secret_does_not_register(hosts: list[Host]) -> None:
+    script(hosts, "print('trained')")
+    for host in hosts:
+        (host.tree.base / "input/config/resourceconfig.json").unlink()
+    secrets = ({"SHOAL_HOSTS_TIMEOUT": "3"}, {"SHOAL_HOSTS_TIMEOUT": "3", "SHOAL_JOB_SECRET": "another"})
+    processes = [
+        host.start(**{**batch_variables(index, 0, hosts[0].address), **secrets[index]})
+        for index, host in enumerate(hosts)
+    ]
+    with running(*processes):
+        main, child = (host.finished(process) for host, process in zip(hosts, processes))
+    assert (main.code, child.code, main.out) == (1, 1, "")
+    assert "After 3 s these hosts have not registered: node-1." in hosts[0].tree.failure
+    assert "its SHOAL_JOB_SECRET is not this host's" in hosts[1].tree.failure
+
+
 def test_the_launch_is_quick(hosts: list[Host]) -> None:
     """From the worker's start it takes at most three times as long as on one host, and a second in which it waits.
 
@@ -254,7 +299,7 @@ def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
 def test_the_first_host_is_welcomed_and_starts_a_daemon(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
     """Shows that the impostors below speak the protocol: they differ from this one in secret or address only."""
     said = claim_to_be_first(hosts, hosts[0].address, "right", "ready")
-    assert (said["heard"], said["is_proved"]) == (["H", "W", "r", "e"], True)
+    assert (said["heard"], said["is_proved"]) == (["H", "W", "c", "r", "e"], True)
     assert hosts[1].finished(guarded).code == 0
     assert started(hosts[1]) == [impostor.trace("right", "ready")]
 
@@ -291,7 +336,7 @@ def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(
     said = claim_to_be_first(hosts, hosts[0].address, "right", "unplanned")
     assert hosts[1].finished(guarded).code == 1
     assert started(hosts[1]) == []
-    assert said["heard"] == ["H", "W", "r", "f"]
+    assert said["heard"] == ["H", "W", "c", "r", "f"]
     assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in said["reason"]
 
 

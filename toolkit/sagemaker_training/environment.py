@@ -76,7 +76,7 @@ def _read_contract() -> dict[str, Any]:
 
     environ = dict(os.environ)
     paths = contract.read_paths(environ)
-    cluster = contract.read_cluster(paths, os.uname().nodename)
+    cluster = contract.read_cluster(paths, os.uname().nodename, environ)
     job = contract.read_job(paths, cluster, environ, (), fetch=False)
     machine = read_machine(environ, cluster.interface_name, [], job.instance_type)
     if gpus := environ.get("SM_NUM_GPUS"):  # also emulated ones, in a rehearsal

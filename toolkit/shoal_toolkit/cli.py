@@ -2,11 +2,12 @@
 
 - train [argument ...]       run the job, with more arguments for the script
 - train --explain [--json]   print the command and the environment, and start nothing
+- train --preflight          check the hosts and the network between them (start it on every host)
 - train --rehearse [...]     run on CPU with emulated GPUs, on every host; sets SHOAL_REHEARSE=1
 - train --help, train --version
 
---explain and --rehearse may be anywhere among the arguments. Arguments after `--` are passed to the script:
-`train -- --help` prints the script's own help.
+--explain, --preflight and --rehearse may be anywhere among the arguments. Arguments after `--` are passed to the
+script: `train -- --help` prints the script's own help.
 
 Example: train --explain --epochs 3
 """
@@ -21,9 +22,9 @@ from collections.abc import Sequence
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
-from shoal_toolkit.job.contract import Cluster, Paths, read_cluster, read_framework, read_job, read_paths
+from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import derive_rank_secret, take_settings, warn_without_secret
+from shoal_toolkit.job.settings import Settings, derive_rank_secret, take_settings, warn_without_secret
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import configure_log, write_log
 from shoal_toolkit.plan.launcher import select_hosts
@@ -31,6 +32,8 @@ from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
 from shoal_toolkit.run.host import Host, Task, make_report
 from shoal_toolkit.system.loop import STOP_SIGNALS
+
+_PREFLIGHT_TIMEOUT = 60  # seconds in which the hosts of a preflight must meet
 
 
 def command() -> NoReturn:
@@ -61,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--help"] or words == ["-h"]:
         print(__doc__.strip())
         return 0
-    explains = as_json = False
+    explains = as_json = preflights = False
     if words:
         from shoal_toolkit.command_line import parse_command_line
 
         try:
-            explains, as_json, rehearses, words = parse_command_line(words)
+            explains, as_json, rehearses, preflights, words = parse_command_line(words)
         except TrainError as error:
             write_log(str(error))
             return error.exit_code
@@ -80,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # PID 1 of a container is older than its command: here the time begins with the first line of this process.
         began = time.monotonic()
-        init.run_as_child(lambda: train(words, began))
-    return train(words, time.monotonic() - _process_age())
+        init.run_as_child(lambda: train(words, began, preflights))
+    return train(words, time.monotonic() - _process_age(), preflights)
 
 
 def explain(words: Sequence[str], as_json: bool) -> int:
@@ -96,9 +99,9 @@ def explain(words: Sequence[str], as_json: bool) -> int:
         if problem is not None:
             raise problem
         paths = read_paths(environ)
-        cluster = read_cluster(paths, os.uname().nodename)
+        cluster = read_cluster(paths, os.uname().nodename, environ)
         plan = plan_host(paths, cluster, environ, words, fetch=False)
-        plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts), *plan.notes))
+        plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes))
     except TrainError as error:
         write_log(str(error))
         return error.exit_code
@@ -113,25 +116,30 @@ def explain(words: Sequence[str], as_json: bool) -> int:
     return 0
 
 
-def train(words: Sequence[str], began: float) -> int:
+def train(words: Sequence[str], began: float, preflight: bool = False) -> int:
     """Runs the job on this host, and writes its result, also for an error, a signal or a bug in this toolkit.
 
     Args:
         words: Arguments for the script.
         began: time.monotonic() when `train` started.
+        preflight: True to check the hosts only: no result is written, and nothing is started.
 
     Returns:
-        The exit code of the job.
+        The exit code of the job, or of the preflight: 1 if there is a finding.
     """
     paths = read_paths(os.environ)
     try:
-        return _run_job(paths, words, began)
+        return _run_job(paths, words, began, preflight)
     except StoppedError as stopped:
-        return write_result(paths, Result.from_signal(stopped.number), {})
+        result = Result.from_signal(stopped.number)
     except TrainError as error:
-        return write_result(paths, Result.from_error(error), {})
+        result = Result.from_error(error)
     except Exception as error:
-        return write_result(paths, Result.from_error(_explain_bug(error)), {})
+        result = Result.from_error(_explain_bug(error))
+    if not preflight:
+        return write_result(paths, result, {})
+    write_log(result.message)
+    return result.exit_code
 
 
 def _explain_bug(error: Exception) -> LaunchError:
@@ -142,24 +150,28 @@ def _explain_bug(error: Exception) -> LaunchError:
     return LaunchError(f"{summary}\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}")
 
 
-def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
+def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) -> int:
     """Plans and runs this host's part, as first host or worker. Returns the exit code of the job.
 
     Sets up the log, removes the job's secret from os.environ, and removes the result of an earlier job. An error in the
-    plan is reported to the other hosts first. TrainError is raised if resourceconfig.json is wrong, StoppedError for a
+    plan is reported to the other hosts first. TrainError is raised if the list of hosts is wrong, StoppedError for a
     signal before the event loop runs.
     """
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
-    cluster = read_cluster(paths, os.uname().nodename)
+    if preflight:
+        settings = settings._replace(hosts_timeout=min(settings.hosts_timeout, _PREFLIGHT_TIMEOUT))
+    cluster = read_cluster(paths, os.uname().nodename, os.environ)
     configure_log(cluster.current_host, settings.log_format == "json")
+    if cluster.found.registration is not None:
+        cluster = _register(cluster, settings, problem)
     environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
     plan: LaunchPlan | TrainError
     try:
         if problem is not None:
             raise problem
-        plan = plan_host(paths, cluster, environ, words)
-        for note in (*warn_without_secret(settings, plan.hosts), *plan.notes):
+        plan = plan_host(paths, cluster, environ, words, fetch=not preflight)
+        for note in (*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes):
             write_log(note)
     except TrainError as error:
         plan = error
@@ -168,20 +180,44 @@ def _run_job(paths: Paths, words: Sequence[str], began: float) -> int:
     except Exception as error:
         plan = _explain_bug(error)  # reported to the other hosts too
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _order_hosts(paths, cluster)
-    task = Task(paths, cluster, hosts, plan, settings, environ, began)
-    try:
-        prepare_output(paths, make_report(task))
-    except TrainError as error:
-        task = task._replace(plan=error)
-    role = _make_role(task)
+    role = _make_role(_prepare(Task(paths, cluster, hosts, plan, settings, environ, began, preflight)))
     early.end()
     return role.run()
+
+
+def _prepare(task: Task) -> Task:
+    """Removes the result of an earlier job. An error takes the place of the plan.
+
+    A preflight keeps that result, and installs nothing.
+    """
+    if task.preflight:
+        plan = task.plan
+        return task._replace(plan=plan._replace(setup=(), sidecars=())) if isinstance(plan, LaunchPlan) else task
+    try:
+        prepare_output(task.paths, make_report(task))
+    except TrainError as error:
+        return task._replace(plan=error)
+    return task
+
+
+def _register(cluster: Cluster, settings: Settings, problem: TrainError | None) -> Cluster:
+    """Exchanges addresses with the other hosts, as on AWS Batch. Names this host by its address in the log from now on.
+
+    Raises the problem in the settings, or LaunchError if a host is missing.
+    """
+    if problem is not None:
+        raise problem
+    from shoal_toolkit.hosts.registration import register_hosts
+
+    cluster = make_cluster(register_hosts(cluster.found, settings))
+    configure_log(cluster.current_host, settings.log_format == "json")
+    return cluster
 
 
 def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
     """Returns the hosts in the order of the other hosts' plans, although this host has no plan.
 
-    If the hyperparameters are wrong, it is the order of resourceconfig.json.
+    If the hyperparameters are wrong, it is the order of the list of hosts.
     """
     try:
         hosts = select_hosts(cluster, read_framework(paths))
@@ -250,6 +286,10 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
+    if task.preflight:
+        from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
+
+        return MeasuringFirstHost(task) if task.cluster.current_host == task.hosts[0] else MeasuringWorker(task)
     if task.cluster.current_host == task.hosts[0]:
         from shoal_toolkit.run.first import FirstHost
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.light_typing import NamedTuple
 
-EXPLAIN, JSON, REHEARSE = "--explain", "--json", "--rehearse"
+EXPLAIN, JSON, REHEARSE, PREFLIGHT = "--explain", "--json", "--rehearse", "--preflight"
 # How many letters of a misspelt option may be wrong. (`--reverse` differs from --rehearse by two.)
-_MAX_WRONG_LETTERS = {EXPLAIN: 2, REHEARSE: 1}
+_MAX_WRONG_LETTERS = {EXPLAIN: 2, REHEARSE: 1, PREFLIGHT: 2}
 
 
 class CommandLine(NamedTuple):
@@ -18,6 +18,7 @@ class CommandLine(NamedTuple):
     explains: bool
     as_json: bool
     rehearses: bool
+    preflights: bool
     arguments: list[str]
 
 
@@ -43,11 +44,11 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
             _refuse_misspelt_option(word)
             arguments.append(word)
         before = word
-    return CommandLine(EXPLAIN in own, JSON in own, REHEARSE in own, arguments)
+    return CommandLine(EXPLAIN in own, JSON in own, REHEARSE in own, PREFLIGHT in own, arguments)
 
 
 def _refuse_misspelt_option(word: str) -> None:
-    """Raises ContractError if a word is nearly --explain or --rehearse, or one of them with a value."""
+    """Raises ContractError if a word is nearly --explain, --rehearse or --preflight, or one of them with a value."""
     name, _, value = word.partition("=")
     stem = name.lstrip("-\u2013\u2014").lower()  # text editors replace -- by a long dash
     if stem == name.lower():

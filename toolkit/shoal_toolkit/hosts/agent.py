@@ -57,9 +57,10 @@ class Agent:
         self._logged: set[str] = set()
         self._reasons: set[str] = set()
         self.refused = ""  # why a connection from the first host's address was refused
+        self.rejected = ""  # why a connection from another address was closed
         self._waiting: list[tuple[socket.socket, str]] = []  # until the first host's name is looked up
         self._resolver = Resolver(loop)
-        self._listener = _listen(port)
+        self._listener = listen(port)
         loop.watch(self._listener.fileno(), READ, self._on_connection)
 
     def close(self) -> None:
@@ -133,7 +134,8 @@ class Agent:
         if address not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(address)
             known = ", ".join(sorted(self._allowed)) or "no address yet"
-            write_log(f"rejected a connection from {address}: the first host {self._hosts[0]!r} has {known}")
+            self.rejected = f"rejected a connection from {address}: the first host {self._hosts[0]!r} has {known}"
+            write_log(self.rejected)
 
     def make_hello(self, nonce: str) -> Hello:
         """Returns this host's first message of a handshake."""
@@ -146,7 +148,7 @@ class Agent:
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
         """Checks the first host's proof, and returns the answer: this host's own proof, or a refusal."""
         if message.hosts != transcript["hosts"]:
-            return self._refuse("its resourceconfig.json lists other hosts than this host's")
+            return self._refuse("its list of hosts is not this host's")
         if not wire.equal_proofs(wire.make_proof(self._secret, "first", transcript), message.proof):
             return self._refuse("its SHOAL_JOB_SECRET is not this host's")
         return Welcome(wire.make_proof(self._secret, "worker", transcript))
@@ -204,7 +206,7 @@ class _Handshake:
         self._channel.close()
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Listens on every address of this host, with IPv6 if it is available. Raises LaunchError if the port is taken."""
     try:
         both = socket.has_dualstack_ipv6()

@@ -97,7 +97,7 @@ class WorkerSearch:
         """Ends the search: the missing hosts, and the last problem of each, are the reason."""
         self.fail(
             f"After {self._seconds:.0f} s these hosts are missing: {self._list_missing()}. Every host of "
-            "resourceconfig.json must run `train`; check their logs, and that their port SHOAL_AGENT_PORT is "
+            "the job must run `train`; check their logs, and that their port SHOAL_AGENT_PORT is "
             "reachable. The variable SHOAL_HOSTS_TIMEOUT sets the limit."
         )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 5
+VERSION = 6
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -58,6 +58,21 @@ class Refused(NamedTuple):
     reason: str
 
 
+# Before the job, where hosts know only the first one's address (registration.py)
+
+
+class Register(NamedTuple):
+    """Another host → first host: its rank."""
+
+    rank: int
+
+
+class Addresses(NamedTuple):
+    """First host → the others: the addresses of all hosts, in the order of their ranks."""
+
+    hosts: Sequence[str]
+
+
 # First host → worker
 
 
@@ -65,6 +80,13 @@ class Start(NamedTuple):
     """Start mpirun's daemon."""
 
     command: str
+
+
+class Measure(NamedTuple):
+    """Measure the way to another host, in a preflight."""
+
+    host: str
+    port: int
 
 
 class PassSignal(NamedTuple):
@@ -82,6 +104,22 @@ class JobResult(NamedTuple):
 
 
 # Worker → first host
+
+
+class Facts(NamedTuple):
+    """Facts about this host that must fit those of the others. Sent before READY."""
+
+    facts: Mapping[str, Any]
+
+
+class Measured(NamedTuple):
+    """The way from this host to another one, in a preflight."""
+
+    host: str
+    microseconds: int  # there and back
+    bytes_per_second: int
+    skew_ms: int  # how far the other host's clock is ahead
+    problem: str  # empty if it was measured
 
 
 class RankStarted(NamedTuple):
@@ -181,6 +219,12 @@ def _check_optional_rank(value: Any) -> Any:
     return None if value is None else _check_rank(value)
 
 
+def _check_integer(value: Any) -> Any:
+    if type(value) is not int:
+        raise ProtocolError("a number that is not whole")
+    return value
+
+
 def _check_stop_signal(value: Any) -> Any:
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
@@ -205,7 +249,14 @@ def _check_report(value: Any) -> Any:
     return value
 
 
+def _check_hosts(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) > _MAX_FIELDS or not all(isinstance(host, str) for host in value):
+        raise ProtocolError("hosts that are not a list of texts")
+    return value
+
+
 _check_rank = _check_whole_number(1 << 20)
+_check_amount = _check_whole_number(1 << 60)
 _check_code = _check_whole_number(1 << 16)
 _check_nonce, _check_proof = _check_digest(32), _check_digest(64)
 _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
@@ -213,9 +264,14 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"P": (Prove, (_check_nonce, _check_proof, _check_proof)),
     b"W": (Welcome, (_check_proof,)),
     b"R": (Refused, (_check_line,)),
+    b"g": (Register, (_check_rank,)),
+    b"A": (Addresses, (_check_hosts,)),
     b"S": (Start, (_check_text,)),
     b"K": (PassSignal, (_check_stop_signal,)),
     b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"m": (Measure, (_check_text, _check_code)),
+    b"M": (Measured, (_check_text, _check_amount, _check_amount, _check_integer, _check_text)),
+    b"c": (Facts, (_check_report,)),
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),

@@ -11,6 +11,8 @@ import json
 import os
 from collections.abc import Mapping
 
+from shoal_toolkit.discovery.host_list import HostList
+from shoal_toolkit.discovery.sources import find_hosts, warn_about_other_hosts
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.entry import Script, describe_entry, find_script
 from shoal_toolkit.job.source import (
@@ -98,7 +100,7 @@ class Paths(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """The hosts of a job, from resourceconfig.json. `assumed`: there is no such file, and this host is alone."""
+    """The hosts of a job, from resourceconfig.json, else from the variables of a platform; otherwise one alone."""
 
     current_host: str
     hosts: tuple[str, ...]
@@ -106,11 +108,11 @@ class Cluster(NamedTuple):
     instance_type: str
     group_name: str
     resource_config: Mapping[str, Any]
-    assumed: bool
+    found: HostList  # where the hosts come from
 
     @property
     def first_host(self) -> str:
-        """The first host in resourceconfig.json. It may be outside the distribution: see `launcher.select_hosts`."""
+        """The first host of the list. It may be outside the distribution: see `launcher.select_hosts`."""
         return self.hosts[0]
 
     @property
@@ -161,21 +163,22 @@ def read_paths(environ: Mapping[str, str]) -> Paths:
     return Paths(os.path.abspath(environ.get("SAGEMAKER_BASE_DIR") or DEFAULT_BASE))
 
 
-def read_cluster(paths: Paths, hostname: str) -> Cluster:
-    """Returns the hosts of the job, from resourceconfig.json.
+def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -> Cluster:
+    """Returns the hosts of the job, from resourceconfig.json, else from the variables of a platform.
 
     Args:
         paths: The directories of the job.
-        hostname: The name of this host, used if there is no such file: then this host is alone.
+        hostname: The name of this host, used if there is neither: then this host is alone.
+        environ: The environment of `train`.
 
     Raises:
-        ContractError: If the file is not as SageMaker writes it.
+        ContractError: If the file is not as SageMaker writes it, or the variables are incomplete or disagree.
     """
     path = os.path.join(paths.config, RESOURCE_CONFIG)
     config = _read_object(path)
     if config is None:
-        config = {"current_host": hostname, "hosts": [hostname]}
-        return Cluster(hostname, (hostname,), "eth0", "local", "homogeneousCluster", config, assumed=True)
+        found = find_hosts(environ, hostname) or _assume_one_host(paths, hostname)
+        return make_cluster(found)
     hosts = _read_hosts(config, path)
     current = config.get("current_host")
     if current not in hosts:
@@ -190,8 +193,27 @@ def read_cluster(paths: Paths, hostname: str) -> Cluster:
         instance_type=config.get("current_instance_type") or "local",
         group_name=config.get("current_group_name") or "homogeneousCluster",
         resource_config=config,
-        assumed=False,
+        found=HostList(
+            RESOURCE_CONFIG,
+            hosts,
+            hosts.index(current),
+            path,
+            warnings=warn_about_other_hosts(hosts, environ, hostname),
+        ),
     )
+
+
+def make_cluster(found: HostList) -> Cluster:
+    """Returns the hosts of a job without resourceconfig.json. The network interface is that of the route to them."""
+    config = {"current_host": found.current_host, "hosts": list(found.hosts)}
+    return Cluster(found.current_host, found.hosts, "", "local", "homogeneousCluster", config, found)
+
+
+def _assume_one_host(paths: Paths, hostname: str) -> HostList:
+    """Returns this host alone, with a note for the log."""
+    note = f"no {RESOURCE_CONFIG} in {paths.config}: a single host is assumed"
+    evidence = f"no {RESOURCE_CONFIG}, and no variables of a platform: a single host is assumed"
+    return HostList("none", (hostname,), 0, evidence, warnings=(note,))
 
 
 def read_framework(paths: Paths) -> dict[str, Any]:

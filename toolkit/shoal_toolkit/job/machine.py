@@ -218,27 +218,31 @@ def read_nics(root: str = "/") -> tuple[Nic, ...]:
 def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tuple[str, str, bool]:
     """Chooses the network interface for the job.
 
-    resourceconfig.json may name one that does not exist (the SDK's local mode says "ethwe"). Then it is the interface
-    of the route to a peer. Without one, it is the interface of the default route, or the first that is up.
+    resourceconfig.json may name one that does not exist (the SDK's local mode says "ethwe"), and other platforms name
+    none. Then it is the interface of the route to a peer. Without one, it is the interface of the default route, or
+    the first that is up.
 
     Args:
-        wanted: The name in resourceconfig.json.
+        wanted: The name in resourceconfig.json; empty without one.
         peers: Names of the other hosts.
         root: The directory under which proc and sys are.
 
     Returns:
-        The interface, why it was chosen, and whether it replaces the wanted one.
+        The interface, why it was chosen, and whether it replaces another one that was wanted.
     """
     names = sorted(list_names(root, "sys/class/net"))
     if wanted in names:
         return wanted, f"interface {wanted}: network_interface_name (default eth0) names it, and it exists", False
     addresses = (address for peer in peers if (address := _resolve_host(peer)))
-    chosen = find_route_interface(read_text(root, "proc/net/route"), next(addresses, "0.0.0.0"))
+    address = next(addresses, "0.0.0.0")
+    chosen = "lo" if address.startswith("127.") else find_route_interface(read_text(root, "proc/net/route"), address)
     reason = "the route to the other hosts, or to the network, goes over it"
     if chosen not in names:
         states = {name: read_text(root, "sys/class/net", name, "operstate").strip() for name in names}
         up = (name for name, state in states.items() if name != "lo" and state != "down")
         chosen, reason = next(up, "lo"), "it is the first that is up"
+    if not wanted:
+        return chosen, f"interface {chosen}: {reason}", False
     there = ", ".join(names)
     note = f"network_interface_name is {wanted!r}, which is not an interface here ({there}): using {chosen!r}: {reason}"
     return chosen, note, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
@@ -17,12 +18,12 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
-    *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS"),
+    *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
 )
 # Set by `train` and the library, not by users.
 _INTERNAL = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD")
 _LEAST_SIMILARITY = 0.8
-_MAX_SECRET_LENGTH = 4096  # characters
+_MIN_SECRET_LENGTH, _MAX_SECRET_LENGTH = 16, 4096  # characters, of a secret in a file
 
 
 class Settings(NamedTuple):
@@ -91,16 +92,23 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
         raise ContractError(f"The variables {SECRET} and {SECRET_FILE} are both set. Set one of them, on every host.")
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            mode = os.fstat(file.fileno()).st_mode
             secret = file.read(_MAX_SECRET_LENGTH + 1).strip()
     except OSError as error:
         raise ContractError(
             f"{path}, which {SECRET_FILE} names, cannot be read: {error.strerror}. It must hold the job's secret, the "
             "same on every host."
         ) from None
-    if not 0 < len(secret) <= _MAX_SECRET_LENGTH:
+    if mode & stat.S_IRWXO:
         raise ContractError(
-            f"{path}, which {SECRET_FILE} names, {'is too long' if secret else 'is empty'}. It must hold the job's "
-            f"secret, the same on every host, of at most {_MAX_SECRET_LENGTH} characters."
+            f"{path}, which {SECRET_FILE} names, can be read by every user (mode {stat.S_IMODE(mode):04o}). "
+            f"Fix: chmod 600 {path}; for a Kubernetes Secret, defaultMode: 0400 in the volume."
+        )
+    if not _MIN_SECRET_LENGTH <= len(secret) <= _MAX_SECRET_LENGTH:
+        size = "too long" if len(secret) > _MAX_SECRET_LENGTH else "too short" if secret else "empty"
+        raise ContractError(
+            f"{path}, which {SECRET_FILE} names, is {size}. It must hold the job's secret, the same on every host, of "
+            f"{_MIN_SECRET_LENGTH} to {_MAX_SECRET_LENGTH} characters. Fix: openssl rand -hex 32 > {path}"
         )
     return secret
 
@@ -125,15 +133,21 @@ def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[s
     return {LIBRARY_SECRET: hmac.digest(secret, b"ranks", "sha256").hex()}
 
 
-def warn_without_secret(settings: Settings, hosts: Sequence[str]) -> tuple[str, ...]:
-    """Returns a warning for a job of several hosts without a secret. It runs: on SageMaker no job has one."""
+def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = "") -> tuple[str, ...]:
+    """Returns a warning for a job of several hosts without a secret. It runs: on SageMaker no job has one.
+
+    Args:
+        settings: The settings.
+        hosts: The hosts of the job, the first host first.
+        hint: How this platform gives all hosts a secret; empty if it is not known.
+    """
     if settings.secret or len(hosts) < 2:
         return ()
     return (
         f"this job has no secret. Anybody who can send from the address of {hosts[0]}, or run a process there, can run "
         "programs on the other hosts. Nobody can on a private network, such as SageMaker's. "
         f"Fix: set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file "
-        "with it.",
+        f"with it.{' ' * bool(hint)}{hint}",
     )
 
 

@@ -11,6 +11,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     return {
         "launcher": plan.launcher,
         "hosts": list(plan.hosts),
+        "hosts_from": {"source": plan.hosts_source, "evidence": plan.hosts_evidence},
         "current_host": plan.current_host,
         "first_host": plan.hosts[0],
         "ranks": dict(plan.ranks),
@@ -34,6 +35,7 @@ def plan_to_text(plan: LaunchPlan) -> str:
     lines = [
         f"launcher     {plan.launcher}",
         f"hosts        {', '.join(f'{host} ({_describe_ranks(plan, host)})' for host in plan.hosts)}",
+        f"hosts from   {plan.hosts_source}: {plan.hosts_evidence}",
         f"this host    {plan.current_host} ({role})",
         f"world size   {plan.world_size}",
         f"interface    {plan.interface}",

@@ -65,6 +65,8 @@ class LaunchPlan(NamedTuple):
     cwd: str
     env: Mapping[str, str]  # variables to add to the environment
     interface: str
+    hosts_source: str  # such as "Slurm"
+    hosts_evidence: str  # the variables or the file that name the hosts
     metrics: tuple[MetricDefinition, ...]
     notes: tuple[str, ...]  # for the log
     reasons: tuple[str, ...]  # more notes, for `train --explain` only
@@ -142,6 +144,8 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         cwd=job.code_dir,
         env=env,
         interface=machine.interface,
+        hosts_source=job.cluster.found.source,
+        hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
         notes=(*notes, *network.notes, *mpi_notes, *size_notes),
         reasons=network.reasons,
@@ -320,9 +324,7 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:
     """Returns notes for the log: missing files, a replaced interface, settings without effect, unknown names."""
-    notes = []
-    if job.cluster.assumed:
-        notes.append(f"no resourceconfig.json in {job.paths.config}: a single host is assumed")
+    notes = list(job.cluster.found.warnings)
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")
     if machine.interface_replaced:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for 
     from shoal_toolkit.hosts.messages import CommandEnded
     from shoal_toolkit.hosts.wire import Channel
     from shoal_toolkit.output.mpirun_log import MpirunLog
+    from shoal_toolkit.run.preflight import Preflight
 
 _FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun, and to confirm the result
 _PROGRESS_SECONDS = 15.0
@@ -51,6 +52,7 @@ class FirstHost(Host):
         self._stopped_hosts: set[str] = set()
         self._mpirun_code: int | None = None
         self._unrecorded = ""  # why a worker can't write a success
+        self._preflight: Preflight | None = None  # for several hosts
 
     # Connecting and setting up
 
@@ -70,6 +72,10 @@ class FirstHost(Host):
                 task.settings.hosts_timeout,
             )
             self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
+            if self.has_plan:
+                from shoal_toolkit.run.preflight import Preflight
+
+                self._preflight = Preflight(task.paths, self.plan, one_kind=len(task.cluster.instance_groups) < 2)
         if isinstance(task.plan, TrainError):
             self._fail_early(Result.from_error(task.plan))
         elif self.processes is not None:
@@ -137,6 +143,8 @@ class FirstHost(Host):
         plan, processes = self.plan, self.processes
         assert processes is not None
         self._launched = True
+        if self._preflight is not None:
+            self._preflight.log_findings()
         self._ranks = RankTable(plan, self.output, self.task.paths)
         self._pending = {host for host in plan.hosts if plan.runs_own_command(host)}
         for host, channel in self._channels.items():
@@ -208,6 +216,8 @@ class FirstHost(Host):
             self._fail_early(Result(message.code or 1, f"On {host}: {message.message}"))
         elif isinstance(message, messages.StopReceived):
             self._on_stopped_host(host, message.signal)
+        elif isinstance(message, messages.Facts) and self._preflight is not None:
+            self._preflight.add(host, message.facts)
         elif message == messages.READY:
             if host not in self._unready:
                 raise messages.ProtocolError("it is ready for the second time")
@@ -413,6 +423,8 @@ class FirstHost(Host):
     def close(self) -> None:
         if self._search is not None:
             self._search.close()
+        if self._preflight is not None:
+            self._preflight.close()
         if self._requests is not None:
             self._requests.close()
         for channel in self._channels.values():

@@ -41,6 +41,7 @@ class Task(NamedTuple):
     settings: Settings
     environ: Mapping[str, str]
     began: float  # time.monotonic() when `train` started
+    preflight: bool = False  # check the hosts, start nothing, and write no result
 
 
 class Role(HostEvents, Protocol):
@@ -146,13 +147,21 @@ class Host(Role):
         """
         assert self.result is not None
         self._write_output()
-        code = write_result(self.task.paths, self.result, self.report)
+        code = self._record(self.result)
         if code != self.result.exit_code:
             self.result = Result(code, f"On {self.name} the result could not be written: its log says why.")
         self.send_result(self.result)
         self._drain_sidecars()
         self._write_output()  # log lines about the end
         return code
+
+    def _record(self, result: Result) -> int:
+        """Writes the result files, and returns the exit code. A preflight only logs its message."""
+        if not self.task.preflight:
+            return write_result(self.task.paths, result, self.report)
+        if result.message:
+            write_log(result.message)
+        return result.exit_code
 
     def _run_until(self, finished: Callable[[], bool], seconds: float) -> bool:
         """Serves events until `finished()` or the time limit; returns whether the limit was reached."""
@@ -211,7 +220,7 @@ class Host(Role):
             return False
         self.stopped_by = number
         self._grace_ends = time.monotonic() + self.task.settings.stop_grace
-        if self.result is None:
+        if self.result is None and not self.task.preflight:
             write_provisional_failure(self.task.paths, Result.from_signal(number))
         return True
 

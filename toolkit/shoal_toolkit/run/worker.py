@@ -8,10 +8,12 @@ from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import build_daemon_command
+from shoal_toolkit.hosts.probe import Probe
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
+from shoal_toolkit.preflight.facts import collect_facts
 from shoal_toolkit.result.result import Result, check_writable
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
@@ -29,6 +31,7 @@ class Worker(Host):
         self._has_ranks = self.has_plan and self.plan.has_ranks
         self._is_set_up = self._is_started = False
         self._problem: TrainError | None = None  # why this host can't take part
+        self._probe: Probe | None = None
 
     def begin(self) -> None:
         """Listens for the first host, and sets up this host. Raises LaunchError if the port is taken."""
@@ -48,17 +51,30 @@ class Worker(Host):
         self._report_state()
 
     def _report_state(self) -> None:
-        """Reports to the first host, if it is connected, that this host is ready or has failed, once that is known."""
+        """Reports to the first host, if it is connected, that this host is ready or has failed, once that is known.
+
+        A ready host first checks that it reaches the port at which the ranks meet.
+        """
         if self._problem is not None:
             self._report_failure(self._problem)
-        elif self._is_set_up:
-            self._send(messages.READY)
+        elif self._is_set_up and self._channel is not None:
+            env = self.plan.env
+            self._probe = Probe(self.loop, env["MASTER_ADDR"], env["MASTER_PORT"], self._on_probed)
+
+    def _on_probed(self, problem: str) -> None:
+        """Sends the facts about this host, and that it is ready."""
+        self._send(messages.Facts({**self.collect_ready_facts(), "port_problem": problem}))
+        self._send(messages.READY)
+
+    def collect_ready_facts(self) -> dict[str, Any]:
+        """Returns the facts about this host that must fit those of the others."""
+        return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:
         """Ends the job if the first host has not connected."""
         if self._channel is None:
-            refused = self._agent.refused if self._agent is not None else ""
-            why = f"; this host {refused}." if refused else ". Every host of resourceconfig.json must run `train`; "
+            refused = (self._agent.refused or self._agent.rejected) if self._agent is not None else ""
+            why = f"; this host {refused}." if refused else ". Every host of the job must run `train`; "
             advice = "" if refused else "check its log. SHOAL_HOSTS_TIMEOUT sets the limit."
             seconds = self.task.settings.hosts_timeout
             late = f"The first host {self._first_host} has not connected within {seconds} s{why}{advice}"
@@ -186,5 +202,7 @@ class Worker(Host):
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
+        if self._probe is not None:
+            self._probe.close()
         if self._channel is not None:
             self._channel.close()

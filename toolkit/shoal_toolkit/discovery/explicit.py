@@ -1,0 +1,55 @@
+"""SHOAL_HOSTS lists the hosts, and SHOAL_HOST_RANK is the index of this one. Both are ours, and come before a platform.
+
+Without SHOAL_HOST_RANK, the rank is the index of this pod in an Indexed Job (JOB_COMPLETION_INDEX: "Indexed Job", in
+the Kubernetes documentation), or of the only entry with this host's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shoal_toolkit.discovery.host_list import HostList, read_number, show
+from shoal_toolkit.discovery.host_names import expand_hosts
+from shoal_toolkit.errors import ContractError
+
+_LIST, _RANK, _INDEX = "SHOAL_HOSTS", "SHOAL_HOST_RANK", "JOB_COMPLETION_INDEX"
+
+
+def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
+    """Returns the hosts of SHOAL_HOSTS. Raises ContractError if the list is missing or wrong, or the rank unknown."""
+    if not environ.get(_LIST):
+        raise ContractError(
+            f"The variable {_RANK} is {environ[_RANK]!r}, and {_LIST} is not set. Fix: set {_LIST} to all hosts of the "
+            "job, in the same order on every host, such as node[1-2]."
+        )
+    hosts = expand_hosts(environ[_LIST], _LIST)
+    name = _RANK if environ.get(_RANK) or not environ.get(_INDEX) else _INDEX
+    rank = read_number(environ, name)
+    evidence = show(environ, _LIST, name)
+    if rank is None:
+        rank, evidence = _find_rank(hosts, hostname), f"{evidence}, this host is {hostname}"
+    return HostList(_LIST, hosts, rank, evidence, _secret(environ))
+
+
+def _secret(environ: Mapping[str, str]) -> str:
+    """Returns how Kubernetes gives pods a secret, on Kubernetes."""
+    if not environ.get("KUBERNETES_SERVICE_HOST"):
+        return ""
+    from shoal_toolkit.discovery.kubernetes import SECRET
+
+    return SECRET
+
+
+def _find_rank(hosts: Sequence[str], hostname: str) -> int:
+    """Returns the index of this host by its name, with or without its domain; 0 for a job of one host."""
+    if len(hosts) == 1:
+        return 0
+    same = [rank for rank, host in enumerate(hosts) if host == hostname]
+    short = hostname.partition(".")[0]
+    same = same or [rank for rank, host in enumerate(hosts) if host.partition(".")[0] == short]
+    if len(same) != 1:
+        raise ContractError(
+            f"{_LIST} lists {', '.join(hosts)}, and {'none' if not same else 'several'} of them have this host's name "
+            f"{hostname}. Fix: set {_RANK} on each host to its index in the list, from 0 on."
+        )
+    return same[0]

@@ -1,0 +1,105 @@
+"""The places in which `train` looks for the hosts of a job without resourceconfig.json, in their order.
+
+To add a source, write a module in this package with `find(environ, hostname, root) -> HostList | None`, and add a row
+to `SOURCES`: the name of the module and the variables that show its platform. The module is imported only if one of
+these is set. It cites the documentation of its variables, and raises ContractError if only some of them are there.
+Rows of `HINTS` are asked last: these platforms name no hosts, and a host there trains alone with a warning.
+docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py has cases for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal_toolkit.errors import ContractError
+from shoal_toolkit.light_typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # most jobs have none of the variables below
+    from shoal_toolkit.discovery.host_list import HostList
+
+_EXPLICIT = "explicit"
+SOURCES: dict[str, tuple[str, ...]] = {
+    _EXPLICIT: ("SHOAL_HOSTS", "SHOAL_HOST_RANK"),
+    "slurm": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+    "kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
+    "kubeflow_v1": ("MASTER_ADDR",),
+    "mpi_operator": ("K_MPI_JOB_ROLE", "OMPI_MCA_orte_default_hostfile"),
+    "indexed_job": ("JOB_COMPLETION_INDEX",),
+    "aws_batch": ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"),
+    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+}
+HINTS: dict[str, tuple[str, ...]] = {"ray": ("RAY_ADDRESS", "RAY_JOB_ID"), "torch_variables": ("WORLD_SIZE",)}
+
+
+def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> HostList | None:
+    """Returns the hosts of this job from the variables of a platform; None if there is no such platform.
+
+    Args:
+        environ: The environment of `train`.
+        hostname: The name of this host.
+        root: The directory under which etc is.
+
+    Raises:
+        ContractError: If a platform's variables are incomplete or wrong, or two platforms disagree. SHOAL_HOSTS
+            decides such cases: with it, another platform that disagrees is only a warning.
+    """
+    found: list[HostList] = []
+    for name in _present(SOURCES, environ):
+        try:
+            hosts = _ask(name, environ, hostname, root)
+        except ContractError:
+            if not (found and environ.get("SHOAL_HOSTS")):
+                raise
+        else:
+            found += [hosts] if hosts is not None else []
+    if not found:
+        hints = (_ask(name, environ, hostname, root) for name in _present(HINTS, environ))
+        return next((hosts for hosts in hints if hosts is not None), None)
+    first = found[0]
+    for other in found[1:]:
+        if (len(other.hosts), other.rank) != (len(first.hosts), first.rank):
+            first = first._replace(warnings=(*first.warnings, _describe_disagreement(first, other, environ)))
+    return first
+
+
+def warn_about_other_hosts(hosts: tuple[str, ...], environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
+    """Returns a warning if the variables of a platform name more or fewer hosts than resourceconfig.json."""
+    if not _present(SOURCES, environ):
+        return ()
+    try:
+        found = find_hosts(environ, hostname)
+    except ContractError:
+        return ()
+    if found is None or len(found.hosts) == len(hosts):
+        return ()
+    return (
+        f"resourceconfig.json lists {len(hosts)} hosts and {found.source} {len(found.hosts)} ({found.evidence}): "
+        "resourceconfig.json counts. Fix: remove it if it is not of this job.",
+    )
+
+
+def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:
+    return [name for name, variables in sources.items() if any(map(environ.get, variables))]
+
+
+def _ask(name: str, environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
+    """Imports the module of a source, and returns the hosts that it finds, checked."""
+    from importlib import import_module
+
+    found: HostList | None = import_module(f"shoal_toolkit.discovery.{name}").find(environ, hostname, root)
+    if found is not None:
+        from shoal_toolkit.discovery.host_list import check_hosts
+
+        check_hosts(found.hosts, found.rank, found.source)
+    return found
+
+
+def _describe_disagreement(first: HostList, other: HostList, environ: Mapping[str, str]) -> str:
+    """Returns a warning that SHOAL_HOSTS counts. Raises ContractError if neither of both sources is SHOAL_HOSTS."""
+    found = " and ".join(
+        f"{each.source} gives {len(each.hosts)} hosts and the rank {each.rank} ({each.evidence})"
+        for each in (first, other)
+    )
+    if environ.get("SHOAL_HOSTS"):
+        return f"{found}: {first.source} counts."
+    raise ContractError(f"{found}. Fix: set SHOAL_HOSTS and SHOAL_HOST_RANK on every host.")

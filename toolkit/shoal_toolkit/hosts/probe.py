@@ -1,0 +1,77 @@
+"""Checks that a worker reaches the port at which the ranks meet, before anything listens there but the first host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+from shoal_toolkit.hosts.resolve import Address, Resolver
+from shoal_toolkit.system.loop import WRITE, Loop
+
+_SECONDS = 2.0
+_BACKLOG = 4096  # connections that nobody accepts
+
+
+def open_port(port: str) -> socket.socket | None:
+    """Listens on a port of this host until the socket is closed; None if that is not possible.
+
+    No connection is accepted: the kernel answers, and the side that closes first is the worker's. Otherwise the port
+    would stay reserved for a minute.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", int(port)), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+    except (OSError, ValueError, OverflowError):  # also a MASTER_PORT that is no port
+        return None
+
+
+class Probe:
+    """Looks up a name and connects to a port there, from its creation on, for 2 s at most.
+
+    Calls `on_probed(problem)` once, with an empty text if the connection succeeded.
+    """
+
+    def __init__(self, loop: Loop, host: str, port: str, on_probed: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._on_probed = on_probed
+        self._place = f"{host} at port {port} (MASTER_ADDR, MASTER_PORT)"
+        self._sock: socket.socket | None = None
+        self._timer = loop.call_later(_SECONDS, lambda: self._end("there is no answer"))
+        self._resolver = Resolver(loop)
+        self._resolver.look_up(host, int(port) if port.isdecimal() else 0, self._on_resolved)
+
+    def _on_resolved(self, found: list[Address] | OSError) -> None:
+        """Connects to the first address of the name."""
+        if isinstance(found, OSError):
+            self._end(f"its name is unknown ({found.strerror or found})")
+            return
+        family, address = found[0]
+        self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        result = sock.connect_ex(address)
+        if result in (0, errno.EINPROGRESS):
+            self._loop.watch(sock.fileno(), WRITE, self._on_connected)
+        else:
+            self._end(os.strerror(result))
+
+    def _on_connected(self) -> None:
+        if self._sock is not None:
+            problem = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._end(os.strerror(problem) if problem else "")
+
+    def _end(self, problem: str) -> None:
+        """Closes the connection, and reports the problem."""
+        self.close()
+        self._on_probed(f"it cannot reach {self._place}: {problem}" if problem else "")
+
+    def close(self) -> None:
+        """Ends the check without a report."""
+        self._timer.cancel()
+        self._resolver.close()
+        if self._sock is not None:
+            self._loop.unwatch(self._sock.fileno(), WRITE)
+            self._sock.close()
+            self._sock = None

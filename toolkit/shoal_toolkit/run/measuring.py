@@ -1,0 +1,109 @@
+"""`train --preflight`: the hosts meet as for a job, measure the network between them, and start nothing."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal_toolkit.hosts import messages
+from shoal_toolkit.hosts.measure import Meter
+from shoal_toolkit.hosts.messages import Measure, Measured
+from shoal_toolkit.light_typing import Any
+from shoal_toolkit.preflight.findings import Finding, check_network, describe_network
+from shoal_toolkit.result.result import Result
+from shoal_toolkit.run.first import FirstHost
+from shoal_toolkit.run.host import Task
+from shoal_toolkit.run.preflight import Preflight
+from shoal_toolkit.run.worker import Worker
+
+PORT = "measure_port"  # the fact that tells the first host where a host can be measured
+
+
+class MeasuringWorker(Worker):
+    """A worker that measures the way to the hosts that the first host names."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._meter = Meter(self.loop)
+
+    def collect_ready_facts(self) -> dict[str, Any]:
+        return {**super().collect_ready_facts(), PORT: self._meter.port}
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, Measure):
+            self._meter.measure(message.host, message.port, self._send)
+        else:
+            super()._on_message(message)
+
+    def close(self) -> None:
+        super().close()
+        self._meter.close()
+
+
+class MeasuringFirstHost(FirstHost):
+    """The first host of a preflight. When all are ready, each pair measures both ways, a host once at a time."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._meter = Meter(self.loop)
+        self._waiting = [(one, other) for one in task.hosts for other in task.hosts if one != other]
+        self._running: dict[str, str] = {}  # measuring host → measured host
+        self._measured: dict[tuple[str, str], Measured] = {}
+        self._ports = {self.name: self._meter.port}
+
+    def _launch(self) -> None:
+        """Starts the measurements instead of the job."""
+        if self._preflight is None:
+            self._preflight = Preflight(self.task.paths, self.plan, one_kind=True)
+        self._ports.update({host: int(port) for host, port in self._preflight.list_facts(PORT).items()})
+        self._measure_next()
+
+    def _measure_next(self) -> None:
+        """Starts every measurement whose two hosts are idle. After the last one, ends with the report."""
+        busy = {*self._running, *self._running.values()}
+        for pair in list(self._waiting):
+            if not busy.intersection(pair):
+                busy.update(pair)
+                self._waiting.remove(pair)
+                self._measure(*pair)
+        if not self._running:
+            self._report()
+
+    def _measure(self, one: str, other: str) -> None:
+        self._running[one] = other
+        if one == self.name:
+            self._meter.measure(other, self._ports.get(other, 0), lambda found: self._on_measured(one, found))
+        else:
+            self._channels[one].send(Measure(other, self._ports.get(other, 0)))
+
+    def _on_message(self, host: str, message: Any) -> None:
+        if not isinstance(message, Measured):
+            super()._on_message(host, message)
+        elif self._running.get(host) != message.host:
+            raise messages.ProtocolError("a measurement that was not asked for")
+        else:
+            self._on_measured(host, message)
+
+    def _on_measured(self, host: str, found: Measured) -> None:
+        """Keeps a measurement, and starts the next ones."""
+        self._measured[host, self._running.pop(host)] = found
+        if self.result is None:
+            self._measure_next()
+
+    def _report(self) -> None:
+        """Prints the measurements and all findings, and ends with exit code 1 if there is a finding."""
+        assert self._preflight is not None
+        found = [*self._preflight.find(), *check_network(self.name, self._measured)]
+        lines = [f"preflight of {len(self.task.hosts)} hosts", *describe_network(self._measured)]
+        print("\n".join([*lines, *map(_format, found), f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}"]))
+        sys.stdout.flush()
+        self.set_result(
+            Result(1, f"preflight: {len(found)} findings, see the log of {self.name}") if found else Result(0)
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._meter.close()
+
+
+def _format(finding: Finding) -> str:
+    return f"- {finding}"

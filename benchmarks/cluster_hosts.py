@@ -114,6 +114,8 @@ def _write_tree(base: Path, launcher: str, script: str, name: str, names: Sequen
     if launcher == TORCHRUN:
         replaced = base / "replaced" / "torch" / "distributed"
         replaced.mkdir(parents=True)
+        for package in (replaced.parent, replaced):
+            (package / "__init__.py").touch()
         (replaced / "run.py").write_text(_TORCHRUN)
     return base
 

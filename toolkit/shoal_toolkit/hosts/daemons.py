@@ -43,6 +43,8 @@ class DaemonRequests:
 
     rsh.sh writes a command to requests/HOST, and the host to the FIFO `daemons`. It then waits for a line in the FIFO
     answers/HOST. Calls `on_request(host, command, send_exit_code)` for each, at most one for a host.
+
+    Creating it raises LaunchError if too many files are open.
     """
 
     def __init__(
@@ -67,10 +69,19 @@ class DaemonRequests:
         self._answers = {}
 
     def _open_fifo(self, name: str) -> int:
-        """Makes a FIFO that only this user can open, and opens it for both directions, which never blocks."""
+        """Makes a FIFO that only this user can open, and opens it for both directions, which never blocks.
+
+        Raises LaunchError if that is not possible.
+        """
         path = os.path.join(self._directory, name)
-        os.mkfifo(path, 0o600)
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            os.mkfifo(path, 0o600)
+            return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        except OSError as error:
+            raise LaunchError(
+                f"{path} cannot be made: {error.strerror}. While mpirun starts, `train` has two open files for each "
+                "host. Fix: raise the limit (ulimit -n, or docker run --ulimit nofile=65536)."
+            ) from None
 
     def _on_readable(self) -> None:
         """Reads the hosts with a new request. Text that is no host is ignored: a process of the script wrote it."""

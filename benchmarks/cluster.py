@@ -1,20 +1,21 @@
-"""What `train` costs on many hosts: `make bench-cluster`. It needs root, for network namespaces of this machine.
+"""Measures jobs on many hosts: `make bench-cluster`. It needs root, for network namespaces of this machine.
 
-Jobs that do nothing on 2, 8, 32 and 64 hosts, with one rank each: the script as a plain process, by torchrun and by
-mpirun. torchrun is replaced by a program that only starts its rank, as it imports torch for seconds on every host.
+The jobs do nothing on 2, 8, 32 and 64 hosts, with one rank each. The launchers are a plain process, torchrun and
+mpirun. A small program replaces torchrun, which imports torch for seconds on every host.
 
 - `cluster-noop-LAUNCHER-Nhosts`: from the start of all hosts until `train` has ended on the last one. The rival is the
   same number of Pythons that do nothing (`python -I -S -c pass`), started in the same way. The hosts share the cores
   of this machine: a real cluster has its own for each.
-- `cluster-cpu-LAUNCHER`: the processor time that each more host costs, from 32 to 64 hosts, against the same from 2 to
-  32. 1 means that it does not grow.
+- `cluster-cpu-LAUNCHER`: the processor time of each more host, from 32 to 64 hosts. The rival is the same from 2 to
+  32 hosts.
 - `cluster-memory-LAUNCHER`, `cluster-files-LAUNCHER`: the first host's private memory with page tables, and its open
-  files, for each more host, while the ranks run. The processes are `train`, mpirun and what they start, but not the
-  script. Other jobs than those for the times.
-- `cluster-model-LAUNCHER`: the error of the model at 64 hosts. The model is a line through the processor times at 2, 8
-  and 32 hosts.
+  files, for each more host, while the ranks run. The processes are `train`, mpirun and their child processes, but not
+  the script. They are read in separate jobs.
+- `cluster-model-LAUNCHER`: the relative error of the model at 64 hosts. The model is a line through the processor times
+  at 2, 8 and 32 hosts.
 
-The lines for 1,000 hosts are of that MODEL, not measured.
+The lines for 1,000 hosts are of that MODEL, not measured. Use a machine without other load: a host counts as lost after
+10 s of silence.
 """
 
 from __future__ import annotations

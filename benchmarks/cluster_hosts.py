@@ -103,7 +103,7 @@ def _started(
 
 
 def _write_tree(base: Path, launcher: str, script: str, name: str, names: Sequence[str]) -> Path:
-    """Writes what SageMaker writes to /opt/ml of a host."""
+    """Writes the files that SageMaker writes to /opt/ml of a host."""
     for part in ("input/config", "code", "model", "tmp"):
         (base / part).mkdir(parents=True)
     (base / "code" / "train.py").write_text(script)
@@ -175,7 +175,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Returns the processor time of all child processes that have ended, and of theirs."""
+    """Returns the processor time of all child processes that have ended, and of their child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -84,7 +84,7 @@ class DaemonRequests:
             ) from None
 
     def _on_readable(self) -> None:
-        """Reads the hosts with a new request. Text that is no host is ignored: a process of the script wrote it."""
+        """Reads the hosts with a new request. Other text is ignored: a process of the script wrote it."""
         *lines, rest = (self._received + os.read(self._requests, 65536)).split(b"\n")
         self._received = rest[-_MAX_HOST_BYTES:]
         for line in lines:
@@ -93,7 +93,7 @@ class DaemonRequests:
                 self._read_request(host)
 
     def _read_request(self, host: str) -> None:
-        """Passes on the request for a host, and removes its FIFO: there is no second one.
+        """Passes on the request for a host, and removes its FIFO: a second request is refused.
 
         A request that is missing or too long is answered with 255.
         """

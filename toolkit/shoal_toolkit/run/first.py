@@ -171,10 +171,8 @@ class FirstHost(Host):
     def _on_daemon_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
         """Passes mpirun's request on to a worker.
 
-        mpirun's agent gets the exit code of the daemon, or 0 when a rank runs there: from then on mpirun itself is
-        connected to the daemon, and notices its end.
-
-        For a host that is lost, 255 is sent at once.
+        mpirun's agent gets the exit code of the daemon, or 0 when a rank runs there. From then on mpirun has a
+        connection to the daemon, and notices its end. For a host that is lost, 255 is sent at once.
         """
         from shoal_toolkit.hosts.messages import Start
 

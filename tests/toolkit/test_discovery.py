@@ -195,7 +195,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "this job is heterogeneous"),
         (without(TRAINJOB, "PET_NODE_RANK"), "Kubeflow: the variable PET_NODE_RANK is missing"),
         (without(TRAINJOB, "PET_NNODES"), "Kubeflow: the variable PET_NNODES is missing"),
-        (without(TRAINJOB, "PET_MASTER_ADDR"), "the first host is '', and its name does not end in -0"),
+        (without(TRAINJOB, "PET_MASTER_ADDR"), "the name of the first host is '', which does not end in -0"),
         ({**TRAINJOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job"),
         ({**PYTORCHJOB, "RANK": "3"}, "Kubeflow gives this host the rank 3, and the job has 3 hosts"),
         (without(PYTORCHJOB, "RANK"), "Kubeflow: the variable RANK is missing"),

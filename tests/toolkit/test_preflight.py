@@ -97,7 +97,7 @@ def test_a_planted_fault_is_the_only_finding(planted: dict[str, Any], problem: s
 def test_a_wrong_clock_is_a_finding(delay: float, side: str) -> None:
     (found,) = compare_facts(three(), {"algo-2": delay, "algo-3": 3.0})
     assert found.hosts == ("algo-2",)
-    assert found.problem == f"its clock is {side} that of algo-1"
+    assert found.problem == f"its clock is {side} the clock of algo-1"
 
 
 def test_a_wrong_first_host_is_named_by_the_others() -> None:
@@ -161,8 +161,8 @@ def test_good_ways_have_no_finding_and_the_slowest_is_named() -> None:
     [
         (Measured("algo-2", 0, 0, 0, "its name is unknown"), "algo-1", "it cannot reach algo-2: its name is unknown"),
         (Measured("algo-2", 99, 10**8, 0, ""), "algo-1", "its way to algo-2 carries 100 MB/s, and the median is 1,000"),
-        (Measured("algo-2", 99, 10**9, 2500, ""), "algo-2", "its clock is 2.5 s ahead of that of algo-1"),
-        (Measured("algo-2", 99, 10**9, -2500, ""), "algo-2", "its clock is 2.5 s behind that of algo-1"),
+        (Measured("algo-2", 99, 10**9, 2500, ""), "algo-2", "its clock is 2.5 s ahead of the clock of algo-1"),
+        (Measured("algo-2", 99, 10**9, -2500, ""), "algo-2", "its clock is 2.5 s behind the clock of algo-1"),
     ],
 )
 def test_a_fault_of_the_network_is_the_only_finding(way: Measured, host: str, problem: str) -> None:

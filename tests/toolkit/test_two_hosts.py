@@ -126,16 +126,15 @@ def test_a_child_with_another_secret_does_not_register(hosts: list[Host]) -> Non
     script(hosts, "print('trained')")
     for host in hosts:
         (host.tree.base / "input/config/resourceconfig.json").unlink()
-    secrets = ({"SHOAL_HOSTS_TIMEOUT": "3"}, {"SHOAL_HOSTS_TIMEOUT": "3", "SHOAL_JOB_SECRET": "another"})
-    processes = [
-        host.start(**{**batch_variables(index, 0, hosts[0].address), **secrets[index]})
-        for index, host in enumerate(hosts)
-    ]
+    child = {**batch_variables(1, 0, hosts[0].address), "SHOAL_JOB_SECRET": "another"}
+    processes = [hosts[0].start(**batch_variables(0, 0, "")), hosts[1].start(**child)]
     with running(*processes):
-        main, child = (host.finished(process) for host, process in zip(hosts, processes))
-    assert (main.code, child.code, main.out) == (1, 1, "")
-    assert "After 3 s these hosts have not registered: node-1." in hosts[0].tree.failure
-    assert "its SHOAL_JOB_SECRET is not this host's" in hosts[1].tree.failure
+        until(hosts[1].file("err"), "it refused this first host: its SHOAL_JOB_SECRET is not this host's")
+        for process in processes:
+            send(process, signal.SIGTERM)
+        done = [host.finished(process) for host, process in zip(hosts, processes)]
+    assert [(each.code, each.out) for each in done] == [(143, "")] * 2
+    assert all("was stopped" in host.tree.failure for host in hosts)
 
 
 def test_the_launch_is_quick(hosts: list[Host]) -> None:

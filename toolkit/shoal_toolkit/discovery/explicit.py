@@ -1,7 +1,7 @@
-"""SHOAL_HOSTS lists the hosts, and SHOAL_HOST_RANK is the index of this one. Both are ours, and come before a platform.
+"""SHOAL_HOSTS lists the hosts, and SHOAL_HOST_RANK is the index of this one. They count before a platform.
 
-Without SHOAL_HOST_RANK, the rank is the index of this pod in an Indexed Job (JOB_COMPLETION_INDEX: "Indexed Job", in
-the Kubernetes documentation), or of the only entry with this host's name.
+Without SHOAL_HOST_RANK, the rank is the index of this pod in an Indexed Job, JOB_COMPLETION_INDEX. Kubernetes documents
+it under "Indexed Job". On other platforms it is the index of the only entry with this host's name.
 """
 
 from __future__ import annotations

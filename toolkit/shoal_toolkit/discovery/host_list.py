@@ -9,7 +9,7 @@ from shoal_toolkit.errors import ContractError
 from shoal_toolkit.light_typing import NamedTuple
 
 EXPLICIT = "set SHOAL_HOSTS and SHOAL_HOST_RANK on every host"
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?"
 
 
 class Registration(NamedTuple):
@@ -66,7 +66,7 @@ def check_hosts(hosts: Sequence[str], rank: int, source: str) -> None:
     Raises:
         ContractError: If not.
     """
-    wrong = [host for host in hosts if not _NAME.fullmatch(host)]
+    wrong = [host for host in hosts if not re.fullmatch(_NAME, host)]
     if wrong or not hosts:
         raise ContractError(
             f"{source} gives the hosts {list(hosts)}. {'There are none' if not wrong else f'{wrong[0]!r} is wrong'}: "

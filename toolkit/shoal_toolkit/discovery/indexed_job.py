@@ -1,8 +1,8 @@
-"""Kubernetes: an Indexed Job, also one of a JobSet, whose manifest does not name the hosts.
+"""Kubernetes: an Indexed Job, also one of a JobSet, if its manifest does not name the hosts.
 
-Kubernetes sets JOB_COMPLETION_INDEX in each pod ("Indexed Job for Parallel Processing with Static Work Assignment",
-in the Kubernetes documentation), but neither the number of pods nor their service. The pods of an Indexed Job have
-the host names <job>-<index> ("Job with Pod-to-Pod Communication"), those of a JobSet <jobset>-<job>-<number>-<index>.
+Kubernetes sets JOB_COMPLETION_INDEX in each pod, but neither the number of pods nor their service. See "Indexed Job for
+Parallel Processing with Static Work Assignment" in its documentation. The pods of an Indexed Job have the host names
+<job>-<index> ("Job with Pod-to-Pod Communication"), pods of a JobSet <jobset>-<job>-<number>-<index>.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kubeflow: the pods of a PyTorchJob, from MASTER_ADDR, WORLD_SIZE and RANK.
 
-Kubeflow's training operator sets these variables, and makes a headless service for each pod with the pod's name:
-<job>-master-0, <job>-worker-0, <job>-worker-1 ("PyTorch Training (PyTorchJob)", in Kubeflow's documentation). The
+Kubeflow's training operator sets these variables. It makes a headless service for each pod with the pod's name:
+<job>-master-0, <job>-worker-0, <job>-worker-1. See "PyTorch Training (PyTorchJob)" in Kubeflow's documentation. The
 master has the rank 0, and the first worker the rank 1. With nprocPerNode, the PET_* variables count: see `kubeflow`.
 """
 
@@ -30,7 +30,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
 
 
 def name_replicas(first: str, count: int, hostname: str) -> tuple[str, ...]:
-    """Returns the names of a PyTorchJob's pods; empty if the first one's name is not that of a master.
+    """Returns the names of a PyTorchJob's pods; empty if the first one is not a master by its name.
 
     Args:
         first: The address of the master. Older operators write "localhost" into the master's own pod.

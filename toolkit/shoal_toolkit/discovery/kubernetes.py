@@ -1,4 +1,4 @@
-"""What the sources on Kubernetes share: how a secret reaches the pods, and the names of numbered pods."""
+"""The common part of the sources on Kubernetes: how a secret reaches the pods, and the names of numbered pods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def number_names(first: str, count: int, source: str) -> tuple[str, ...]:
     label, dot, domain = first.partition(".")
     if not label.endswith("-0"):
         raise ContractError(
-            f"{source}: the first host is {first!r}, and its name does not end in -0: the names of the other "
-            f"{count - 1} hosts do not follow from it. Fix: set SHOAL_HOSTS and SHOAL_HOST_RANK on every host."
+            f"{source}: the name of the first host is {first!r}, which does not end in -0. So the names of the other "
+            f"{count - 1} hosts are unknown. Fix: set SHOAL_HOSTS and SHOAL_HOST_RANK on every host."
         )
     return tuple(f"{label[:-1]}{number}{dot}{domain}" for number in range(count))

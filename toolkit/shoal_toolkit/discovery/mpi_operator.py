@@ -1,9 +1,9 @@
 """Kubeflow's MPI Operator: the pods in its hostfile.
 
-The operator mounts the hostfile at /etc/mpi/hostfile in the launcher, and names it there in
-OMPI_MCA_orte_default_hostfile. K_MPI_JOB_ROLE is "launcher" or "worker" in each pod ("MPI Training (MPIJob)", in
-Kubeflow's documentation, and the MPI Operator's API v2beta1). A line is `<host> slots=<n>` for Open MPI, `<host>:<n>`
-for MPICH and Intel MPI. With `runLauncherAsWorker` the launcher is the first line.
+In the launcher, the operator mounts the hostfile at /etc/mpi/hostfile and names it in OMPI_MCA_orte_default_hostfile.
+K_MPI_JOB_ROLE is "launcher" or "worker" in each pod. See "MPI Training (MPIJob)" in Kubeflow's documentation, and the
+MPI Operator's API v2beta1. A line is `<host> slots=<n>` for Open MPI, `<host>:<n>` for MPICH and Intel MPI. With
+`runLauncherAsWorker` the launcher is the first line.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     evidence = show(environ, "RAY_ADDRESS", "RAY_JOB_ID")
     warning = (
         f"Ray ({evidence}) names no hosts in variables: a single host is assumed. Fix, for several hosts: start one "
-        "`train` on each node, and set SHOAL_HOSTS to the NodeManagerAddress of each entry of ray.nodes(), and "
+        "`train` on each node. Set SHOAL_HOSTS to the NodeManagerAddress of each entry of ray.nodes(), and "
         "SHOAL_HOST_RANK to the node's index."
     )
     return HostList("Ray", (hostname,), 0, evidence, warnings=(warning,))

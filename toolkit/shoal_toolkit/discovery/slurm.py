@@ -1,9 +1,9 @@
 """Slurm: the nodes of a job step. `srun` starts one `train` on each node.
 
-The variables are in Slurm's manual pages: srun and sbatch, "OUTPUT ENVIRONMENT VARIABLES". For each task, srun sets
-SLURM_STEP_NODELIST, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS, SLURM_NODEID and SLURM_LOCALID, and SLURMD_NODENAME
-is the name of its node. sbatch and salloc set SLURM_JOB_NODELIST and SLURM_JOB_NUM_NODES; they start nothing on other
-nodes.
+The variables are in Slurm's manual pages: srun and sbatch, "OUTPUT ENVIRONMENT VARIABLES". srun sets
+SLURM_STEP_NODELIST, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS, SLURM_NODEID and SLURM_LOCALID for each task.
+SLURMD_NODENAME is the name of its node. sbatch and salloc set SLURM_JOB_NODELIST and SLURM_JOB_NUM_NODES, and start
+nothing on other nodes.
 """
 
 from __future__ import annotations

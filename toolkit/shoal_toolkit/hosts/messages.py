@@ -107,7 +107,7 @@ class JobResult(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about this host that must fit those of the others. Sent before READY."""
+    """Facts about this host that must fit the other hosts' facts. Sent before READY."""
 
     facts: Mapping[str, Any]
 

@@ -24,7 +24,7 @@ def open_port(port: str) -> socket.socket | None:
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         return socket.create_server(("", int(port)), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
-    except (OSError, ValueError, OverflowError):  # also a MASTER_PORT that is no port
+    except (OSError, ValueError, OverflowError):  # also if MASTER_PORT is not a port
         return None
 
 
@@ -39,7 +39,7 @@ class Probe:
         self._on_probed = on_probed
         self._place = f"{host} at port {port} (MASTER_ADDR, MASTER_PORT)"
         self._sock: socket.socket | None = None
-        self._timer = loop.call_later(_SECONDS, lambda: self._end("there is no answer"))
+        self._timer = loop.call_later(_SECONDS, self._on_timeout)
         self._resolver = Resolver(loop)
         self._resolver.look_up(host, int(port) if port.isdecimal() else 0, self._on_resolved)
 
@@ -56,6 +56,18 @@ class Probe:
             self._loop.watch(sock.fileno(), WRITE, self._on_connected)
         else:
             self._end(os.strerror(result))
+
+    def _on_timeout(self) -> None:
+        """Reports that there is no answer, unless the kernel has connected while this process had to wait for a CPU."""
+        if self._sock is None:
+            self._end(f"its name was not looked up within {_SECONDS:.0f} s")
+            return
+        try:
+            self._sock.getpeername()
+        except OSError:
+            self._end("there is no answer")
+        else:
+            self._end("")
 
     def _on_connected(self) -> None:
         if self._sock is not None:

@@ -1,7 +1,7 @@
-"""Exchanges the hosts' addresses before the job, where only the first host's address is known, as on AWS Batch.
+"""Exchanges the hosts' addresses before the job, if they know the first host's address only, as on AWS Batch.
 
 Every other host connects to the first one (`SHOAL_AGENT_PORT`), proves the job's secret and sends its index. When all
-have registered, the first host sends every one the list of addresses. Handshake and frames are those of `wire`. Here
+have registered, the first host sends every one the list of addresses. Handshake and frames are as in `wire`. Here
 the first host is the one that listens.
 """
 
@@ -72,7 +72,7 @@ class _Visitor:
         channel.send(Register(self._rank))
 
     def _on_message(self, message: Any) -> None:
-        """Takes the addresses. Raises ProtocolError if they are not those of this job."""
+        """Takes the addresses. Raises ProtocolError if they are not for this job."""
         if not isinstance(message, Addresses) or len(message.hosts) != self._count:
             raise ProtocolError("not the addresses of all hosts")
         self.addresses = tuple(message.hosts)

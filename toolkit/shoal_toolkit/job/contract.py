@@ -100,7 +100,7 @@ class Paths(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """The hosts of a job, from resourceconfig.json, else from the variables of a platform; otherwise one alone."""
+    """The hosts of a job, from resourceconfig.json or the variables of a platform; otherwise one alone."""
 
     current_host: str
     hosts: tuple[str, ...]
@@ -164,7 +164,7 @@ def read_paths(environ: Mapping[str, str]) -> Paths:
 
 
 def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -> Cluster:
-    """Returns the hosts of the job, from resourceconfig.json, else from the variables of a platform.
+    """Returns the hosts of the job, from resourceconfig.json, otherwise from the variables of a platform.
 
     Args:
         paths: The directories of the job.
@@ -204,7 +204,7 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
 
 
 def make_cluster(found: HostList) -> Cluster:
-    """Returns the hosts of a job without resourceconfig.json. The network interface is that of the route to them."""
+    """Returns the hosts of a job without resourceconfig.json. The network interface is the one of the route to them."""
     config = {"current_host": found.current_host, "hosts": list(found.hosts)}
     return Cluster(found.current_host, found.hosts, "", "local", "homogeneousCluster", config, found)
 

@@ -1,4 +1,4 @@
-"""Collects the facts about a host that must fit those of the other hosts. Starts no process; takes milliseconds.
+"""Collects the facts about a host that must fit the other hosts' facts. Starts no process; takes milliseconds.
 
 A fact has a name and a number or a text. A fact that can't be read is left out.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterable
 
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
@@ -41,7 +40,6 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         root: The directory under which dev, etc, proc and sys are.
     """
     facts = {
-        "time": round(time.time(), 3),
         "launcher": plan.launcher,
         "world_size": plan.world_size,
         "ranks": plan.ranks.get(plan.current_host, 0),

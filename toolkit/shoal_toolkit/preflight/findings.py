@@ -16,7 +16,7 @@ _LEAST_LOCKED = 1 << 30  # bytes
 _MOST_SKEW = 30.0  # seconds; a message on a busy machine may be late by several
 _MOST_MEASURED_SKEW_MS = 1000
 _SLOW_FACTOR = 3  # a way that is slower than the median by more is a finding
-_LEAST_WAYS = 6  # those of three hosts; with fewer, nothing says which way is the slow one
+_LEAST_WAYS = 6  # there are as many between three hosts; with fewer, nothing says which way is the slow one
 _MAX_NAMED = 5  # hosts in one finding
 _SYNCHRONISE = "synchronise the clocks (chrony or ntpd), which TLS and S3 need"
 _SAME_IMAGE = "start the same image on every host"
@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 
 def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_kind: bool = True) -> list[Finding]:
-    """Returns what is wrong on the hosts.
+    """Returns a finding for each problem of the hosts.
 
     Args:
         facts: Host → facts, the first host first.
@@ -79,13 +79,13 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
     for host, delay in delays.items():
         if abs(delay) > _MOST_SKEW:
             side = "behind" if delay > 0 else "ahead of"
-            problem = f"its clock is {abs(delay):.0f} s {side} that of {next(iter(facts))}"
+            problem = f"its clock is {abs(delay):.0f} s {side} the clock of {next(iter(facts))}"
             found.append(Finding((host,), problem, _SYNCHRONISE))
     return found
 
 
 def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[Finding]:
-    """Returns a finding for each value of a fact other than the most frequent one, of equals that of the first host."""
+    """Returns a finding for each value of a fact other than the most frequent one, of equals the first host's."""
     groups: dict[object, list[str]] = {}
     for host, each in facts.items():
         groups.setdefault(each.get(name), []).append(host)
@@ -179,7 +179,7 @@ def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Findi
             found.append(Finding((one,), problem, "check the cables, switch ports and cloud placement of both hosts"))
         if one == first and abs(way.skew_ms) > _MOST_MEASURED_SKEW_MS:
             side = "ahead of" if way.skew_ms > 0 else "behind"
-            problem = f"its clock is {abs(way.skew_ms) / 1000:.1f} s {side} that of {first}"
+            problem = f"its clock is {abs(way.skew_ms) / 1000:.1f} s {side} the clock of {first}"
             found.append(Finding((other,), problem, _SYNCHRONISE))
     return found
 

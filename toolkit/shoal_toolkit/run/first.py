@@ -76,6 +76,7 @@ class FirstHost(Host):
                 from shoal_toolkit.run.preflight import Preflight
 
                 self._preflight = Preflight(task.paths, self.plan, one_kind=len(task.cluster.instance_groups) < 2)
+                self.loop.call_later(0, self._preflight.collect)
         if isinstance(task.plan, TrainError):
             self._fail_early(Result.from_error(task.plan))
         elif self.processes is not None:

@@ -54,11 +54,13 @@ class MeasuringFirstHost(FirstHost):
         """Starts the measurements instead of the job."""
         if self._preflight is None:
             self._preflight = Preflight(self.task.paths, self.plan, one_kind=True)
-        self._ports.update({host: int(port) for host, port in self._preflight.list_facts(PORT).items()})
+            self._preflight.collect()
+        ports = self._preflight.list_facts(PORT)
+        self._ports.update({host: port for host, port in ports.items() if isinstance(port, int)})
         self._measure_next()
 
     def _measure_next(self) -> None:
-        """Starts every measurement whose two hosts are idle. After the last one, ends with the report."""
+        """Starts every measurement between two idle hosts. After the last one, ends with the report."""
         busy = {*self._running, *self._running.values()}
         for pair in list(self._waiting):
             if not busy.intersection(pair):

@@ -23,11 +23,15 @@ class Preflight:
         self._one_kind = one_kind
         port = plan.env["MASTER_PORT"]
         self._door = open_port(port)
-        facts = collect_facts(paths, plan)
-        if self._door is None:
-            facts["port_taken"] = f"another process has the port {port} (MASTER_PORT)"
-        self._facts: dict[str, Mapping[str, Any]] = {plan.current_host: facts}
+        self._taken = "" if self._door else f"another process has the port {port} (MASTER_PORT)"
+        self._paths, self._plan = paths, plan
+        self._facts: dict[str, Mapping[str, Any]] = {plan.current_host: {}}
         self._delays: dict[str, float] = {}
+
+    def collect(self) -> None:
+        """Collects the facts about this host, while the others are looked for."""
+        own = {**collect_facts(self._paths, self._plan), "port_taken": self._taken}
+        self._facts[self._plan.current_host] = own
 
     def add(self, host: str, facts: Mapping[str, Any]) -> None:
         """Notes the facts of a worker, and how late they arrive by this host's clock."""
@@ -41,7 +45,7 @@ class Preflight:
         return {host: facts[name] for host, facts in self._facts.items() if name in facts}
 
     def find(self) -> list[Finding]:
-        """Closes the port, and returns what is wrong."""
+        """Closes the port, and returns the findings."""
         self.close()
         return compare_facts(self._facts, self._delays, self._one_kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.hosts import messages
@@ -32,6 +33,7 @@ class Worker(Host):
         self._is_set_up = self._is_started = False
         self._problem: TrainError | None = None  # why this host can't take part
         self._probe: Probe | None = None
+        self._facts: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Listens for the first host, and sets up this host. Raises LaunchError if the port is taken."""
@@ -60,14 +62,15 @@ class Worker(Host):
         elif self._is_set_up and self._channel is not None:
             env = self.plan.env
             self._probe = Probe(self.loop, env["MASTER_ADDR"], env["MASTER_PORT"], self._on_probed)
+            self._facts = self.collect_ready_facts()  # while it connects
 
     def _on_probed(self, problem: str) -> None:
         """Sends the facts about this host, and that it is ready."""
-        self._send(messages.Facts({**self.collect_ready_facts(), "port_problem": problem}))
+        self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
         self._send(messages.READY)
 
     def collect_ready_facts(self) -> dict[str, Any]:
-        """Returns the facts about this host that must fit those of the others."""
+        """Returns the facts about this host that must fit the other hosts' facts."""
         return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.machine import find_program
@@ -48,12 +48,13 @@ class DaemonRequests:
     """
 
     def __init__(
-        self, loop: Loop, directory: str, hosts: Iterable[str], on_request: Callable[[str, str, SendExitCode], None]
+        self, loop: Loop, directory: str, hosts: Collection[str], on_request: Callable[[str, str, SendExitCode], None]
     ) -> None:
         self._loop = loop
         self._directory = directory
         self._on_request = on_request
         self._received = b""
+        self._expected = set(hosts)  # hosts without a request
         for name in ("requests", "answers"):
             os.mkdir(os.path.join(directory, name), 0o700)
         # Open at this end, so that rsh.sh opens its end at once, and reads the end of the file if `train` is killed.
@@ -89,7 +90,8 @@ class DaemonRequests:
         self._received = rest[-_MAX_HOST_BYTES:]
         for line in lines:
             host = os.fsdecode(line)
-            if host in self._answers:
+            if host in self._expected:
+                self._expected.discard(host)
                 self._read_request(host)
 
     def _read_request(self, host: str) -> None:

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import boto3
+import boto3  # type: ignore[import-untyped]
 import pytest
-from botocore.validate import ParamValidator
+from botocore.validate import ParamValidator  # type: ignore[import-untyped]
 
 from shoal_toolkit.discovery.sources import SOURCES
 from shoal_toolkit.job.settings import SECRET, VARIABLES

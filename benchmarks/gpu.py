@@ -116,7 +116,10 @@ def measure(case: str, devices: Sequence[str], directory: Path, options: Any) ->
 
 
 def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: bool) -> list[tuple[int, str]]:
-    """Run a script on a rank for each device, and let it see that device only. Returns exit codes and outputs."""
+    """Run a script on a rank for each device, and let it see that device only. Returns exit codes and outputs.
+
+    PYTHON_EXEC, which torchrun reads too, replaces this Python.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     common.update(WORLD_SIZE=str(len(devices)), LOCAL_WORLD_SIZE=str(len(devices)), OMP_NUM_THREADS="1")
@@ -129,7 +132,7 @@ def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: boo
         if device == "cuda":
             mine["CUDA_VISIBLE_DEVICES"] = own
         streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
-        command = [sys.executable, *map(str, words)]
+        command = [os.environ.get("PYTHON_EXEC", sys.executable), *map(str, words)]
         started.append(subprocess.Popen(command, env={**common, **mine}, **streams))
     said = [process.communicate()[0] or "" for process in started]
     return [(process.returncode, text) for process, text in zip(started, said)]

@@ -10,7 +10,7 @@ set -euo pipefail
 
 log=/var/log/shoal-dockerd.log
 say() { echo "engine: $*" >&2; }
-# A killed process that nobody has reaped (state Z) is not alive.
+# A killed process that has not been reaped (state Z) is not alive.
 lives() { grep -qs "^[0-9]* ($1) [^ZX]" /proc/[0-9]*/stat; }
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 250  # mpirun keeps it itself: killed from outside it would leave its ranks behind
 LAUNCH_PREFIXES = ("OMPI_", "PMIX_", "SM_", "SMDATAPARALLEL_", "TORCHELASTIC_")
-COLD = ("SHOAL_REHEARSE", "COLD")  # read when an interpreter starts or a framework is imported; asked for by a test
+COLD = "COLD"  # a test sets it if it looks at the start of an interpreter, or at the import of a framework
 WARM = Path(__file__).with_name("warm.py")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,28 +60,47 @@ def preloaded() -> tuple[str, ...]:
     return ()
 
 
+@functools.cache
+def warm_python(*modules: str) -> str:
+    """Start a server that has imported these modules, until this process ends (warm.py).
+
+    Returns:
+        The path of a program that stands for `python` in a command, and whose processes are forked from that server.
+    """
+    with ExitStack() as undo:
+        directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
+        path, program = f"{directory}/socket", Path(directory, "python")
+        ask = shlex.join([sys.executable, "-I", "-S", str(WARM), "run", path])
+        program.write_text(f'#!/bin/sh\nexec {ask} "$@"\n')
+        program.chmod(0o755)
+        serve = [sys.executable, str(WARM), "serve", path, *modules]
+        server = subprocess.Popen(serve, env=clean_environment(), stdout=subprocess.PIPE, text=True)
+        undo.enter_context(server)
+        undo.callback(server.kill)
+        assert server.stdout
+        assert server.stdout.readline() == "serving\n"
+        atexit.register(undo.pop_all().close)
+        return str(program)
+
+
 @pytest.fixture(scope="session")
-def python(preloaded: tuple[str, ...]) -> Iterator[Python]:
-    """The words that stand for `python` in a command: what starts warm (warm.py), if the environment allows it."""
-    with tempfile.TemporaryDirectory(prefix="warm-") as directory:
-        path = f"{directory}/socket"
-        serve = [sys.executable, str(WARM), "serve", path, *preloaded]
-        with subprocess.Popen(serve, env=clean_environment(), stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout
-            assert server.stdout.readline() == "serving\n"
-
-            def words(**environ: str) -> list[str]:
-                is_cold = any(name.startswith(COLD) for name in {**os.environ, **environ})
-                return [sys.executable] if is_cold else [sys.executable, "-I", "-S", str(WARM), "run", path]
-
-            yield words
-            server.kill()
+def python(preloaded: tuple[str, ...]) -> Python:
+    """The words that stand for `python` in a command: a program that starts warm, unless COLD is set."""
+    return lambda **environ: [sys.executable if COLD in {**os.environ, **environ} else warm_python(*preloaded)]
 
 
 @pytest.fixture
 def alone(tmp_path: Path, python: Python) -> Alone:
-    """Run Python with these arguments, started by no launcher; its stdout. Fails with its output unless it exits 0."""
-    return lambda *arguments, **environ: run([*python(**environ), *arguments], environ, tmp_path)
+    """Run Python with these arguments, started by no launcher; its stdout. Fails with its output unless it exits 0.
+
+    If that is torchrun, its ranks start warm too.
+    """
+
+    def start(*arguments: object, **environ: str) -> str:
+        words = python(**environ)
+        return run([*words, *arguments], {"PYTHON_EXEC": words[0], **environ}, tmp_path)
+
+    return start
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "network docker_client layers",
         "sources",
         "builds jobs inspection report scaffold",
-        "doctor",
+        "deploy doctor",
         "commands",
         "cli",
     ),

@@ -6,8 +6,8 @@
 `import torch` takes 1.5 s of a core for each rank, which was half of the time of the library's tests. A child has the
 argv, environment, directory and standard streams of the process that asks for it, a process group of its own, and an
 interpreter that ends as any other. The process that asks passes signals on, ends with the child's exit code or signal,
-and takes the child along if it is killed. What an interpreter does at its start is not repeated: programs whose
-environment changes that (see `launching.COLD`) are started cold.
+and takes the child along if it is killed. A rehearsal begins after the import of the framework. What else an
+interpreter does at its start is not repeated (see `launching.COLD`).
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def serve(path: str) -> list[str]:
     header, streams, _, _ = socket.recv_fds(asker, _LENGTH.size, len(STREAMS))
     request: tuple[list[str], dict[str, str], str] = eval(_read(asker, *_LENGTH.unpack(header)))
     arguments, environ, directory = request
+    if arguments[0] == "-u":  # torchrun starts its ranks with it
+        environ["PYTHONUNBUFFERED"] = arguments.pop(0)
     child = os.fork()
     if child:
         _accompany(child, asker)
@@ -120,6 +122,8 @@ def become(arguments: list[str]) -> None:
     import runpy
     import types
 
+    if os.environ.get("SHOAL_REHEARSE"):
+        importlib.import_module("shoal_rehearsal").activate()
     option, *rest = arguments
     if option == "-m":
         sys.argv[:], sys.path[0] = rest, os.getcwd()

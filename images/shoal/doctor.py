@@ -191,7 +191,10 @@ def _join_answers(answers: Iterable[reachability.Answer]) -> str:
 
 
 def check_ca_bundle(site: Site) -> Result:
-    """Check that the CA bundle of builds exists, can be read and has certificates that have not expired."""
+    """Check that the CA bundle of builds exists and can be read, and that not all its certificates have expired.
+
+    It is fine if none is set. A remark, not a failure, if only some have expired.
+    """
     here = site.read_settings()
     if here.ca_missing:
         return Result("failed", f"no such file: {', '.join(here.ca_missing)}", "correct the setting, or remove it")

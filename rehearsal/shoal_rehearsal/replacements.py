@@ -47,7 +47,10 @@ class ReplacementFinder(Loader):
 
 
 def _look_up(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports."""
+    """Return a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports.
+
+    It raises AttributeError for a name that the replacement lacks.
+    """
 
     def get_attribute(name: str) -> Any:
         replacement = None if name.startswith("__") else _find_replacement(module)

@@ -51,7 +51,7 @@ def tensorflow() -> dict[str, Any]:
 
 
 def transformers() -> dict[str, Any]:
-    """The version, whether it finds torch, and the steps that it trained a small model for.
+    """The version, whether it finds torch, what that says, and the steps that it trained a small model for.
 
     Packages may all be there and still not fit together at run time: torch, numpy and pyarrow did not.
     """
@@ -66,7 +66,8 @@ def transformers() -> dict[str, Any]:
     arguments = library.TrainingArguments("/dev/shm/out", **options)
     return {
         "version": library.__version__,
-        "torch": library.utils.is_torch_available(),
+        "is_torch_available": library.utils.is_torch_available(),
+        "torch": torch(),
         "steps": library.Trainer(model, arguments, train_dataset=rows).train().global_step,
     }
 

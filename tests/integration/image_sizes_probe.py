@@ -1,5 +1,6 @@
 """Prints, as JSON, how many bytes belong to wheels, and which to no package. Runs in containers."""
 
+import csv
 import functools
 import importlib.metadata
 import json
@@ -12,9 +13,7 @@ DEPTH = 3  # how many directories of a path are reported
 
 
 def main() -> None:
-    wheels = {
-        os.path.normpath(file.locate()) for found in importlib.metadata.distributions() for file in found.files or ()
-    }
+    wheels = set(list_recorded())
     debian = {
         resolve(line) for path in Path("/var/lib/dpkg/info").glob("*.list") for line in path.read_text().splitlines()
     }
@@ -23,11 +22,19 @@ def main() -> None:
     for path in sizes.keys() - wheels - debian:
         unowned["/".join(path.split("/")[: DEPTH + 1])] += sizes[path]
     facts = {
-        "wheels": sum(Path(path).stat().st_size for path in wheels if Path(path).is_file()),
+        "wheels": sum(sizes[path] for path in wheels & sizes.keys()),
         "visible": sum(sizes.values()),
         "unowned": dict(unowned.most_common(20)),
     }
     print(json.dumps(facts))
+
+
+def list_recorded() -> Iterator[str]:
+    """Yield the paths of all files of wheels. As pip wrote them down: `Distribution.files` takes a second more."""
+    for found in importlib.metadata.distributions():
+        directory = str(found.locate_file(""))
+        for row in csv.reader((found.read_text("RECORD") or "").splitlines()):
+            yield os.path.normpath(os.path.join(directory, row[0]))  # noqa: PTH118
 
 
 def resolve(path: str) -> str:

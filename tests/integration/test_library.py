@@ -27,10 +27,10 @@ sys.argv[1:] = ["against_one_process", "sgd"]  # for those of the launch
 runpy.run_path("/opt/ml/code/modelparallel.py", run_name="__main__")
 """
 # With torch, on what the image has installed. The others know nothing of torch.
-SUITES = {
-    "dataparallel": ("devices", "distributed", "examples", "nccl", "parallel", "rehearsal", "smddp", "training"),
-    "modelparallel": ("gradients", "modelparallel"),
-}
+SUITE = (
+    *("devices", "distributed", "examples", "gradients", "modelparallel", "nccl", "parallel", "rehearsal"),
+    *("smddp", "training"),
+)
 MODEL = """\
 import torch
 
@@ -41,12 +41,9 @@ PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygme
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("package", SUITES)
-def test_the_librarys_suite_on_the_oldest_torch(
-    start_host: StartHost, pytorch: str, tmp_path: Path, package: str
-) -> None:
+def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
     """By this environment's pytest, which is pure Python; all but what is marked `once`."""
-    files = [f"tests/library/test_{name}.py" for name in SUITES[package]]
+    files = [f"tests/library/test_{name}.py" for name in SUITE]
     ended = run_tests(start_host, pytorch, tmp_path, "--confcutdir=tests/library", "-m", "not once", *files)
     assert ended.code == 0, ended.output
 

@@ -16,7 +16,8 @@ ON_DEVICE = Path(__file__).parent / "ranks/on_device.py"
 
 def bench(python: Python, *words: str) -> subprocess.CompletedProcess[str]:
     command = [*python(), SCRIPT, *words]
-    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=240, check=False)
+    env = {**clean_environment(), "PYTHON_EXEC": command[0]}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from smdistributed.modelparallel.torch.stage import Stage
 from smdistributed.modelparallel.torch.tasks import Task
 
 if TYPE_CHECKING:
-    from tests.library.conftest import Alone, Mpirun
+    from tests.library.conftest import Alone, Mpirun, Python
 
 ALL = {"ALL": "1"} if SOAK else {}
 RANKS = Path(__file__).parent / "ranks/modelparallel.py"
@@ -167,8 +166,14 @@ def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
     ("case", "words"),
     [
         ("penalty", "The step on stage 0 uses a parameter of stage 1 outside of its module"),
-        ("eval", "model.eval() is called inside a step: the other stages would not call it"),
-        ("optimizer", "optimizer.step() is called inside a step: the other stages would not call it"),
+        pytest.param(
+            "eval", "model.eval() is called inside a step: the other stages would not call it", marks=pytest.mark.once
+        ),
+        pytest.param(
+            "optimizer",
+            "optimizer.step() is called inside a step: the other stages would not call it",
+            marks=pytest.mark.once,
+        ),
     ],
 )
 def test_what_only_the_first_stage_would_do_is_refused(mpirun: Mpirun, case: str, words: str) -> None:
@@ -227,10 +232,12 @@ def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun,
     assert [event["name"] for event in events if event.get("cat") == "step"] == ["step 1", "step 2"]
 
 
-def test_dataparallel_beside_it_is_refused() -> None:
+@pytest.mark.once
+def test_dataparallel_beside_it_is_refused(python: Python) -> None:
     code = "import smdistributed.dataparallel, smdistributed.modelparallel.torch as smp; smp.init({'partitions': 1})"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*python(), "-c", code], env=clean_environment(), capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1
     assert 'Using "modelparallel" and "dataparallel" in one job is not supported' in ended.stderr
 

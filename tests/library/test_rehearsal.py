@@ -61,7 +61,7 @@ def check_training(directory: Path, world_size: int) -> list[list[float]]:
     return [rank["losses"] for rank in ranks]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.once), 2])
 def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     start_up: dict[str, str], alone: Alone, mpirun: Mpirun, free_port: int, tmp_path: Path, world_size: int
 ) -> None:
@@ -86,10 +86,10 @@ def test_a_cuda_script_trains_as_the_same_script_for_cpus(
 
 
 @pytest.mark.mpi
-def test_mixed_precision_under_mpirun(mpirun: Mpirun, start_up: dict[str, str], tmp_path: Path, free_port: int) -> None:
+def test_mixed_precision_under_mpirun(mpirun: Mpirun, tmp_path: Path, free_port: int) -> None:
     """On smddp; on nccl, the test above."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    mpirun(2, SCRIPT, "--amp", "--backend", "smddp", "--out", tmp_path, **start_up, **REHEARSE, **where)
+    mpirun(2, SCRIPT, "--amp", "--backend", "smddp", "--out", tmp_path, **REHEARSE, **where)
     check_training(tmp_path, 2)
 
 
@@ -100,21 +100,22 @@ def test_what_a_script_sees(start_up: dict[str, str]) -> None:
     assert ran.stderr.count(NOTICE) == 1
 
 
+@pytest.mark.once
 def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> None:
-    asked = "import sys, torch; print(torch.cuda.Stream.__module__, [n for n in sys.modules if 'rehearsal' in n])"
-    off = python("-c", asked, SHOAL_REHEARSE="false", **start_up)
+    off = python("-c", "import torch; print(torch.cuda.Stream.__module__)", SHOAL_REHEARSE="false", **start_up)
     assert off.stdout.startswith("torch.cuda"), off.stdout + off.stderr
     assert NOTICE not in off.stderr
-    assert python("-c", asked, **start_up).stdout.endswith("[]\n")
+    unset = python("-c", "import sys; print([n for n in sys.modules if 'rehearsal' in n], sys.meta_path)", **start_up)
+    assert unset.stdout.startswith("[] ") and "rehearsal" not in unset.stdout, unset.stdout + unset.stderr
 
 
 @pytest.mark.once
-def test_it_can_be_activated_after_torch_was_imported() -> None:
-    program = "import torch, shoal_rehearsal; shoal_rehearsal.activate(); print(torch.zeros(1).cuda().device)"
-    ran = python("-c", program, PYTHONPATH=str(PACKAGES), **REHEARSE)
-    assert ran.stdout == "cuda:0\n", ran.stderr
+def test_it_can_be_activated_after_torch_was_imported(alone: Alone) -> None:
+    """As tests/warm.py does it."""
+    assert alone("-c", "import torch; print(torch.zeros(1).cuda().device)", **REHEARSE) == "cuda:0\n"
 
 
+@pytest.mark.once
 def test_what_cannot_be_is_refused_by_the_import_of_torch(start_up: dict[str, str]) -> None:
     ran = python("-c", "import torch; print('imported')", SHOAL_REHEARSE="maybe", **start_up)
     assert ran.returncode == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers, which the images do not have")
+# Not by an import, which takes each worker 0.7 s.
+pytestmark = pytest.mark.skipif(not find_spec("transformers"), reason="the images do not have transformers")
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun

@@ -58,7 +58,7 @@ def test_fit_trains_on_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_a_script_for_gpus_is_rehearsed(mpirun: Mpirun) -> None:
     """Where it is asked for in the environment, by nobody's import: TensorFlow's comes first."""
-    assert mpirun(2, RANKS / "rehearsed.py", SHOAL_REHEARSE="1").count("equal") == 2
+    assert mpirun(2, RANKS / "rehearsed.py", SHOAL_REHEARSE="1", COLD="1").count("equal") == 2
 
 
 @pytest.mark.mpi

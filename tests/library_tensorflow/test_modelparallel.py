@@ -133,6 +133,15 @@ def test_what_does_not_come_is_waited_for_until_the_limit(two_ranks: TwoRanks, f
     assert "to rank 0 within 5 s. Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS" in said
 
 
+REHEARSED = """
+import os, runpy, sys, shoal_rehearsal
+os.environ["SHOAL_REHEARSE"] = "1"
+shoal_rehearsal.activate()
+runpy.run_path(sys.argv[1])
+"""
+
+
 @pytest.mark.mpi
 def test_horovod_is_stood_in_for_in_rehearsal(mpirun: Mpirun) -> None:
-    assert mpirun(4, RANKS / "modelparallel_horovod.py", SHOAL_REHEARSE="1").count("equal") == 4
+    """On ranks that start warm, with TensorFlow. By the environment alone: test_dataparallel.py."""
+    assert mpirun(4, "-c", REHEARSED, RANKS / "modelparallel_horovod.py").count("equal") == 4

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -315,10 +314,6 @@ def test_a_script_starts_nowhere_when_one_host_cannot_start_it(hosts: list[Host]
         host.tree.hyperparameters()
     assert [code for code, _ in job(hosts)] == [2, 2]
     assert not (hosts[0].tree.base / "model" / "ran").exists()
-
-
-def test_this_file_runs_torch() -> None:
-    assert subprocess.run([sys.executable, "-c", "import torch.distributed.run"], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("launcher", [{}, {MPI: True, "sagemaker_mpi_num_of_processes_per_host": 2}])

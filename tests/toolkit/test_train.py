@@ -106,7 +106,7 @@ def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> No
     """Defect 2: an OSError without errno in the stock toolkit exits with 0."""
     tree.script("")
     broken = (
-        "import shoal_toolkit.cli as c\ndef b(*_): raise OSError('no errno')\n"
+        "import shoal_toolkit.cli as c\ndef b(*_, **__): raise OSError('no errno')\n"
         "c.plan_host = b\nraise SystemExit(c.main([]))"
     )
     environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
@@ -123,7 +123,7 @@ def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
         tree.script("")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(
-        "import shoal_toolkit.cli as c\ndef b(*_): raise OSError('no errno')\nc.plan_host = b\n"
+        "import shoal_toolkit.cli as c\ndef b(*_, **__): raise OSError('no errno')\nc.plan_host = b\n"
     )
     with loopback.started(trees, (":", f"export PYTHONPATH={tmp_path}/broken")) as trains:
         assert [train.wait(20) for train in trains] == [1, 1]

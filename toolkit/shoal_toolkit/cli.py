@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 from shoal_toolkit import __version__, redact
+from shoal_toolkit.discovery.sources import remove_launch_variables
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
@@ -39,14 +40,14 @@ _PREFLIGHT_TIMEOUT = 60  # seconds in which the hosts of a preflight must meet
 def command() -> NoReturn:
     """Runs `main`, flushes stdout and stderr, and ends the process with the exit code.
 
-    Python's shutdown is skipped, because it takes as long as a no-op job. If nobody reads the output, 0 becomes 1.
+    Python's shutdown is skipped, because it takes as long as a no-op job. If the output can't be written, 0 becomes 1.
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:  # None if `train` was started with the descriptor closed
                 stream.flush()
-        except OSError:  # nobody reads any more
+        except OSError:  # its reader has gone
             code = code or 1
     os._exit(code)
 
@@ -100,6 +101,7 @@ def explain(words: Sequence[str], as_json: bool) -> int:
             raise problem
         paths = read_paths(environ)
         cluster = read_cluster(paths, os.uname().nodename, environ)
+        remove_launch_variables(environ)
         plan = plan_host(paths, cluster, environ, words, fetch=False)
         plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes))
     except TrainError as error:
@@ -162,6 +164,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     if preflight:
         settings = settings._replace(hosts_timeout=min(settings.hosts_timeout, _PREFLIGHT_TIMEOUT))
     cluster = read_cluster(paths, os.uname().nodename, os.environ)
+    remove_launch_variables(os.environ)
     configure_log(cluster.current_host, settings.log_format == "json")
     if cluster.found.registration is not None:
         cluster = _register(cluster, settings, problem)
@@ -286,6 +289,10 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
+    """Returns this host's role: MeasuringFirstHost or FirstHost on the first host, otherwise a worker.
+
+    Only the role's module is imported.
+    """
     if task.preflight:
         from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
 

@@ -1,4 +1,7 @@
-"""Errors before or around the script. Each class has the exit code with which `train` ends, each message a fix."""
+"""Errors before or around the script.
+
+A TrainError has the exit code with which `train` ends, and a message with a fix. StoppedError has the signal's number.
+"""
 
 from __future__ import annotations
 

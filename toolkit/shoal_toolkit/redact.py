@@ -86,7 +86,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def learn_secrets(variables: Mapping[str, str]) -> None:
-    """Remembers the secrets in variables, also in their JSON, so that `mask_text` masks them everywhere."""
+    """Remembers the secrets in variables and their JSON, so that `mask_text` masks distinctive ones everywhere."""
     found = set(_known)
     for name, value in variables.items():
         if is_secret(name, value):

@@ -176,7 +176,7 @@ def provide_base(
 
 
 def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return Debian's own image if Docker has it. Its digest is empty if it was loaded, not pulled."""
+    """Return Debian's own image; None if Docker does not have it. Its digest is empty if it was loaded, not pulled."""
     image = find_image(client, system.upstream)
     if image is None:
         return None
@@ -201,7 +201,12 @@ def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage
 def _bootstrap(
     client: docker.DockerClient, system: System, settings: NetworkSettings, cache: Path, say: Say
 ) -> BaseImage:
-    """Load the archive of a base image that is kept in the cache, or make it first, and return the image."""
+    """Load the base image's archive from the cache into Docker, and return the image.
+
+    Makes the archive if it is missing.
+
+    Raises `BaseImageError`.
+    """
     kept = archive_path(cache, system)
     if not kept.is_file():
         _run_mmdebstrap(system, settings, kept, say)
@@ -216,9 +221,9 @@ def _bootstrap(
 
 
 def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, say: Say) -> None:
-    """Make the archive of a base image with mmdebstrap, which is installed if it is missing.
+    """Make the archive of a base image with mmdebstrap, with this machine's proxies, sources, passwords and CA bundle.
 
-    Raises `BaseImageError`.
+    Installs mmdebstrap if it is missing. Raises `BaseImageError`.
     """
     _install_mmdebstrap(system, say)
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +250,7 @@ def archive_path(cache: Path, system: System) -> Path:
 
 
 def explain_no_bootstrap(system: System) -> str:
-    """Return why this machine cannot make a base image; empty if it can."""
+    """Return why this machine cannot make a base image; empty if it can. Starts and installs nothing."""
     if platform.machine() != "x86_64":
         return f"the images are for x86_64 and this machine is {platform.machine()}: no base is made here"
     if os.geteuid() != 0 or not (shutil.which("mmdebstrap") or shutil.which("apt-get")):
@@ -276,7 +281,10 @@ def _run(command: list[str], problem: str, **environment: str) -> None:
 
 
 def _write_image(system: System, layer: BufferedReader, out: IO[bytes]) -> None:
-    """Write an image of one layer, the file system archive `layer`, in the form that `docker load` reads."""
+    """Write an image of one layer, the file system archive `layer`, as `docker load` reads it, tagged and labelled.
+
+    Its date is SOURCE_DATE_EPOCH, so that the same layer makes the same image.
+    """
     digest = hashlib.file_digest(layer, "sha256").hexdigest()
     created = datetime.fromtimestamp(int(SOURCE_DATE_EPOCH), UTC).isoformat().replace("+00:00", "Z")
     config = {

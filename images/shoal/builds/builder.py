@@ -146,7 +146,10 @@ def build_images(
 
 
 def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -> list[BuildResult]:
-    """Build images, which are by tag, up to `jobs` at once. An interrupt stops all and is raised."""
+    """Build images, which are by tag, up to `jobs` at once, parents first; return a result for each.
+
+    Failures become results. An interrupt stops all and is raised.
+    """
     seconds: dict[str, float] = {}
 
     def build_timed(tag: str) -> BuildResult:
@@ -200,9 +203,10 @@ def _provide_base(
 
 
 def _build(session: _Session, image: ImageSpec) -> BuildResult:
-    """Bring one image up to date; the image that it extends is there. An image that it replaces is removed.
+    """Bring one image up to date and return its result; the image that it extends is there.
 
-    Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
+    Nothing is built if the labels match. The image that a new one replaces is removed. Raises `BuildError` with the
+    failing step and its last lines, and `DockerError`, `DiskError`.
     """
     client = docker_client.connect()  # one for each thread
     parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
@@ -226,7 +230,10 @@ def _build(session: _Session, image: ImageSpec) -> BuildResult:
 def _run_build(
     session: _Session, client: docker.DockerClient, image: ImageSpec, parent: BaseImage, record: Record
 ) -> None:
-    """Have BuildKit build an image. Raises `BuildError` or `DiskError` if it fails."""
+    """Have BuildKit build an image, with a log file and a progress display. It gets the image's labels and tag.
+
+    Prints a warning if Debian's packages have left their lock. Raises `BuildError` or `DiskError` if it fails.
+    """
     settings = session.read_settings()
     log = session.log_path(image)
     with TemporaryFile() as files, BuildProgress(image.tag, log, session.display) as progress:

@@ -97,7 +97,10 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
 def _add_system(
     client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
 ) -> str:
-    """Add a system's base image and packages; return the reference of the base image."""
+    """Add a system's base image and packages to the bundle; return the reference of the base image.
+
+    Docker pulls or makes the base image if it lacks it.
+    """
     pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
     (directory / DEBS).mkdir(parents=True, exist_ok=True)
@@ -176,7 +179,10 @@ def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None
 
 
 def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
-    """Download Debian packages and their dependencies in a container, and add them and their index to the bundle."""
+    """Download Debian packages and their dependencies in a container, and add them and their index to the bundle.
+
+    Raises BuildError.
+    """
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
         with (
@@ -215,7 +221,10 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 
 def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
-    """Download the locked wheels of an image that the bundle does not have. Raises BuildError with pip's words."""
+    """Download the locked wheels of an image that the bundle does not have; nothing if it has all.
+
+    pip tries the configured indexes, then the image's own. Raises BuildError with pip's words.
+    """
     wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
     present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}
     if not (missing := [pin for pin in wanted if pin not in present]):

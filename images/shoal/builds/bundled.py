@@ -120,6 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 def _not_a_bundle(directory: Path) -> UsageError:
+    """Return the error for a --bundle directory that has no bundle. It does not raise it."""
     return UsageError(
         f"--bundle {directory}: not a bundle, or one without {SUMS}. Make it on a host with a network: shoal bundle"
         f" {directory}"
@@ -193,7 +194,7 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of images in the documents of an archive, in the forms of all versions of Docker."""
+    """Yield the names of images in the documents of an archive, which differ between versions of Docker."""
     for image in documents.get("manifest.json", ()):
         yield from image["RepoTags"] or ()
     for repository, tags in documents.get("repositories", {}).items():

@@ -40,7 +40,10 @@ class BuildCommand:
 
 
 def read_command(arguments: list[str], start: str) -> BuildCommand | None:
-    """Return the command; None if it is not `build` with only names, or `start` is not in a checkout."""
+    """Return the command with the state of all its inputs; None unless it is `build` with names alone, in a checkout.
+
+    It also is None if an input is missing: the builder then reports it.
+    """
     if arguments[:1] != ["build"] or any(word.startswith("-") for word in arguments):
         return None
     root = os.path.abspath(start)
@@ -135,7 +138,10 @@ def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _ask_docker(tag: str) -> list[str | None]:
-    """Return Docker's name of itself, and its ID of the tag or None. Raises OSError, ValueError."""
+    """Return Docker's name of itself, and its ID of the tag or None. Raises OSError, ValueError.
+
+    It asks a local socket without Docker's SDK, because importing that is slow. Another DOCKER_HOST is a ValueError.
+    """
     where = os.environ.get("DOCKER_HOST") or f"unix://{_SOCKET}"
     if not where.startswith("unix://"):
         raise ValueError("only the SDK connects over a network or SSH")

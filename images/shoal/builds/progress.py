@@ -70,7 +70,10 @@ class BuildProgress:
         return list(self._tails.get(self.failed_step.key, ())) if self.failed_step else []
 
     def show(self, event: Event) -> None:
-        """Show the next event and write it to the log."""
+        """Show the next event and write it to the log.
+
+        Keeps the last lines, the failure and packages that left the lock.
+        """
         if isinstance(event, StepEvent):
             self._step(event)
         elif isinstance(event, OutputLine):
@@ -89,7 +92,10 @@ class BuildProgress:
         self._write(text)
 
     def _step(self, step: StepEvent) -> None:
-        """Log a step, and show it: on the display, or as a line without a terminal. Internal steps are only logged."""
+        """Log a step, and show it: on the display, or as a line without a terminal. Internal steps are only logged.
+
+        The first failed step, a numbered one if possible, becomes `failed_step`.
+        """
         if step.state == "failed" and (self.failed_step is None or not self.failed_step.number):
             self.failed_step = step
         line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"

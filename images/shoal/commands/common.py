@@ -114,7 +114,7 @@ def format_json(document: object) -> str:
 
 
 def _convert_to_json(value: object) -> Any:
-    """Return the parts of an object that JSON does not know; `json.dumps` calls this."""
+    """Return an object that `json.dumps` does not know as one that it does. Raises TypeError for other types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, pydantic.BaseModel):
@@ -143,6 +143,30 @@ def load_matrix() -> spec.BuildSpec | None:
 def resolve_tag(name: str) -> str:
     """Return the tag of an image of the matrix; a name with a colon is a tag already."""
     return name if ":" in name else open_project()[1].select(name).tag
+
+
+def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
+    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
+    pairs = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
+        if key in pairs:
+            raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
+        pairs[key] = value
+    return pairs
+
+
+def parse_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that is the value of an option. Raises `UsageError`."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{option}: expected a JSON object, found {text}")
+    return document
 
 
 def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:

@@ -107,7 +107,7 @@ def audit_image(
 
 
 def _connect_with_images(*tags: str) -> docker.DockerClient:
-    """Return a Docker client. Raises `ImageError` if Docker lacks one of the images."""
+    """Return a Docker client. Raises `ImageError` if Docker lacks an image, and `DockerError` if it does not answer."""
     client = docker_client.connect()
     for tag in tags:
         if images.find_image(client, tag) is None:
@@ -116,7 +116,7 @@ def _connect_with_images(*tags: str) -> docker.DockerClient:
 
 
 def _check_output(file: Path | None) -> None:
-    """Raise `UsageError` if the output file cannot be written, before the image is read."""
+    """Raise `UsageError` if the output file cannot be written, before the image is read. Writes nothing."""
     if file is not None:
         output_files.choose_files(file, as_json=False, read=())
 

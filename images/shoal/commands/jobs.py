@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,6 +19,8 @@ from shoal.commands.common import (
     app,
     console,
     open_project,
+    parse_object,
+    parse_pairs,
     print_json,
     print_written,
     progress_console,
@@ -90,10 +91,10 @@ class RunOptions:
             entry_point=self.entry_point,
             hosts=self.hosts,
             procs_per_host=self.procs_per_host,
-            channels={name: Path(value) for name, value in _parse_pairs("--channel", self.channel).items()},
-            hyperparameters=_parse_pairs("--hyperparameter", self.hyperparameter),
-            distribution=_parse_object("--distribution", self.distribution),
-            environment=_parse_pairs("--env", self.env),
+            channels={name: Path(value) for name, value in parse_pairs("--channel", self.channel).items()},
+            hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
+            distribution=parse_object("--distribution", self.distribution),
+            environment=parse_pairs("--env", self.env),
             output=self.jobs,
             shm_size=self.shm_size or SHM_SIZE,
             memory=self.memory,
@@ -183,27 +184,3 @@ def _refuse_limits(limits: Mapping[str, str | None]) -> None:
     """Raise `UsageError` if an option limits a container, as the job has none."""
     if options := ", ".join(name for name, value in limits.items() if value):
         raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")
-
-
-def _parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
-    pairs = {}
-    for word in words or ():
-        key, equals, value = word.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
-        if key in pairs:
-            raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
-        pairs[key] = value
-    return pairs
-
-
-def _parse_object(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that is the value of an option. Raises `UsageError`."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{option}: expected a JSON object, found {text}")
-    return document

@@ -72,7 +72,10 @@ def unpack_safely(source: IO[bytes], target: Path) -> Iterator[str]:
 
 
 def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> Iterator[str]:
-    """Write a file, or the file that a link leads to. Links themselves are not made."""
+    """Write a file, or the file that a link leads to. Links themselves are not made.
+
+    Yields a message, and writes nothing, for a link to a file that is not in the archive.
+    """
     try:
         content = archive.extractfile(entry)
     except (KeyError, RecursionError):  # it leads nowhere, or to itself

@@ -36,8 +36,8 @@ def unique_name(stem: str) -> str:
 def delay_interrupts() -> Iterator[None]:
     """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
-    Then the first is raised. A removal must be complete. Docker also completes a request that nobody waits for any
-    longer, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next one is
+    Then the first is raised. A removal must be complete. Docker also completes a request if its client
+    has gone, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next one is
     raised at once. In other threads than the main one it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # only that thread gets signals

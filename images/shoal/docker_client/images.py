@@ -1,4 +1,4 @@
-"""Images that Docker has."""
+"""Finds images that Docker has, words the error for a missing one, and removes those that lost their tag to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Im
 
 
 def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | None) -> str:
-    """Return the error text for an image that Docker does not have. Only an image of the matrix can be built."""
+    """Return the error text for an image that Docker does not have: how to build it, or similar tags.
+
+    Only an image of the matrix can be built.
+    """
     ours = [image.tag for image in matrix.images] if matrix else []
     if tag in ours:
         return f"{tag}: not built yet. Build it: shoal build {tag}"

@@ -115,7 +115,10 @@ def find_vulnerabilities(
 def _match_advisories(
     facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability]
 ) -> Iterator[Vulnerability]:
-    """Yield each advisory about an installed distribution, with the entry that accepts it."""
+    """Yield each advisory about an installed distribution, with the entry that accepts it or None.
+
+    Of several entries, the one that expires last counts.
+    """
     for installed in facts.distributions:
         for known in [known for dependency in report.find(installed) for known in dependency.vulns]:
             entries = [entry for entry in accepted if entry.id in {known.id, *known.aliases}]

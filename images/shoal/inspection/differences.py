@@ -119,7 +119,10 @@ def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) ->
 
 
 def format_differences(differences: Differences) -> Iterator[str]:
-    """Yield the lines of a report: the number of differences of each kind, and the paths of unexplained ones."""
+    """Yield the lines of a report: the number of differences of each kind, changed packages, and unexplained paths.
+
+    At most MAX_LISTED of these paths are listed. The last line says if there are no unexpected differences.
+    """
     yield f"{differences.before}\n{differences.after}"
     same = differences.common - sum(kind not in ("added", "removed") for kind in differences.found.values())
     yield f"{same:>9,} files, directories and links are the same in both"

@@ -80,7 +80,10 @@ def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
-    """Return the file system in a tar archive, as `docker export` writes it, without files that Docker makes."""
+    """Return the file system in a tar archive, as `docker export` writes it, with the package of each file.
+
+    Files that Docker makes are left out. The archive is read once, as a stream.
+    """
     files: dict[str, File] = {}
     entries: list[Entry] = []
     with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:
@@ -113,7 +116,10 @@ def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
 
 
 def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:
-    """Return the file of an archive member. A hard link gets the content of its target, which `others` has."""
+    """Return the file of an archive member, with a hash of its content, or the target of a symlink.
+
+    A hard link gets the content of its target, which `others` has.
+    """
     content, source_time = "", 0
     if member.issym():
         content = member.linkname

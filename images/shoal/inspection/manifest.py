@@ -56,7 +56,7 @@ def make_manifest(facts: ImageFacts, image: ImageSpec | None) -> Manifest:
 
 
 def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
-    """Return the wrong parts of the tag, a sentence each, such as `cuda is cu118, not cu117`."""
+    """Return the wrong parts of the tag, a sentence each, such as `cuda is cu118, not cu117`; empty if none is."""
     cuda = _find_cuda(facts)
     actual = {
         "version": _find_framework(facts, image.framework),

@@ -59,6 +59,7 @@ def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
 
 
 def _debian_component(package: Package, vendor: str, release: str) -> dict[str, Any]:
+    """Return a Debian package as a CycloneDX component, with its package URL, licence and source package."""
     version = quote(package.version, safe=".+-~")
     purl = f"pkg:deb/{vendor}/{quote(package.name, safe='+')}@{version}?arch={package.architecture}&distro={release}"
     source = [{"name": "debian:source", "value": package.source}]
@@ -66,6 +67,7 @@ def _debian_component(package: Package, vendor: str, release: str) -> dict[str, 
 
 
 def _python_component(distribution: Distribution) -> dict[str, Any]:
+    """Return a Python distribution as a CycloneDX component, with its normalized name, package URL and licence."""
     name = canonicalize_name(distribution.name)
     purl = f"pkg:pypi/{name}@{quote(distribution.version, safe='.')}"
     return _component(name, distribution.version, purl, distribution.licence)

@@ -94,7 +94,10 @@ def _convert_mpi(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
-    """Return the hyperparameters for the key `smdistributed`; `mpi`: whether MPI is enabled. Raises `UsageError`."""
+    """Return the hyperparameters that the SageMaker SDK sends for the key `smdistributed`.
+
+    Raises `UsageError` for unknown keys, for both libraries at once, and for modelparallel without MPI (`mpi`).
+    """
     if isinstance(options, Mapping) and {"enabled", "parameters"} & set(options):  # a mistake in AWS's guide
         library = "modelparallel" if "parameters" in options else "dataparallel"
         options_json = ", ".join(f'"{key}": ...' for key in options)

@@ -65,7 +65,8 @@ def run_job_in_docker(image: str, request: job.JobRequest, console: Console) -> 
 
     Raises:
         DockerError: If Docker does not answer, refuses, or lacks the image.
-        UsageError: If the job's directory cannot be created, or there are fewer GPUs than hosts.
+        UsageError: If the job's directory cannot be created, the source cannot be copied, or there are fewer GPUs than
+            hosts.
     """
     client = docker_client.connect()
     name = job.make_job_name(request)
@@ -92,7 +93,10 @@ def run_job_in_docker(image: str, request: job.JobRequest, console: Console) -> 
 def _create_hosts(
     client: docker.DockerClient, image: str, request: job.JobRequest, name: str, console: Console
 ) -> dict[str, Container]:
-    """Create the network and the containers, each with its /opt/ml, its GPUs and the job's secret. Start nothing."""
+    """Create the network and the containers, each with its /opt/ml, its GPUs and the job's secret. Start nothing.
+
+    If it fails, the caller removes those that exist already, by their label.
+    """
     say = functools.partial(console.print, markup=False, soft_wrap=True)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, name)
@@ -122,7 +126,7 @@ def _create_hosts(
 
 
 def _create_network(client: docker.DockerClient, name: str) -> Network:
-    """Create the job's network, with the MTU of Docker's default network if there is one."""
+    """Create the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
     key = "com.docker.network.driver.mtu"
     options: dict[str, str] = {}
     with contextlib.suppress(docker.errors.NotFound):
@@ -134,7 +138,10 @@ def _create_network(client: docker.DockerClient, name: str) -> Network:
 
 
 def _container_settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
-    """Return the settings that the containers of all hosts share."""
+    """Return the settings that the containers of all hosts share: environment, label, channels, network and memory.
+
+    The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
+    """
     mounts = [
         docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
         for channel, path in request.channels.items()
@@ -210,7 +217,7 @@ def _wait(hosts: dict[str, Container]) -> dict[str, _HostExit]:
 
 
 def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[tuple[str, _HostExit | Exception]]) -> None:
-    """Wait until a container ends, and put its exit, or the error of Docker, into the queue. Body of a thread."""
+    """Body of a thread: wait until a container ends, and put its exit, or the error of Docker, into the queue."""
     try:
         # Without a timeout, because training may print nothing for hours.
         api = docker_client.connect(timeout=None).api

@@ -112,7 +112,10 @@ def _split_evenly(names: Sequence[str], hosts: int) -> list[Devices]:
 
 
 def _list_gpus(client: docker.DockerClient, image: str) -> list[str]:
-    """Return the indexes of Docker's GPUs, as nvidia-smi lists them in a container of the image."""
+    """Return the indexes of Docker's GPUs, as nvidia-smi lists them in a container of the image, which is removed.
+
+    Raises DockerError if the container does not start or nvidia-smi fails.
+    """
     label = containers.unique_name("gpus")
     request = DeviceRequest(count=-1, capabilities=[["gpu", "utility"]])
     settings = {"entrypoint": ["nvidia-smi"], "device_requests": [request], "network_mode": "none"}

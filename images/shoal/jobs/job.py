@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,24 +58,11 @@ class JobRequest:
 
     def check(self) -> None:
         """Raise `UsageError` if the job cannot run: a path, size, channel, GPU or the distribution is wrong."""
-        if not self.source.is_dir():
-            problem = "not a directory" if self.source.exists() else "no such directory"
-            raise UsageError(f"--source {self.source}: {problem}")
-        # `-m module`, and scripts that requirements install, can only be checked in the container.
-        if not self.entry_point.startswith("-m ") and not (self.source / self.entry_point).exists():
-            names = sorted(path.name for path in self.source.iterdir())
-            hint = did_you_mean(self.entry_point, names)
-            raise UsageError(
-                f"--entry-point {self.entry_point}: not in {self.source}.{hint} It contains: {', '.join(names)}"
-            )
-        for option, size in (("--shm-size", self.shm_size), ("--memory", self.memory)):
-            try:
-                docker.utils.parse_bytes(size or 0)
-            except docker.errors.DockerException as error:
-                raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
+        check_source(self.source, self.entry_point)
+        check_size("--shm-size", self.shm_size)
+        check_size("--memory", self.memory)
         for name, directory in self.channels.items():
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                raise UsageError(f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-'")
+            check_channel_name(name)
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
         gpus.check_gpus_option(self.gpus, self.hosts)
@@ -104,8 +91,6 @@ class JobRequest:
         Raises:
             UsageError: If `distribution` is wrong, or contradicts `procs_per_host`.
         """
-        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
-        own = {key: _encode_value(value) for key, value in self.hyperparameters.items()}
         reserved = {
             "sagemaker_submit_directory": "/opt/ml/code",
             "sagemaker_program": self.entry_point,
@@ -113,7 +98,8 @@ class JobRequest:
             "sagemaker_job_name": job_name,
             "sagemaker_region": "us-west-2",
         }
-        return own | distribution.encode_values(reserved | distribution.convert_distribution(launch))
+        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
+        return encode_hyperparameters(self.hyperparameters, launch, reserved)
 
 
 @dataclass(frozen=True)
@@ -135,6 +121,49 @@ class JobResult:
     """By host, its failure file and other problems."""
 
 
+def check_source(source: Path, entry_point: str) -> None:
+    """Raise `UsageError` unless the directory exists and has the script."""
+    if not source.is_dir():
+        problem = "not a directory" if source.exists() else "no such directory"
+        raise UsageError(f"--source {source}: {problem}")
+    # `-m module`, and scripts that requirements install, can only be checked in the container.
+    if not entry_point.startswith("-m ") and not (source / entry_point).exists():
+        names = sorted(path.name for path in source.iterdir())
+        hint = did_you_mean(entry_point, names)
+        raise UsageError(f"--entry-point {entry_point}: not in {source}.{hint} It contains: {', '.join(names)}")
+
+
+def check_size(option: str, size: str | None) -> int:
+    """Return a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`."""
+    try:
+        return int(docker.utils.parse_bytes(size or 0))
+    except docker.errors.DockerException as error:
+        raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
+
+
+def check_channel_name(name: str) -> None:
+    """Raise `UsageError` unless the name can be a channel's."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise UsageError(f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-'")
+
+
+def encode_hyperparameters(
+    own: Mapping[str, str], launch: Mapping[str, Any], reserved: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
+
+    Args:
+        own: The script's own hyperparameters; values that are valid JSON are passed on as JSON.
+        launch: The `distribution` argument of a SageMaker estimator.
+        reserved: Hyperparameters for `train` itself.
+
+    Raises:
+        UsageError: If `launch` is wrong.
+    """
+    encoded = {key: _encode_value(value) for key, value in own.items()}
+    return encoded | distribution.encode_values({**reserved, **distribution.convert_distribution(launch)})
+
+
 def _encode_value(text: str) -> str:
     """Return `text` unchanged if it is valid JSON (0.1, true, {"a": 1}), otherwise as a JSON string."""
     try:
@@ -142,6 +171,14 @@ def _encode_value(text: str) -> str:
     except ValueError:
         return json.dumps(text)
     return text
+
+
+def describe_channels(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the content of inputdataconfig.json."""
+    return {
+        name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+        for name in names
+    }
 
 
 def make_job_name(request: JobRequest) -> str:
@@ -181,13 +218,9 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
         raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (root / directory).mkdir(parents=True)
-    inputs = {
-        name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
-        for name in request.channels
-    }
     config = root / "input" / "config"
     (config / "hyperparameters.json").write_text(json.dumps(request.encode_hyperparameters(job_name)))
-    (config / "inputdataconfig.json").write_text(json.dumps(inputs))
+    (config / "inputdataconfig.json").write_text(json.dumps(describe_channels(request.channels)))
 
 
 def encode_resource_config(request: JobRequest, current_host: str) -> bytes:
@@ -282,7 +315,10 @@ def read_result(
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file. Raises ValueError if it is not an object."""
+    """Return the JSON object in a file; empty if there is no file. NaN and Infinity become strings.
+
+    Raises ValueError if it is not an object.
+    """
     try:
         # Python writes NaN and Infinity, which are not valid JSON for readers of our `--json`: they become strings.
         document = json.loads(path.read_text(), parse_constant=str)
@@ -296,7 +332,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_launch_report(path: Path) -> dict[str, Any]:
-    """Return the report of `train`, checked: any program in the container may have changed it."""
+    """Return the report of `train`; empty if there is none. Raises ValueError if a program has made it wrong."""
     report = _read_json_object(path)
     hosts, ranks = report.get("hosts", [path]), report.get("ranks")
     seconds = (report.get("launch_seconds"), report.get("training_seconds"))

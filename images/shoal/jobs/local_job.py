@@ -27,7 +27,7 @@ def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
 
     Raises:
         DockerError: If this Python environment has no `train`, or the machine lacks the requested GPUs.
-        UsageError: If the job's directory cannot be created.
+        UsageError: If the job's directory cannot be created, or the source cannot be copied.
     """
     train = Path(sys.executable).with_name("train")
     if not train.exists():

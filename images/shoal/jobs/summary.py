@@ -8,7 +8,10 @@ from shoal.jobs.job import JobRequest, JobResult
 
 
 def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | None) -> list[tuple[str, str]]:
-    """Return names and values: metrics of the script, hosts and ranks, seconds, files and the exit code."""
+    """Return names and values: metrics of the script, hosts and ranks, seconds, files and the exit code.
+
+    Unknown metrics and seconds are left out; the directory is listed only after a failure.
+    """
     launch, metrics = result.launch, result.metrics
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
     rows = [(label, _format_number(metrics[key])) for key, label in known.items() if key in metrics]
@@ -28,7 +31,7 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
 
 
 def print_summary(console: Console, request: JobRequest, result: JobResult, build_seconds: float | None) -> None:
-    """Print the messages of hosts, each once with its hosts, and the table."""
+    """Print each message of hosts once, after the names of its hosts, and the table of `summary_rows`."""
     hosts_of: dict[str, list[str]] = {}
     for host, message in result.messages.items():
         hosts_of.setdefault(message, []).append(host)
@@ -42,6 +45,7 @@ def print_summary(console: Console, request: JobRequest, result: JobResult, buil
 
 
 def _format_number(value: object) -> str:
+    """Return a value as text: a float with four digits, or without decimals from 1000 on; any other as `str` does."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

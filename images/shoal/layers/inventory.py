@@ -123,7 +123,10 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
-    """Return a layer with the sum of each owner. The end of its archive belongs to `TAR`."""
+    """Return a layer with the sum of each owner, and how much of it is hidden by later layers.
+
+    The end of its archive belongs to `TAR`.
+    """
     sums: dict[Owner, Sum] = {}
     for place, entry in enumerate(layer.entries):
         owner = owners.find_owner(entry)

@@ -124,6 +124,7 @@ class _Metered(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the source, count the bytes in the meter, and return their number; 0 at the end."""
         data = self._source.read(len(buffer))
         self._meter.write(data)
         buffer[: len(data)] = data
@@ -131,7 +132,11 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped."""
+    """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped.
+
+    Layers are unpacked if needed, and compressed in `pool` to measure them. Of a layer with other compression only its
+    name is kept.
+    """
     name = normalize_path(member.name)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
@@ -203,7 +208,10 @@ def normalize_path(path: str) -> str:
 
 
 def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
-    """Yield the layers that manifest.json names."""
+    """Yield the layers that manifest.json names.
+
+    Raises `ImageError` if one is missing or compressed other than by gzip.
+    """
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
     config = _json(name, members, normalize_path(str(image.get("Config", ""))))

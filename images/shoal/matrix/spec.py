@@ -48,6 +48,7 @@ class Release(_Needs):
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
+        """Refuse a gpu release without a CUDA version, and a cpu release with one (pydantic validator)."""
         if (self.device == "gpu") != (self.cuda is not None):
             raise ValueError("a gpu image names its cuda version (cuda: cu117), a cpu image has none")
         return self
@@ -295,7 +296,7 @@ def _drop_excluded(allowed: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -
 def _problems_of_versions(
     versions: VersionsFile, combinations: Iterable[tuple[Location, ImageSpec]], file: BuildFile
 ) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each contradiction in versions.yml."""
+    """Yield the place and message of each contradiction in versions.yml: equal tags, lost children, unknown indexes."""
     seen: dict[str, Location] = {}
     for location, image in combinations:
         if image.tag in seen:

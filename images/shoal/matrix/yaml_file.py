@@ -63,7 +63,7 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
 
 
 def _parse(path: Path) -> Any:
-    """Return the content of a YAML file, with line numbers. Raises `SpecError` if it cannot be read."""
+    """Return the content of a YAML file, with line numbers. Raises `SpecError` if it can't be read or is not YAML."""
     try:
         return YAML(typ="rt").load(path.read_text(encoding="utf-8"))
     except OSError as error:

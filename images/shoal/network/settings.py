@@ -101,12 +101,14 @@ class NetworkSettings:
         return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
 
     def _pip_conf(self) -> str:
+        """Return pip.conf for builds: pip's settings of this machine, and the CA bundle's path in the build."""
         lines = ["[global]", *(f"{key} = {value}" for key, value in self.pip)]
         if self.ca_bundle:
             lines.append("cert = /run/machine/ca.crt")
         return "\n".join(lines) + "\n"
 
     def _apt_conf(self, has_sources: bool, has_auth: bool) -> str:
+        """Return apt's settings for builds: proxies, and the paths of the given files and of the CA bundle."""
         lines = list(self.apt_proxies)
         if has_sources:
             lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']

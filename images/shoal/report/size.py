@@ -57,6 +57,7 @@ def write_size_report(
     Raises:
         UsageError: If there is no such image, or a file cannot be written. Both are checked first.
         ImageError: If an archive is not an image.
+        DiskError, DockerError: As their names say.
     """
     page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
     archives = [_open_image(name, matrix) for name in names]
@@ -132,7 +133,7 @@ def _change_document(change: Change) -> dict[str, Any]:
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
     """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has.
 
-    Raises `UsageError` if there is none.
+    Docker's archive is read while it is made. Raises `UsageError` if there is no such image or file.
     """
     file = Path(name)
     if file.suffix == ".tar":
@@ -163,7 +164,7 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
 
 
 def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
-    """Read the inventory of an image, with a progress bar."""
+    """Read and compress the layers of an image for its inventory. Shows a bar, or one line without a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("reading and compressing {task.description}", markup=False),

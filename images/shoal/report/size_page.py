@@ -138,7 +138,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def _make_cells(owners: dict[Owner, Sum], by_kind: dict[str, Sum]) -> Iterator[Cell]:
-    """Yield the rectangles of the treemap. Rectangles of one kind are next to each other."""
+    """Yield the rectangles of the treemap. Rectangles of one kind are next to each other; small owners share one."""
     kinds = sorted((kind for kind, of in by_kind.items() if of.bytes), key=lambda kind: -by_kind[kind].bytes)
     smallest = sum(of.bytes for of in by_kind.values()) * _SMALLEST
     for kind, box in zip(kinds, squarify([by_kind[kind].bytes for kind in kinds], _CANVAS), strict=True):

@@ -18,7 +18,7 @@ KINDS = {
 
 
 def summarize_size(inventory: Inventory) -> Iterator[str]:
-    """Yield the sentences that summarize the size of an image."""
+    """Yield sentences on an image's size: bytes, layers, packages, the largest, and bytes wasted by later layers."""
     sizes = inventory.sum
     layers = format_count(len(inventory.layers), "layer")
     yield f"{inventory.name}: {format_bytes(sizes.bytes)} in {layers}, {format_bytes(sizes.compressed)} compressed."
@@ -57,6 +57,7 @@ def _list_largest(inventory: Inventory) -> list[str]:
 
 
 def _count_states(changes: tuple[Change, ...]) -> str:
+    """Return how many changes have each state, such as "2 new, 1 gone"; "none" without changes."""
     found = [change.state for change in changes]
     counts = [f"{found.count(state)} {state}" for state in ("new", "gone", "grown", "shrunk", "same") if state in found]
     return ", ".join(counts) or "none"

@@ -26,6 +26,7 @@ def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) ->
     Raises:
         UsageError: If a path does not exist, or a file cannot be written.
         TraceError: If a file is not a timeline, or files are from different jobs.
+        DiskError: If the disk is full.
     """
     files = trace.find_files(paths)
     page, *others = output_files.choose_files(output, as_json, files)

@@ -115,7 +115,7 @@ class Analysis:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that causes most of the waiting: its share is more than halfway from an even share to 1."""
+        """The rank that causes most of the waiting, over halfway from an even share to 1. None if there is none."""
         if not self.skew:
             return None
         rank = max(self.shares, key=lambda number: self.shares[number])
@@ -123,7 +123,7 @@ class Analysis:
 
     @property
     def slowest(self) -> tuple[tuple[int, Span], ...]:
-        """The longest communication spans, each with its rank, longest first."""
+        """The ten longest communication spans, each with its rank, longest first."""
         spans = [(report.rank.number, span) for report in self.ranks for span in report.rank.spans_of("communication")]
         return tuple(sorted(spans, key=lambda found: -found[1].duration)[:_SLOWEST])
 
@@ -141,7 +141,10 @@ def find_busy_times(rank: Rank) -> Intervals:
 
 
 def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
-    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them."""
+    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them.
+
+    Spans match by operation, bucket, group and their place among equal ones.
+    """
     found: dict[tuple[object, ...], dict[int, Span]] = defaultdict(dict)
     for rank in ranks:
         seen: Counter[tuple[object, ...]] = Counter()
@@ -155,7 +158,7 @@ def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
 
 
 def list_caveats(analysis: Analysis) -> Iterator[str]:
-    """Yield sentences about missing data and differing clocks, which make figures less reliable."""
+    """Yield sentences about missing data and differing clocks, which make figures less reliable; maybe none."""
     timeline = analysis.timeline
     if timeline.missing:
         yield f"Timelines are missing (rank {_join_numbers(timeline.missing)}): the skew covers the other ranks only."

@@ -55,7 +55,7 @@ class Picture:
 
 
 def render_timeline_page(analysis: Analysis) -> str:
-    """Return the page as HTML."""
+    """Return the page of a timeline as HTML: summary, caveats, a table of ranks and pictures. Writes no file."""
     return render_page(
         "timeline.html.j2",
         analysis=analysis,
@@ -103,7 +103,10 @@ def find_steps(timeline: Timeline) -> list[Interval]:
 
 
 def _choose_windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
-    """Yield the windows that the page shows, each with its title."""
+    """Yield the windows that the page shows, each with its title.
+
+    The first is the whole recording. With three steps or more, the median and the longest step follow.
+    """
     yield "The whole recording", (0, timeline.end)
     numbered = sorted(enumerate(find_steps(timeline), 1), key=lambda step: step[1][1] - step[1][0])
     if len(numbered) > 2:
@@ -115,7 +118,7 @@ def _choose_windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
 
 
 def _make_picture(analysis: Analysis, title: str, window: Interval) -> Picture:
-    """Return the picture of a window, with three rows per rank."""
+    """Return the picture of a window, with three rows per rank. Spans too short to see are joined."""
     begin, end = window
     ranks = analysis.ranks
     shortest = (end - begin) * len(ranks) * len(_ROWS) // _MAX_BARS
@@ -142,7 +145,7 @@ def _make_picture(analysis: Analysis, title: str, window: Interval) -> Picture:
 
 
 def _make_bars(report: RankReport, category: str, window: Interval, y: int, shortest: int) -> Iterator[Bar]:
-    """Yield the bars of a row; the exposed parts of communication are bars on top of it."""
+    """Yield the bars of a row; spans shorter than `shortest` are joined. Exposed communication has bars on top."""
     spans = [span for span in report.rank.spans_of(category) if span.begin < window[1] and span.end > window[0]]
     for span in _join_short_spans(spans, shortest):
         parts = clip(report.exposed, span.begin, span.end) if category == "communication" else ()
@@ -193,7 +196,7 @@ def _place(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
 
 
 def _choose_label(span: Span, width: float) -> str:
-    """Return the name and bucket of a span, or what of it fits into `width`."""
+    """Return the name and bucket of a span, its bucket alone, or nothing: the longest that fits into `width`."""
     bucket = str(span.args.get("bucket", ""))
     full = f"{span.name} {bucket}".strip()
     if width >= len(full) * _LETTER:
@@ -202,6 +205,7 @@ def _choose_label(span: Span, width: float) -> str:
 
 
 def _css_class(span: Span) -> str:
+    """Return the CSS class of a span: its category, or its name if it computes forward, backward or the optimizer."""
     return (
         span.name if span.category == "compute" and span.name in ("forward", "backward", "optimizer") else span.category
     )

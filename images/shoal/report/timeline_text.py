@@ -56,7 +56,7 @@ def span_bandwidth(span: Span) -> float | None:
 
 
 def summarize_timeline(analysis: Analysis) -> Iterator[str]:
-    """Yield the sentences that summarize a timeline."""
+    """Yield the sentences that summarize a timeline: ranks, steps, hidden communication, and skew if there is some."""
     reports = analysis.ranks
     hosts = len({report.rank.host for report in reports})
     steps, step_time = reports[0].steps, reports[0].step_time
@@ -91,6 +91,7 @@ def _summarize_skew(analysis: Analysis) -> str:
 
 
 def _format_slowest(span: Span | None) -> str:
+    """Return the name, bucket and duration of a span; NONE if there is no span."""
     if span is None:
         return NONE
     bucket = f" {span.args['bucket']}" if "bucket" in span.args else ""

@@ -136,7 +136,7 @@ class _Track:
 
 
 def _list_directory(directory: Path) -> list[Path]:
-    """Return the timelines in and below a directory, otherwise its JSON files. Raises `UsageError`."""
+    """Return the timelines in and below a directory, otherwise its own JSON files. Raises `UsageError` for neither."""
     files = sorted(directory.rglob(PATTERN)) or sorted(directory.glob("*.json"))
     if not files:
         raise UsageError(f"{directory}: contains no {PATTERN}; {_EXPECTED}")
@@ -144,7 +144,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _read_tracks(file: Path) -> Iterator[_Track]:
-    """Yield the processes in a file. Raises `TraceError`."""
+    """Yield the processes in a file, one for each pid. Raises `TraceError` without spans, or if a pid is not a rank."""
     events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -167,7 +167,10 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
 
 
 def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the events of a file, and whether the file is complete. Raises `TraceError`."""
+    """Return the events of a file, and whether it is complete; of an incomplete file, the complete events.
+
+    Raises `TraceError` if it can't be read, or is not a Chrome trace.
+    """
     try:
         text = file.read_text()
     except OSError as error:

@@ -54,6 +54,7 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
 
 
 def _render_template(template: str, **values: str) -> str:
+    """Return a template of this package, filled in. A variable without a value raises jinja2.UndefinedError."""
     text = files(__name__).joinpath(template).read_text()
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string(text).render(**values)

@@ -32,7 +32,7 @@ class Sources:
     """Our packages as they are installed, by layer."""
 
     def make_record(self, base: str) -> record.Record:
-        """Return the record of an image that is made of this on `base` (`reference@ID`)."""
+        """Return the record of an image: digests of all its inputs, and `base` (`reference@ID`), which it extends."""
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }

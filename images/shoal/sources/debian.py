@@ -68,7 +68,7 @@ def comparison_files(project: Project, suite: str) -> dict[str, bytes]:
 
 
 def describe_changes(before: DebianLock, after: DebianLock) -> list[str]:
-    """Return a line for each base image or package that differs between two locks."""
+    """Return a line for each base image or package that is new, gone or changed between two locks; empty if none is."""
     old, new = ({**lock.bases, **lock.packages} for lock in (before, after))
     lines = [f"+ {name}" for name in sorted(new.keys() - old.keys())]
     lines += [f"- {name}" for name in sorted(old.keys() - new.keys())]

@@ -49,7 +49,10 @@ sys.exit(main())
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
-    """Resolve and write the image's lock files, and return their paths. Raises `SpecError` with pip's words."""
+    """Resolve and write the image's lock files, and return their paths.
+
+    Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong.
+    """
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):
         installed = list(pins.list_installed(project, spec, parent))
@@ -65,7 +68,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Return the pins of an image that extends no other, by layer."""
+    """Return the pins of an image that extends no other, by layer. Runs pip, for the aws layer a second time."""
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
@@ -93,7 +96,7 @@ def _resolve_on(
 
 
 def _empty_wheel(pin: Pin, directory: Path) -> Path:
-    """Write a wheel without modules that has a pin's name and version, and return its path."""
+    """Write a wheel without modules that has a pin's name and version, in place of the real one; return its path."""
     name = f"{pin.name.replace('-', '_')}-{pin.version}"
     path = directory / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:

@@ -107,7 +107,10 @@ def read_digests(layer: bytes) -> dict[str, str]:
 
 
 def _install(package: Path, python: str) -> bytes:
-    """Build a package's wheel, and return the files that it installs as a tar archive from the image's root."""
+    """Build a package's wheel, and return the files that it installs as a tar archive from the image's root.
+
+    Modules are compiled if this Python can do it for the image's. Nothing is installed here.
+    """
     # Not at the top: most builds find all of this in the cache.
     import installer
     from installer.destinations import SchemeDictionaryDestination
@@ -136,7 +139,7 @@ def _install(package: Path, python: str) -> bytes:
 def _compile(root: Path, modules: Path, package: str) -> None:
     """Write bytecode beside each module, in a new interpreter. `root` is the root of an image.
 
-    Raises `BuildError` for a module that cannot be compiled.
+    Raises `BuildError`, which names the first module that can't be compiled.
     """
     ended = subprocess.run([*_COMPILE, "-s", root, "-p", "/", root], capture_output=True, text=True, check=False)
     if ended.returncode:

@@ -76,7 +76,7 @@ class Plan:
 
 
 def make_record(steps: Iterable[Step], contents: Contents, base: str, templates: Mapping[str, bytes]) -> Record:
-    """Return the record of a build.
+    """Return the record of a build: for each step its inputs, and a key that also depends on the steps before it.
 
     Args:
         base: The identity of the image that `${BASE}` stands for (`reference@ID`).
@@ -108,7 +108,10 @@ def read_record(labels: Mapping[str, str]) -> Record | None:
 
 
 def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Plan:
-    """Return the work of a build for the image with these labels. Labels of None: Docker has no such image."""
+    """Return the work of a build for the image with these labels: which steps run, and why. Builds nothing.
+
+    Labels of None: Docker has no such image.
+    """
     names = tuple(step.name for step in wanted.steps)
     if labels is None:
         return Plan(tag, "new", len(names), names, ("Docker does not have it",))

@@ -96,6 +96,7 @@ def _referenced(project: Project, source: str) -> list[str]:
 
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
+    """Return a Jinja environment for the project's templates, in which an unknown variable is an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(project.templates),
         undefined=jinja2.StrictUndefined,

@@ -62,7 +62,7 @@ class StepCollector:
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
         """Collect a step, with the inputs that its text noted while it was rendered. Returns no text.
 
-        Raises `SpecError` if the instructions use an input that was not noted, or note one that they do not use.
+        Raises `SpecError` if the inputs noted are not those used, or for an apt-get install without a list.
         """
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()

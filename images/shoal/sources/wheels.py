@@ -1,4 +1,4 @@
-"""Wheels in pip's find-links directories that are locked."""
+"""Finds the wheels in pip's find-links directories that are locked."""
 
 from __future__ import annotations
 

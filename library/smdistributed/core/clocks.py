@@ -61,7 +61,10 @@ class Clocks:
             self._known = True
 
     def _measure(self, name: str) -> int | None:
-        """Returns by how many microseconds rank 0's clock is ahead; None: rank 0 does not answer."""
+        """Returns by how many microseconds rank 0's clock is ahead; None if rank 0 does not answer.
+
+        It exchanges several messages with rank 0 through the store. The fastest round counts.
+        """
         self._log.append("messages", {"kind": "clock", "rank": self._rank, "name": name})
         if not self._await_count(f"{name}-ready", 2 * self._poll_seconds + _ROUND_SECONDS):
             return None

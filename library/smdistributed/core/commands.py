@@ -55,7 +55,7 @@ def smddprun() -> NoReturn:
 
 
 def smddpsinglenode() -> NoReturn:
-    """Replaces this process by the command in a rank; otherwise starts a rank for each GPU of this host.
+    """Replaces this process by the command, or by mpirun with a rank for each GPU: see `_single_node`.
 
     `-x` is passed to mpirun.
     """
@@ -101,7 +101,7 @@ def _single_node(name: str) -> NoReturn:
 
 
 def _count_gpus(parser: argparse.ArgumentParser) -> int:
-    """Returns the number of GPUs of this host: SM_NUM_GPUS, SHOAL_REHEARSE_GPUS, or the number of device files."""
+    """Returns the number of GPUs here: SM_NUM_GPUS, SHOAL_REHEARSE_GPUS (exits with 2 if invalid), or device files."""
     for name in _GPU_COUNTS:
         if text := os.environ.get(name):
             if not text.isdecimal():
@@ -139,7 +139,7 @@ def _parser(name: str, options: str) -> argparse.ArgumentParser:
 def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parses sys.argv. `--rehearse` sets SHOAL_REHEARSE.
 
-    Exits with 2 if options are wrong or the command is missing.
+    Exits with 2 if options are wrong, or the command or the rehearsal's package is missing.
     """
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:

@@ -56,7 +56,8 @@ def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> 
         The communication engine, and its name with the reason for the choice.
 
     Raises:
-        SMDDPError: If shared memory is requested and unavailable, or a rank cannot load the C engine.
+        SMDDPError: If shared memory is requested and unavailable, a rank cannot load the C engine, or `network` cannot
+            connect the ranks.
     """
     members = exchange_members(group.store, group.rank, group.size, group.number)
     for other, member in enumerate(members):
@@ -103,7 +104,10 @@ def _group_by_host(members: Sequence[Member]) -> list[list[int]]:
 def _open_local(
     group: RankGroup, members: Sequence[Member], grid: Sequence[Sequence[int]]
 ) -> tuple[ShmEngine | None, str]:
-    """Opens the shm engine of this rank's host, or says why no host has one. Ranks wait for each other and agree."""
+    """Opens the shm engine of this rank's host, or returns None and why no host has one.
+
+    Ranks wait for each other and agree: a problem on one host is a problem for all.
+    """
 
     counts = {len(ranks) for ranks in grid}
     if len(counts) > 1:

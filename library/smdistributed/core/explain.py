@@ -23,7 +23,7 @@ def explain() -> str:
 
 
 def _rank() -> tuple[str, str]:
-    """Returns the name and the fact about this rank."""
+    """Returns the name and the fact about this rank: its place in the job, or the error in the launch's variables."""
     try:
         launch = read_launch()
     except LaunchError as error:
@@ -36,7 +36,7 @@ def _rank() -> tuple[str, str]:
 
 
 def _engine() -> tuple[str, str]:
-    """Returns the name and the fact about the communication engine that SMDDP_ENGINE requests."""
+    """Returns the name and the fact about the communication engine that SMDDP_ENGINE requests, or that it is wrong."""
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
         return "engine", f"SMDDP_ENGINE={wanted!r} is not a communication engine: use one of {', '.join(CHOICES)}"
@@ -51,7 +51,7 @@ def _engine() -> tuple[str, str]:
 
 
 def _memory() -> tuple[str, str]:
-    """Returns the name and the fact about the shared memory that this host's ranks would use."""
+    """Returns the name and the fact about the shared memory that this host's ranks would use, or why they can't."""
     problem = engine_problem()
     if problem:
         return "shared memory", f"none: {problem}"

@@ -159,7 +159,7 @@ class GroupMonitor:
         return 1.5 * self._poll_seconds + 0.5
 
     def _run_forever(self) -> None:
-        """Thread: checks the store until the monitor is closed or the store is lost."""
+        """Thread: checks the store until the monitor is closed. If the store is lost, `_run_without_store` goes on."""
         while not self._closed:
             self._wakeup.wait(self._poll_seconds if self._aborted is None else None)  # no requests after an abort
             self._wakeup.clear()
@@ -187,14 +187,15 @@ class GroupMonitor:
             self._wakeup.clear()
 
     def _describe_lost_store(self, problem: str) -> str:
+        """Returns the sentence for a lost store of the job, which names the rank or launcher that has served it."""
         # a rank 0 of the job is always the first of its group
         first = self._describe_ranks([0]) if self._members[0].number == 0 else "rank 0"
         return f"The job's store {problem}: {first} has ended or stopped, or the launcher that serves it."
 
     def _check_store(self) -> None:
-        """Reads messages, warns of a stall, explains a failure and compares clocks.
+        """Reads messages, warns of a stall, explains a failure to all ranks and compares clocks.
 
-        The first call connects to the store.
+        The first call connects to the store. Rank 0, which serves it, stays until the others have read an abort.
         """
         if self._log_store is None:
             self._log_store = StoreLog(self._connect(), f"smddp-monitor/{self._members[0].token}")
@@ -216,7 +217,11 @@ class GroupMonitor:
             self._clocks.compare()
 
     def _read_messages(self, log: StoreLog) -> None:
-        """Reads other ranks' new messages: answers requests, logs warnings, notes that a rank has ended the group."""
+        """Reads other ranks' new messages, and acts on each kind.
+
+        Requests get a report with this rank's stack. A host's first rank logs warnings. An abort is noted and
+        confirmed. Rank 0 answers for clocks.
+        """
         for message in log.read("messages", self._read):
             self._read += 1
             if message["rank"] == self._rank:
@@ -255,7 +260,10 @@ class GroupMonitor:
         return reports
 
     def _warn(self, log: StoreLog, call: Call, began: float) -> None:
-        """Logs which ranks are late. The first rank to wait so long does it for all that wait in this collective."""
+        """Logs which ranks are late, and tells the other hosts. Asks all ranks for reports first, which takes seconds.
+
+        The first rank to wait so long does it for all in this collective. Nothing is logged if it ends meanwhile.
+        """
         if len(log.read(f"stall-{call.number}")) or log.append(f"stall-{call.number}", self._rank) > 1:
             return
         reports = self._request_reports(log)
@@ -269,7 +277,10 @@ class GroupMonitor:
         log.append("messages", {"kind": "warning", "rank": self._rank, "text": text})
 
     def _abort_group(self, log: StoreLog, failure: _Failure) -> None:
-        """Ends the group for all ranks. The first rank to fail explains it; the others repeat its explanation."""
+        """Ends the group for all ranks. The first rank to fail asks the others, explains it and sends the text.
+
+        The others wait for this explanation and repeat it.
+        """
         if self._aborted is None and not log.read("aborting") and log.append("aborting", self._rank) == 1:
             failure.text = self._explain_failure(log, failure)
             self._aborted = self._rank, failure.text
@@ -310,7 +321,10 @@ class GroupMonitor:
             self._read_messages(log)
 
     def _describe_wait(self, call: Call, reports: dict[int, _Report], duration: str) -> str:
-        """Says which ranks cause this rank's wait in `call`."""
+        """Says which ranks cause this rank's wait in `call`.
+
+        These are a rank in another collective, or late ones with their stacks. Without any, it suspects the network.
+        """
         for rank, report in reports.items():
             if report.call.number == call.number and report.call.digest != call.digest:
                 mine, other = self._members[self._rank].number, self._members[rank].number
@@ -337,6 +351,7 @@ class GroupMonitor:
         return f"{self._describe_ranks(late)} did not reach {call}{duration}{laggards}"
 
     def _describe_ranks(self, ranks: Sequence[int]) -> str:
+        """Returns ranks by their numbers in the job, with hosts, for a message; after _MAX_NAMED only how many more."""
         named = [self._members[rank].describe() for rank in ranks[:_MAX_NAMED]]
         more = len(ranks) - len(named)
         return ", ".join(named) + (f" and {more} more" if more else "")

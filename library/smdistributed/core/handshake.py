@@ -82,7 +82,7 @@ class Responder:
         return (_PROOF_BYTES if self._transcript else _HELLO.size) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes, and returns the bytes to send now; empty if none.
+        """Takes bytes, and returns the bytes to send now; empty if none. At the end sets `initiator` and `session`.
 
         Raises HandshakeError if they are wrong or too many.
         """
@@ -103,6 +103,7 @@ class Responder:
         return b""
 
     def _answer(self, hello: bytes) -> bytes:
+        """Keeps the greeting and returns the answer: a new nonce and the proof that this side has the key."""
         nonce = secrets.token_bytes(32)
         self._hello, self._transcript = hello, hello + nonce + _RANK.pack(self._rank)
         return _ANSWER.pack(nonce, _mac(self._key, b"listener", self._transcript))

@@ -1,6 +1,6 @@
 """The launch environment: this process's rank, the number of ranks, and how the ranks find each other.
 
-Only this module reads it, and sets the variables that torch reads. There are two families of variables:
+This module reads it, and sets the variables that torch reads. There are two families of variables:
 
 1. RANK and WORLD_SIZE, with LOCAL_RANK (or SMDATAPARALLEL_LOCAL_RANK) and LOCAL_WORLD_SIZE: torchrun, `train`.
 2. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE: Open MPI's mpirun.
@@ -31,7 +31,6 @@ _HOST_NAMES = ("SM_CURRENT_HOST_RANK", "SM_HOST_COUNT")
 _MASTER_NAMES = (("MASTER_ADDR", "MASTER_PORT"), ("SMDATAPARALLEL_SERVER_ADDR", "SMDATAPARALLEL_SERVER_PORT"))
 _LOCAL_RANK_NAMES = ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK")
 _PORT_SECONDS, _PORT_POLL_SECONDS = 300.0, 0.01
-_reservations: list[socket.socket] = []
 
 
 class LaunchError(RuntimeError):
@@ -192,7 +191,11 @@ def no_master_error(launch: Launch) -> LaunchError:
 
 
 def _agreed_port(launch: Launch) -> int:
-    """Returns a free port of this host: rank 0 reserves it and writes it to a file; the others wait for that."""
+    """Returns a free port of this host, on which all ranks agree.
+
+    Rank 0 reserves it and writes it to a file, which is removed at exit. The others wait for the file, and raise
+    LaunchError after _PORT_SECONDS. Without a session directory there is no file.
+    """
     if launch.rank == 0 or launch.session_dir is None:
         port = _reserved_port()
     if launch.session_dir is None:
@@ -223,13 +226,13 @@ def _reserved_port() -> int:
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("", 0))
-    _reservations.append(reservation)
+    atexit.register(reservation.close)  # which keeps the socket until then
     port: int = reservation.getsockname()[1]
     return port
 
 
 def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
-    """Returns rank and world size from these variables; None: neither is set."""
+    """Returns rank and world size from these variables; None: neither is set. Raises LaunchError if one is wrong."""
     if not _is_pair_set(env, names):
         return None
     world_size = _read_integer(env, names[1], 1, None)

@@ -95,7 +95,7 @@ def engine_problem() -> str:
 
 
 def supports_reduction(dtype: str, op: str) -> bool:
-    """Says whether the C engine reduces elements of `dtype` with `op`, by the names in DTYPES and OPS."""
+    """Whether the C engine reduces `dtype` with `op`; False for unknown names. Raises OSError as `load` does."""
     if dtype not in DTYPE_NUMBERS or op not in OP_NUMBERS:
         return False
     return bool(load().supports_reduction(DTYPE_NUMBERS[dtype], OP_NUMBERS[op]))

@@ -34,6 +34,13 @@ class NetworkEngine(Engine):
         self._transport, self._rank, self._size, self._tag = transport, rank, size, tag
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        """Reduces the elements over all ranks, in place; with a root, only on that rank.
+
+        `source` is copied to `flat` first.
+
+        Long tensors go around in pieces (`all_reduce_stages`). Every rank gets short ones whole, and reduces them
+        itself.
+        """
         if source:
             flat.copy_from(source)
         whole = flat.count // self._size * self._size if flat.bytes > SHORT_BYTES else 0
@@ -95,6 +102,7 @@ class NetworkEngine(Engine):
             having *= 2
 
     def gather(self, flat: Flat, outputs: Flats, root: int = -1) -> None:
+        """Fills `outputs` with each rank's elements: on all ranks without a root, otherwise on the root alone."""
         if root in (-1, self._rank):
             outputs[self._rank].copy_from(flat)
         if root < 0:
@@ -106,6 +114,7 @@ class NetworkEngine(Engine):
             self._wait(self._send(flat.as_bytes(), root))
 
     def scatter(self, inputs: Flats, flat: Flat, root: int) -> None:
+        """Fills `flat` with this rank's part of the root's inputs. Other ranks' inputs are not read."""
         if root != self._rank:
             self._wait(*([self._recv(flat.as_bytes(), root)] if flat.count else []))
             return
@@ -114,11 +123,13 @@ class NetworkEngine(Engine):
         self._wait(*(self._send(inputs[rank].as_bytes(), rank) for rank in others if flat.count))
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
+        """Exchanges the inputs between all ranks, and reduces this rank's parts to `flat`."""
         parts = allocate(self._size * flat.count, flat.dtype).chunk(self._size)
         self.all_to_all(inputs, parts)
         reduce(parts, flat, op)
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
+        """Sends each rank its input and receives its output, all at once. Sizes may differ."""
         messages = self._start_exchange(inputs, outputs)
         outputs[self._rank].copy_from(inputs[self._rank])
         self._wait(*messages)
@@ -169,6 +180,10 @@ class HierarchicalEngine(Engine):
         self._local_rank = grid[self._host].index(rank)
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        """Reduces within each host and across hosts, in place; with a root, only that rank's `flat` changes.
+
+        `source` is copied to `flat` first. The rest of a tensor that can't be divided by the ranks is reduced apart.
+        """
         if source:
             flat.copy_from(source)
         result = flat if root in (-1, self._rank) else flat.clone()
@@ -188,7 +203,7 @@ class HierarchicalEngine(Engine):
         self._local.gather(mine, shards)
 
     def _all_reduce_short(self, flat: Flat, op: str) -> None:
-        """One rank of each host takes part for its host."""
+        """Reduces a short tensor over all ranks, in place: one rank of each host takes part for its host."""
         self._local.all_reduce(flat, _partial_op(flat, op), root=0)
         if self._local_rank == 0:
             self._across.all_reduce(flat, _partial_op(flat, op))
@@ -201,6 +216,7 @@ class HierarchicalEngine(Engine):
             divide(flat, self._hosts * self._locals)
 
     def broadcast(self, flat: Flat, root: int) -> None:
+        """Sends the root's elements across hosts between ranks with its local rank, then within each host."""
         host = next(host for host, ranks in enumerate(self._grid) if root in ranks)
         local_rank = self._grid[host].index(root)
         if self._local_rank == local_rank:
@@ -208,6 +224,7 @@ class HierarchicalEngine(Engine):
         self._local.broadcast(flat, local_rank)
 
     def gather(self, flat: Flat, outputs: Flats, root: int = -1) -> None:
+        """Gathers across hosts, then within each host. With a root, all ranks send to it directly."""
         if root >= 0:
             self._everybody.gather(flat, outputs, root)
             return
@@ -220,6 +237,7 @@ class HierarchicalEngine(Engine):
         self._everybody.scatter(inputs, flat, root)
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
+        """Reduces within each host the parts of each host's ranks, then across hosts this rank's part, to `flat`."""
         column = allocate(self._hosts * flat.count, flat.dtype).chunk(self._hosts)
         for host, ranks in enumerate(self._grid):
             self._local.reduce_scatter([inputs[rank] for rank in ranks], column[host], _partial_op(flat, op))
@@ -271,12 +289,14 @@ class MonitoredEngine(Engine):
             self._engine.reduce_scatter(inputs, flat, op)
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
+        """Runs it as other collectives here, but without comparing sizes: each rank may send other ones."""
         size = sum(flat.bytes for flat in inputs)
         self.monitor.begin("all_to_all", size=size, same=False)  # each rank may send other sizes
         with _MonitoredCollective(self):
             self._engine.all_to_all(inputs, outputs)
 
     def barrier(self) -> None:
+        """Waits for all ranks. A failure ends the group, and says which ranks cause it."""
         self.monitor.begin("barrier")
         with _MonitoredCollective(self):
             self._engine.barrier()

@@ -103,7 +103,7 @@ def _map_file(path: Path, size: int, flags: int) -> mmap.mmap:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes the files of processes that ended before all processes had mapped them."""
+    """Removes this user's files of processes that ended before all processes had mapped them. Others' files stay."""
     for path in directory.glob(f"{_PREFIX}{_namespace_number(_process_namespace())}-*-*-*"):
         _, pid, started, _ = path.name[len(_PREFIX) :].split("-", 3)
         try:

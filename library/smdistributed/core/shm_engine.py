@@ -65,6 +65,10 @@ class ShmEngine(Engine):
         self._reporter.start()
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
+        """Reduces `source`, or `flat` itself, to `flat` in the C engine; with a root only on that rank.
+
+        See `_check` for errors.
+        """
         address, count, dtype, _ = flat
         given = source.address if source else address
         self._check(
@@ -85,6 +89,7 @@ class ShmEngine(Engine):
         self._check(self._native.engine_scatter(self._open_engine(), given, flat.address, flat.bytes, root))
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
+        """Reduces this rank's part of all inputs to `flat` in the C engine. See `_check` for errors."""
         dtype = DTYPE_NUMBERS[flat.dtype]
         self._check(
             self._native.engine_reduce_scatter(
@@ -93,6 +98,10 @@ class ShmEngine(Engine):
         )
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
+        """Exchanges parts of any sizes; the ranks compare sizes first.
+
+        If an output and the part that its sender sends differ in size, it aborts the group and raises CollectiveError.
+        """
         sent = self._exchange_sizes([flat.bytes for flat in inputs])
         for rank, output in enumerate(outputs):
             if sent[rank][self.rank] != output.bytes:
@@ -126,11 +135,16 @@ class ShmEngine(Engine):
         self.seconds = seconds
 
     def abort(self, reason: str) -> None:
+        """Ends the group: collectives of all ranks fail with the reason. Only the first reason counts."""
         if not self._ended:
             self._ended = reason
             self._native.engine_abort(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))
 
     def close(self) -> None:
+        """Ends the reporter's thread and frees the shared memory, once.
+
+        If the thread does not end in time, the memory stays.
+        """
         if not self._closed:
             self._closed, self._ended = True, "the group was closed"
             self._native.engine_request_report(self._engine, self.rank)  # wakes the reporter, which ends
@@ -146,7 +160,7 @@ class ShmEngine(Engine):
         return self._engine  # type: ignore[no-any-return]
 
     def _check(self, status: int) -> None:
-        """Aborts the group and raises, if a collective has not returned 0."""
+        """Aborts the group and raises CollectiveError, or the interrupt, if a collective has not returned 0."""
         if not status:
             return
         if status == native.INTERRUPTED:
@@ -243,6 +257,7 @@ class ShmEngine(Engine):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _last_collective(self, rank: int) -> CollectiveDesc:
+        """Returns the description of the collective that a rank began last, read from shared memory."""
         found = CollectiveDesc()
         self._native.engine_last_collective(self._engine, rank, ctypes.byref(found))
         return found
@@ -287,7 +302,7 @@ def choose_slot_bytes(size: int) -> tuple[int, int]:
     """Chooses the slot size for `size` ranks.
 
     Returns:
-        The largest slot that fits into half of the free shared memory, and the memory that the ranks then share; in
+        The largest slot that fits into half of the free shared memory (or the smallest), and the memory then shared; in
         bytes.
     """
     lengths = {slot: _length(size, slot) for slot in SETTINGS["slot_bytes"]}

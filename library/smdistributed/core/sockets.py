@@ -44,7 +44,7 @@ def interface_address(interface: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an address."""
+    """Whether only this host reaches an IP address. Raises ValueError for a name."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -5,7 +5,7 @@ would not answer while C code holds the GIL. MPI_Init holds it until all ranks a
 
 A request is a JSON list, its answer one JSON value; each follows its length in four bytes. A rank uses a connection for
 each call that is in progress, so a thread that waits for a value does not block others. Each connection starts with a
-handshake (see `handshake`): if the job has a secret, nobody else gets an answer. Without a secret, anybody who reaches
+handshake (see `handshake`): if the job has a secret, only its processes get answers. Otherwise, anybody who reaches
 the store may read and write values. The server listens only at the address of rank 0's host that the other hosts use.
 """
 
@@ -154,11 +154,13 @@ class LocalStore(JobStore):
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
+        """Stores a value, and wakes all that wait for a key."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
+        """Waits for a value. Raises StoreError if no rank sets it in time."""
         value = self.wait(key, self._seconds)
         if value is None:
             raise StoreError(f"No rank has set {key!r} in the store within {self._seconds:.0f} s.")
@@ -171,6 +173,7 @@ class LocalStore(JobStore):
             return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a number, 0 if missing, stores and returns the sum, and wakes all that wait for a key."""
         with self._changed:
             total = int(self._values.get(key, "0")) + amount
             self._values[key] = str(total)
@@ -287,7 +290,7 @@ class TcpStore(JobStore):
         key: The server's key.
 
     Raises:
-        StoreError: If nobody listens there within CONNECT_SECONDS, or the server has another key.
+        StoreError: If no server listens there within CONNECT_SECONDS, or the server has another key.
     """
 
     def __init__(
@@ -302,6 +305,7 @@ class TcpStore(JobStore):
         self._request("set", key, value)
 
     def get(self, key: str) -> bytes:
+        """Waits for a value. Raises StoreError if no rank sets it in time, or the server is lost."""
         value = self._request("get", key, self._seconds)
         if value is None:
             raise StoreError(
@@ -314,6 +318,7 @@ class TcpStore(JobStore):
         return int(self._request("add", key, amount))
 
     def close(self) -> None:
+        """Closes idle connections and, if this rank serves the store, the server."""
         while self._idle:
             self._idle.pop().close()
         if self._server is not None:
@@ -423,7 +428,7 @@ def _job_address(master: str) -> str:
 
 
 def _dial(address: Address, key: bytes) -> socket.socket:
-    """Connects and authenticates, once. Raises an error of the socket or HandshakeError."""
+    """Connects and authenticates, once. Raises OSError, EOFError or HandshakeError; then the socket is closed."""
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
     try:
         if (

@@ -159,7 +159,10 @@ class Recorder:
         return {"ph": "M", "name": "process_name", "pid": self._rank, "args": {**self._about, **begin}}
 
     def _chrome_events(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
-        """Yields events as the trace has them. Before the first event of a row comes the event that names the row."""
+        """Yields events as the trace has them, times in microseconds from the recording's beginning.
+
+        Before the first event of a row comes the event that names the row. Overlapping spans get rows of their own.
+        """
         for category, name, began, ended, args in events:
             instant = ended < 0
             event: dict[str, Any] = {"ph": "i" if instant else "X", "cat": category, "name": name, "pid": self._rank}

@@ -91,7 +91,7 @@ def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[s
 
 
 def _show(plans: Sequence[Any], memory: int | None) -> None:
-    """Prints a table of the plans."""
+    """Prints a table of the plans. Those that need more than `memory` bytes are marked; without it, none."""
     print("partitions  microbatches  active    idle  GiB of each stage")
     for found in plans:
         config = found.config
@@ -138,6 +138,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Returns a JSON object (argparse type). Raises ArgumentTypeError for anything else."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -148,6 +149,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _positive(text: str) -> int:
+    """Returns a whole number from 1 (argparse type). Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
     return int(text)

@@ -39,7 +39,10 @@ class EmulatedGpus:
 
 
 def emulate_gpus(settings: Settings) -> None:
-    """Patches TensorFlow, in this process, and hides its real GPUs. It cannot be undone."""
+    """Patches TensorFlow's configuration and strategies, in this process, and hides its real GPUs. It cannot be undone.
+
+    Operations on GPUs run on the CPU, by soft placement.
+    """
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
     if real:
@@ -164,7 +167,7 @@ def _is_gpu(gpus: EmulatedGpus, device: Any) -> bool:
 
 
 def _require_known(gpus: EmulatedGpus, devices: list[Any]) -> None:
-    """Raises TensorFlow's own error for a device that is not an emulated GPU."""
+    """Raises ValueError, as TensorFlow does, for a device that is not an emulated GPU."""
     for device in devices:
         if not gpus.has(device):
             raise ValueError(f"Unrecognized device: {getattr(device, 'name', device)!r}: there are {gpus.physical}.")

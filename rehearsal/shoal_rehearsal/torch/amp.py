@@ -12,7 +12,10 @@ from shoal_rehearsal.torch.overrides import OVERRIDES
 
 
 def patch(_: int) -> None:
-    """Patches autocast, and gives GradScaler kernels if torch has none for the CPU (before 2.3)."""
+    """Patches autocast for "cuda" to use the CPU's, with bfloat16 if float16 can't be computed.
+
+    It also gives GradScaler kernels if torch has none for the CPU (before 2.3).
+    """
     autocast: Any = autocast_mode.autocast
     initialise = autocast.__init__
     has_half = _has_half()
@@ -66,7 +69,7 @@ def _check_and_unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_s
 def _update_scale(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """Reduces the scale after a skipped step, and raises it after `interval` steps without one."""
+    """Reduces the scale in place after a skipped step, raises it after `interval` steps without one, and returns it."""
     steps = 0 if bool(found_inf) else int(tracker) + 1
     if bool(found_inf):
         scale.mul_(backoff)

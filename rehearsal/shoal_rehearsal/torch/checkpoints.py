@@ -38,7 +38,7 @@ def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Returns the storage if its location is CUDA; None leaves it to torch. The ordinal must exist, as with CUDA."""
+    """Returns the storage if its location is CUDA; None leaves it to torch. Raises RuntimeError for no such device."""
     if not devices.is_cuda(location):
         return None
     devices.resolve(location)

@@ -54,7 +54,10 @@ class DeviceOf(Device):
 
 
 def patch(count: int) -> None:
-    """Replaces the functions of torch.cuda. Functions about memory return 0."""
+    """Replaces torch.cuda, torch.accelerator, cuDNN's and NVTX's functions and torch.Generator, for `count` devices.
+
+    Functions about memory return 0.
+    """
     devices.set_count(count)
     cuda: Any = torch.cuda
     _replace(cuda, _DEVICES)
@@ -91,7 +94,7 @@ def _ordinal(device: Any) -> int:
 
 
 def set_device(device: DeviceLike) -> None:
-    """Makes a device current. Raises as CUDA does if there is no such device."""
+    """Makes a device current. Raises as CUDA does if there is none; a negative ordinal changes nothing."""
     devices.make_current(device if isinstance(device, int) else _ordinal(device))
 
 

@@ -20,7 +20,7 @@ _MOVES = (
 
 
 def patch(_: int) -> None:
-    """Patches torch.distributed, if this build of torch has it."""
+    """Patches torch.distributed, if this build of torch has it: gloo replaces NCCL, and gives NCCL's results."""
     if not dist.is_available():
         return
     dist.is_nccl_available = lambda: True
@@ -91,7 +91,10 @@ def _replace(name: str, wrap: Any) -> None:
 
 
 def _with_gloo(function: Any) -> Any:
-    """Wraps a function that creates a group: gloo replaces NCCL, and NCCL's options are dropped."""
+    """Wraps a function that creates a group: gloo replaces NCCL, and NCCL's options are dropped.
+
+    It raises as CUDA does for a `device_id` that does not exist.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -113,7 +116,7 @@ def _with_gloo(function: Any) -> Any:
 
 
 def _replacement_backend(backend: str) -> str:
-    """Returns the backend to use. Of several backends by device it is CUDA's: all tensors are in one memory."""
+    """Returns the backend to use, gloo for NCCL. Of several by device it is CUDA's; if that is NCCL, the CPU's."""
     wanted = backend.lower()
     by_device = dict(pair.split(":", 1) for pair in wanted.split(",") if ":" in pair)
     if not by_device:

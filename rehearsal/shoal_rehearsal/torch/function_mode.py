@@ -80,7 +80,7 @@ def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str,
 
 
 def patch(_: int) -> None:
-    """Activates the mode in this thread, and patches Thread.start to activate it in new threads."""
+    """Activates the mode in this thread, and patches Thread.start to activate it in new threads, and in autograd's."""
     mode: Any = EmulationMode()
     mode.__enter__()
     thread_class: Any = threading.Thread

@@ -19,7 +19,7 @@ from shoal_rehearsal.torch.overrides import move
 
 
 def patch(_: int) -> None:
-    """Patches DataParallel, SyncBatchNorm and torch.compile."""
+    """Patches DataParallel and SyncBatchNorm. torch.compile and Module.compile then compile nothing."""
     _patch_data_parallel()
     nn.SyncBatchNorm.forward = _synchronized_forward  # type: ignore[method-assign]
     if hasattr(torch, "compile"):
@@ -34,7 +34,10 @@ def _compile_nothing(model: Any = None, **_: Any) -> Any:
 
 
 def _synchronized_forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-    """Computes SyncBatchNorm's forward pass, with gradients through the statistics of all ranks."""
+    """Computes SyncBatchNorm's forward pass over all ranks, and updates its running statistics.
+
+    Gradients go through the statistics of all ranks. In evaluation, or with one rank, it is plain batch norm.
+    """
     plain: Any = nn.modules.batchnorm._BatchNorm.forward
     group = self.process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     if not self.training or group is None or dist.get_world_size(group) == 1:

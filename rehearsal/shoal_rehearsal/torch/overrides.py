@@ -56,7 +56,11 @@ def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, tuple[Any, ...]]:
-    """Returns the device that Tensor.to is called with (by position, by name, or from a tensor), and other args."""
+    """Returns the device that Tensor.to is called with, and the other args; None if it names no device.
+
+    The device may be given by position, by name, or by a tensor. A device in `kwargs` is replaced there by the real
+    one.
+    """
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])
         return requested, args
@@ -102,7 +106,10 @@ def _set_data(_: object, tensor: Tensor, data: Tensor) -> None:
 
 
 def _pin_memory(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replaces Tensor.pin_memory: returns a copy that counts as pinned. Raises RuntimeError for a CUDA tensor."""
+    """Replaces Tensor.pin_memory: returns a copy that counts as pinned, or a pinned tensor itself.
+
+    Raises RuntimeError for a CUDA tensor.
+    """
     if is_on_cuda(tensor):
         raise RuntimeError(f"cannot pin '{_type_name(tensor)}' only dense CPU tensors can be pinned")
     if tensor in _pinned:
@@ -118,6 +125,7 @@ def _is_pinned(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _numpy(_: object, tensor: Tensor, *, force: bool = False) -> Any:
+    """Replaces Tensor.numpy: raises TypeError for a tensor of an emulated GPU, as torch does, unless `force`."""
     if not force:
         _require_cpu(tensor)
     return tensor.numpy(force=force)
@@ -157,14 +165,14 @@ def _type_name(tensor: Tensor) -> str:
 
 
 def _parse_to(_: object, *args: Any, **kwargs: Any) -> Any:
-    """Module.to parses its arguments with this function: an ordinal is a CUDA device."""
+    """Parses the arguments of Module.to. An ordinal is a CUDA device, which must exist."""
     if args and type(args[0]) is int:
         args = (devices.resolve(args[0]), *args[1:])
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def _pack_padded_sequence(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The lengths of a packed sequence are always on the CPU."""
+    """Packs sequences as torch does. The data stays on its device, and the lengths are always on the CPU."""
     data, batch_sizes = torch._VF._pack_padded_sequence(tensor, *args, **kwargs)
     set_placement(data, placement_of(tensor))
     set_placement(batch_sizes, CPU)

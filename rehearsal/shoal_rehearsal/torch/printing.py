@@ -22,7 +22,7 @@ _printed = _Printed()
 
 
 def patch(_: int) -> None:
-    """Overrides repr, str and format, and patches the suffixes that torch prints."""
+    """Overrides repr, str and format of tensors, so that torch prints the emulated device."""
     tensor: Any = torch.Tensor
     for name in ("__repr__", "__format__"):
         OVERRIDES[getattr(tensor, name)] = _with_placement(getattr(tensor, name))
@@ -50,6 +50,7 @@ def _with_placement(function: Callable[..., str]) -> Callable[..., str]:
 
 @contextlib.contextmanager
 def _printing(placement: Placement) -> Iterator[None]:
+    """Notes for the time of `with` the placement of the tensor that is printed."""
     _printed.placement = placement
     try:
         yield

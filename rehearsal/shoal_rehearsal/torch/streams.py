@@ -39,6 +39,7 @@ class Stream:
         return False
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Records an event, a new one by default, on this stream and returns it."""
         recorded = Event() if event is None else event
         recorded.record(self)
         return recorded
@@ -97,7 +98,7 @@ def current_stream(device: DeviceLike = None) -> Stream:
 
 
 def patch(_: int) -> None:
-    """Replaces streams and events in torch.cuda."""
+    """Replaces streams and events in torch.cuda by ones that do nothing or measure the CPU's time."""
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": Stream,

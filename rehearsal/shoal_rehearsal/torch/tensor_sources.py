@@ -20,7 +20,7 @@ from shoal_rehearsal.torch.placement import (
 
 
 def patch(_: int) -> None:
-    """Patches functions that create tensors."""
+    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU."""
     _patch_parameters()
     tensor: Any = torch.Tensor
     function: Any = torch.autograd.Function

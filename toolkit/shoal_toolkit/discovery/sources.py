@@ -9,7 +9,7 @@ docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.light_typing import TYPE_CHECKING
@@ -29,6 +29,22 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
 }
 HINTS: dict[str, tuple[str, ...]] = {"ray": ("RAY_ADDRESS", "RAY_JOB_ID"), "torch_variables": ("WORLD_SIZE",)}
+
+
+# With these the MPI Operator makes mpirun in the launcher use ssh and its hostfile.
+_LAUNCH_VARIABLES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "OMPI_MCA_orte_keep_fqdn_hostnames",
+    "OMPI_MCA_orte_set_default_slots",
+    "OMPI_MCA_plm_rsh_args",
+)
+
+
+def remove_launch_variables(environ: MutableMapping[str, str]) -> None:
+    """Removes the variables of the MPI Operator for mpirun: `train` names the hosts and starts the daemons itself."""
+    if environ.get("K_MPI_JOB_ROLE"):
+        for name in _LAUNCH_VARIABLES:
+            environ.pop(name, None)
 
 
 def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> HostList | None:

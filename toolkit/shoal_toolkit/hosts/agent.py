@@ -1,4 +1,4 @@
-"""Listens on a worker host until the first host connects, and accepts nobody else.
+"""Listens on a worker host until the first host connects, and accepts no other.
 
 A connection must come from an address to which the first host's name resolves. It must prove the job's secret. This
 host then proves it too. Before that, a connection may send one small frame within a few seconds. After the first host
@@ -186,7 +186,10 @@ class _Handshake:
         self._channel.send(agent.make_hello(self._nonce))
 
     def _on_message(self, message: Any) -> None:
-        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it."""
+        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it.
+
+        Raises ProtocolError for another message.
+        """
         if not isinstance(message, Prove):
             raise ProtocolError("not a proof")
         transcript = self._agent.make_transcript(message.nonce, self._nonce)

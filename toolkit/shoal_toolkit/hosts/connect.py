@@ -156,7 +156,7 @@ class _Attempt:
             self._connect(*found[(self._tries - 1) % len(found)])
 
     def _connect(self, family: int, address: tuple[Any, ...]) -> None:
-        """Starts to connect without waiting; tries again if there is no answer within 5 s."""
+        """Starts to connect without waiting; tries again later after an error, or without an answer within 5 s."""
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:  # the kernel does not support this address family
@@ -172,7 +172,7 @@ class _Attempt:
         self._loop.watch(sock.fileno(), WRITE, self._on_connect)
 
     def _on_connect(self) -> None:
-        """Starts the handshake of 10 s at most, or tries again if the connection failed."""
+        """Starts the handshake, on a new channel; tries again if the connection failed or the handshake takes 10 s."""
         sock = self._sock
         if sock is None:
             return

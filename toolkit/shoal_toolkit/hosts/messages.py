@@ -203,13 +203,14 @@ def _check_digest(length: int) -> Callable[[Any], Any]:
 
 
 def _check_text(value: Any) -> Any:
+    """Returns a field that is text. Raises ProtocolError for another."""
     if not isinstance(value, str):
         raise ProtocolError("a field that is not text")
     return value
 
 
 def _check_line(value: Any) -> Any:
-    """Checks a text of a peer that has proved nothing: it is logged, and must not contain newlines or escape codes."""
+    """Returns a text that may be logged. Raises ProtocolError for newlines or escape codes, or anything else."""
     if not _check_text(value).isprintable():
         raise ProtocolError("a text with unprintable characters")
     return value
@@ -226,20 +227,21 @@ def _check_integer(value: Any) -> Any:
 
 
 def _check_stop_signal(value: Any) -> Any:
+    """Returns a field that is the number of a signal in STOP_SIGNALS. Raises ProtocolError for another."""
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
     return value
 
 
 def _check_facts(value: Any) -> Any:
-    """Checks facts about a failure: an integer for each name."""
+    """Returns facts about a failure, an integer for each name. Raises ProtocolError for anything else."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS or {type(item) for item in value.values()} - {int}:
         raise ProtocolError("facts that are not numbers")
     return value
 
 
 def _check_report(value: Any) -> Any:
-    """Checks the fields of job.json: scalars, and lists of scalars."""
+    """Returns the fields of job.json: scalars, and lists of scalars. Raises ProtocolError for anything else."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
         raise ProtocolError("a report that is not an object")
     for item in value.values():

@@ -1,8 +1,8 @@
 """Connections between two hosts: frames over TCP, heartbeats, and proofs of the job's secret.
 
 A frame is a length (4 bytes, big-endian, without itself), a kind (1 byte) and a payload. See messages.py. After the
-handshake each frame ends with a tag (16 bytes). Its key is derived from the secret and from this handshake, so that
-nobody between the hosts can add, change, repeat or remove a frame.
+handshake each frame ends with a tag (16 bytes). Its key is derived from the secret and from this handshake. A frame
+that is added, changed, repeated or removed on the way ends the connection.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Channel:
     def _flush(self) -> None:
         """Sends as much as the socket takes now, and calls `on_held` with the number of bytes left.
 
-        The loop sends these.
+        The loop sends these. After an error it discards all, and the loop reports the connection as lost.
         """
         sock = self._sock
         try:
@@ -201,7 +201,10 @@ class Channel:
             self._lose(f"it sent a wrong frame ({error})")
 
     def _deliver(self) -> None:
-        """Passes on all complete messages. Removes their bytes only at the end, which takes linear time."""
+        """Passes on all complete messages but heartbeats. Raises ProtocolError for a wrong frame.
+
+        It removes their bytes only at the end, which takes linear time.
+        """
         start = 0
         try:
             while self._sock is not None and len(self._in) - start >= _HEAD.size:

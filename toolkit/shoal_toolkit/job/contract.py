@@ -332,7 +332,10 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
 
 
 def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricDefinition, ...]:
-    """Returns the metric definitions; most jobs have none, and start faster without the module for them."""
+    """Returns the metric definitions. Raises ContractError if one is wrong.
+
+    Most jobs have none, and start faster without the module for them.
+    """
     listed = toolkit.get("sagemaker_metric_definitions")
     files = (os.path.join(directory, "metrics.json") for directory in (paths.config, code.directory))
     if listed is None and not any(map(os.path.isfile, files)):

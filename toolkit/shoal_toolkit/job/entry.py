@@ -56,7 +56,7 @@ def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, An
         toolkit: The hyperparameters for the toolkit itself.
 
     Raises:
-        ContractError: If no script is named, or it does not exist; lists what the code directory contains.
+        ContractError: If no script is named, its name is wrong, or it does not exist; lists 20 names in the directory.
     """
     function = environ.get("SAGEMAKER_TRAINING_MODULE")
     if function and function not in STOCK_TOOLKITS:
@@ -94,7 +94,7 @@ def describe_entry(code: Code, script: Script, environ: Mapping[str, str]) -> tu
 
 
 def _parse_module(name: str, code: Code) -> Script:
-    """Returns the entry point for `-m package.module`; the file is not searched."""
+    """Returns the entry point for `-m package.module`; no file is searched. Raises ContractError for other options."""
     words = name.split()
     if len(words) != 2 or words[0] != "-m" or not re.fullmatch(_DOTTED, words[1]):
         raise ContractError(
@@ -132,7 +132,7 @@ def _script_by_suffix(name: str) -> Script:
 
 
 def _missing_script(name: str, path: str, code: Code) -> ContractError:
-    """Makes the error for a script that is not a file: a directory, or a name with the closest one in its message."""
+    """Returns the error for a script that is not a file: a directory, or a name, with the closest one and a list."""
     if os.path.isdir(path):
         module = name.strip("/").replace("/", ".")
         return ContractError(
@@ -153,7 +153,7 @@ def _code_files(code: Code) -> list[str]:
 
 
 def _list_code(code: Code) -> str:
-    """Returns a line that lists the code directory, for errors."""
+    """Returns a line that lists 20 names in the code directory, or says that it is missing, empty or not fetched."""
     directory, names = code.directory, _code_files(code)
     if not code.fetched:
         return code.note

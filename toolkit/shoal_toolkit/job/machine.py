@@ -1,6 +1,8 @@
-"""Reads the hardware and programs of this machine. Starts no process.
+"""Reads the facts about this machine that a launch needs. Starts no process.
 
-It reads files. It looks up the other hosts' names only if the configured network interface does not exist.
+These are CPUs, the number of GPUs, Neuron devices, network cards and interface, MPI, torch's version, and the table
+entry of the instance type. It reads files. It looks up the other hosts' names only if the configured network interface
+does not exist.
 
 CPUs respect the affinity mask and the quotas of all cgroups of this process: a container with half a machine has half
 its CPUs.

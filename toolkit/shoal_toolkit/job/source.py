@@ -153,7 +153,7 @@ def _has_line(directory: str, name: str, pattern: str) -> bool:
 
 
 def _make_staging_directory(code_dir: str) -> tuple[str, str]:
-    """Makes a directory next to the code directory. If that fails, makes a temporary one, and returns why."""
+    """Makes a directory next to the code directory; a temporary one, with the reason, if that fails or is not empty."""
     if os.path.isdir(code_dir) and os.listdir(code_dir):
         return _make_temporary_directory(), f"{code_dir} is not empty"
     stage = f"{code_dir}-{os.urandom(4).hex()}"
@@ -186,6 +186,7 @@ def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
 
 
 def _wait_for(pid: int) -> None:
+    """Waits until a child process ends; returns at once if it has been waited for."""
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:

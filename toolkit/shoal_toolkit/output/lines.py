@@ -24,6 +24,7 @@ class Tail:
         self._size = size
 
     def add(self, data: bytes) -> None:
+        """Adds output, and drops the oldest pieces while the others have `size` bytes."""
         kept = data[-self._size :]
         self._chunks.append(kept)
         self._held += len(kept)

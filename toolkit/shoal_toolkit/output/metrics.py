@@ -35,7 +35,10 @@ class MetricsFile:
         return MetricReader(self, rank, host)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Appends records. If the file can't be written, the log says so and the job goes on without metrics."""
+        """Appends records, and opens the file for the first. If it can't be written, the log says so once.
+
+        The job then goes on without metrics.
+        """
         if self._broken or not records:
             return
         try:

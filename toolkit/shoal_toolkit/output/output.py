@@ -52,7 +52,7 @@ class Output:
 
     @property
     def reads_all(self) -> bool:
-        """Whether stdout of a process must pass through here even if it shares the log with nobody."""
+        """Whether stdout of a process must pass through here even if no other process writes to the log."""
         return self._as_json or self._metrics is not None
 
     @property
@@ -91,7 +91,7 @@ class Output:
                 self._write(stream, rank, handlers.formatter.flush())
 
     def drop(self) -> None:
-        """Discards output that nobody reads, now and later."""
+        """Discards all waiting and later output, because its reader has gone."""
         for sink in self._sinks.values():
             sink.drop()
 
@@ -104,7 +104,10 @@ class Output:
             self._metrics.close()
 
     def _add_stream(self, stream: int, rank: int | None, host: str) -> _Stream:
-        """Makes and keeps the handlers of a stream, which depend on the format of the log."""
+        """Makes, keeps and returns the handlers of a stream, which depend on the format of the log.
+
+        Only ranks have metrics, and a tail of stderr.
+        """
         formatter: Formatter | None = None
         if self._as_json:
             formatter = JsonLines(host, rank, stream)

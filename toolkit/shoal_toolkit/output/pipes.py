@@ -15,7 +15,7 @@ CHUNK = 65536  # bytes in a pipe by default; Python allocates larger buffers by 
 _PIPE_BUF = 4096  # a pipe that polls as writable takes this many bytes without blocking
 _FULL = 1 << 20  # bytes waiting in a sink
 # A source that had little to read pauses while its pipe fills. Waking up for each line of a script would cost a core
-# that the script itself needs. Nobody sees the delay.
+# that the script itself needs. The delay is too short to notice.
 _PAUSE_SECONDS = 0.001
 _LARGE_PIPE = 1 << 20  # bytes; unprivileged users may set a pipe to this size
 _F_SETPIPE_SZ = 1031  # in the module fcntl since Python 3.10
@@ -46,7 +46,7 @@ class FlowControl:
         self._sources.discard(source)
 
     def report(self, sink: object, held: int) -> None:
-        """Notes how many bytes wait in a sink; pauses or resumes the sources accordingly."""
+        """Notes how many bytes wait in a sink; pauses all sources above 1 MiB, and resumes them below half of that."""
         was_full = bool(self._full)
         if held > _FULL:
             self._full.add(sink)
@@ -104,14 +104,14 @@ class Sink:
                 while data:
                     data = data[os.write(self._fd, data) :]
         except OSError:
-            pass  # nobody reads it
+            pass  # its reader has gone
         self._clear()
         if self._opened is not None and self._opened not in (-1, self._fd):
             os.close(self._opened)
         self._opened = -1
 
     def _on_writable(self) -> None:
-        """Writes a part of the queue, and stops watching the descriptor when nothing is left."""
+        """Writes a part of the queue, stops watching the descriptor when nothing is left, and reports what is held."""
         if self._descriptor() < 0:
             # A shared, blocking descriptor takes one piece without blocking; then it is polled again.
             written = self._try_write(self._fd, [self._waiting[0][:_PIPE_BUF]])
@@ -249,6 +249,7 @@ class Source:
         return len(data)
 
     def _close(self) -> None:
+        """Closes the pipe, and ends watching it, once."""
         if self._fd >= 0:
             self._loop.unwatch(self._fd, READ)
             self._flow.remove(self)

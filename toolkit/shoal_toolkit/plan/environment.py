@@ -148,7 +148,10 @@ def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine) -> dict[str, Any]:
-    """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job."""
+    """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job.
+
+    It says which host is the master, and which of the library's commands are installed.
+    """
     renamed = {"framework_params": "additional_framework_parameters"}
     omitted = ("host_count", "current_host_rank", "master_addr", "channels")
     described = {renamed.get(name, name): value for name, value in values.items() if name not in omitted}

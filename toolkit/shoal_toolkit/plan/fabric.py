@@ -70,6 +70,7 @@ def _nccl_variables(machine: Machine, launcher: str, several: bool) -> dict[str,
 
 
 def _efa_variables(cards: tuple[Nic, ...], known: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the variables for EFA; RDMA only if the instance type, if known, and all cards support it."""
     variables = {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1", "NCCL_PROTO": "simple"}
     if known.get("rdma", not known) and all(card.device != _NO_RDMA for card in cards):
         variables["FI_EFA_USE_DEVICE_RDMA"] = "1"

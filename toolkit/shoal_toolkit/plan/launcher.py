@@ -58,7 +58,10 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
 
 
 def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
-    """Returns the launcher, and why it is chosen."""
+    """Returns the launcher, and why it is chosen: the first one that is asked for, otherwise a plain process.
+
+    Without hyperparameters.json, one host with several GPUs gets MPI. Raises ContractError for an unsupported launcher.
+    """
     for key, name in _UNSUPPORTED.items():
         if read_flag(job.framework, key):
             raise ContractError(

@@ -197,7 +197,10 @@ def _note_missing_efa(user: _UserOptions, machine: Machine) -> list[str]:
 
 
 def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
-    """Returns the default MCA parameters, with the names of the installed series."""
+    """Returns the default MCA parameters, with the names of the installed series.
+
+    They depend on the number of hosts, ranks and CPUs, and on this host's interface.
+    """
     defaults = {
         "pml": "ob1",
         "btl": "^openib,ofi" if len(hosts) > 1 else "^openib,ofi,tcp",

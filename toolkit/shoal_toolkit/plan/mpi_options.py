@@ -76,7 +76,10 @@ class _Parser:
         self._key, self._series, self._table = key, series, table
 
     def parse_option(self, words: Sequence[str], start: int) -> int:
-        """Adds the option at `start`; returns the start of the next one. Raises ContractError if it is not allowed."""
+        """Adds the option at `start`, or notes that it is left out; returns the start of the next one.
+
+        Raises ContractError if it is unknown, refused, or no option.
+        """
         word = words[start]
         spelled = _SPELLING.fullmatch(word)
         if spelled is None:
@@ -113,7 +116,10 @@ class _Parser:
     def _parse_values(
         self, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
     ) -> tuple[tuple[str, ...], int]:
-        """Returns the values of an option, which follow it or are in --name=value, and the start of the next option."""
+        """Returns the values of an option, which follow it or are in --name=value, and the start of the next option.
+
+        Raises ContractError if one is missing, or is given to an option without values.
+        """
         word = words[start]
         width = option["values"][SERIES.index(self._series)]
         if width is None:
@@ -152,7 +158,10 @@ class _Parser:
             self.named[name] = values
 
     def _add_of_other_series(self, word: str, option: Mapping[str, Any]) -> None:
-        """Translates an option that only the other series of Open MPI has, or refuses it."""
+        """Translates an option that only the other series of Open MPI has, or leaves it out, with a note.
+
+        Raises ContractError if there is no translation.
+        """
         if self._series == 4 or "as5" not in option:
             own, other = (RELEASE[series] for series in (self._series, 9 - self._series))
             raise self._refusal(word, f"it is one of Open MPI {other}, and {own} is installed here")
@@ -166,8 +175,8 @@ class _Parser:
     def _add_export(self, export: str) -> None:
         """Adds `-x NAME` or `-x NAME=value`.
 
-        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out. SHOAL_
-        variables are refused.
+        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out.
+        Raises ContractError for a SHOAL_ variable, or a value without a name.
         """
         name, equals, value = export.partition("=")
         if not name or name.startswith("SHOAL_"):

@@ -186,7 +186,7 @@ def _build_command(
 def _build_mpirun(
     job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Returns mpirun's command (empty on other hosts), the parameters for its daemon here, and notes.
+    """Returns mpirun's command (empty on other hosts than the first), the parameters for its daemon here, and notes.
 
     Raises LaunchError if mpirun is missing, or is not Open MPI's.
     """
@@ -239,7 +239,7 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 
 
 def _plan_sidecars(job: Job, machine: Machine, launcher: str, hosts: Sequence[str]) -> list[Sidecar]:
-    """Returns the sidecars of this host: a parameter server, and the upload of output/intermediate."""
+    """Returns the sidecars of this host: with several hosts a parameter server if asked for, and the upload to S3."""
     planned = []
     if launcher == PARAMETER_SERVER and len(hosts) > 1:
         from shoal_toolkit.plan import tf_config

@@ -47,7 +47,7 @@ class Cause(NamedTuple):
 
 
 def explain_failure(failure: Failure) -> str:
-    """Returns the text of the failure file, with masked secrets."""
+    """Returns the text of the failure file, secrets masked: the cause, the command, advice and the end of stderr."""
     stderr = redact.mask_text(failure.stderr)
     reason = redact.mask_text(failure.reason)
     cause = Cause(reason, stderr) if reason else find_cause(stderr, failure.exit_code)
@@ -66,7 +66,7 @@ def explain_failure(failure: Failure) -> str:
 
 
 def find_cause(stderr: str, exit_code: int) -> Cause:
-    """Returns the cause of a failure, from the end of a script's stderr.
+    """Returns the cause of a failure, from the end of a script's stderr; without an error that it knows, the last line.
 
     Args:
         stderr: Its end.
@@ -91,7 +91,10 @@ def _find_native_error(text: str) -> re.Match[str] | None:
 
 
 def _find_traceback(text: str) -> tuple[Cause | None, int]:
-    """Returns the last traceback that is not a side effect, and where it starts."""
+    """Returns the cause in the last traceback that is not a side effect, and where that starts; (None, -1) if none.
+
+    If all are side effects, it is the first.
+    """
     side_effects, chosen = _read_failures()["aside"], None
     starts = [match.start() for match in _TRACEBACK.finditer(text)]
     for index, start in enumerate(starts):
@@ -104,7 +107,10 @@ def _find_traceback(text: str) -> tuple[Cause | None, int]:
 
 
 def _read_exception(block: str) -> Cause:
-    """Reads one traceback. Frames are indented; the first line that is not indented names the exception."""
+    """Returns the cause in one traceback: the first line after the frames that looks like an exception's name.
+
+    Frames are indented. Without such a line it is the last line, as not known.
+    """
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):

@@ -194,7 +194,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
 
 
 def _write_file(paths: Paths, name: str, text: str) -> None:
-    """Writes a file in one step, so that nobody reads half of it."""
+    """Writes a file in one step, so that no reader sees half of it."""
     path = os.path.join(paths.output, name)
     try:
         with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -206,6 +206,7 @@ def _write_file(paths: Paths, name: str, text: str) -> None:
 
 
 def _remove_file(paths: Paths, name: str) -> None:
+    """Removes a file of the output directory; a missing one is ignored."""
     try:
         os.unlink(os.path.join(paths.output, name))
     except FileNotFoundError:

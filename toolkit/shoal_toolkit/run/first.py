@@ -57,7 +57,10 @@ class FirstHost(Host):
     # Connecting and setting up
 
     def begin(self) -> None:
-        """Starts to connect to the workers and to set up this host. An error in the plan is reported to them."""
+        """Starts to connect to the workers and to set up this host. An error in the plan is reported to them.
+
+        If a worker isn't found in time, the job fails.
+        """
         task = self.task
         if len(task.hosts) > 1:
             from shoal_toolkit.hosts.connect import WorkerSearch
@@ -137,9 +140,10 @@ class FirstHost(Host):
     # Launching
 
     def _launch(self) -> None:
-        """Launches the job: starts the script or launcher here, and on each host that has a command of its own.
+        """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        Raises TrainError if a process can't be started.
+        With mpirun on several hosts, it also listens for requests to start daemons. Raises TrainError if a process
+        can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None
@@ -191,7 +195,7 @@ class FirstHost(Host):
         self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
-        """Notes the host of a rank. The first start ends the time in `launch_seconds` of the report."""
+        """Notes the host of a rank. The first start sets `launch_seconds` in the report, which began with the job."""
         self._ranks.host_of[rank] = host
         if host in self._daemons:
             self._daemons[host](0)
@@ -208,7 +212,10 @@ class FirstHost(Host):
         self.output.write_launcher(stream, self.name, kept)
 
     def _on_message(self, host: str, message: Any) -> None:
-        """Handles a message from an authenticated worker. Raises ProtocolError if it is wrong at this time."""
+        """Handles a message from an authenticated worker: ready, failed, stopped, or after the launch about its ranks.
+
+        Raises ProtocolError if it is wrong at this time.
+        """
         from shoal_toolkit.hosts import messages
 
         if isinstance(message, messages.HostFailed):
@@ -227,7 +234,7 @@ class FirstHost(Host):
             raise messages.ProtocolError(f"{type(message).__name__} before the launch")
 
     def _on_rank_message(self, host: str, message: Any) -> None:
-        """Handles a worker's message about its ranks, or about its own command."""
+        """Handles a worker's message about its ranks, or about its own command. Raises ProtocolError for another."""
         from shoal_toolkit.hosts import messages
 
         if isinstance(message, messages.Output):
@@ -254,7 +261,10 @@ class FirstHost(Host):
     # The end
 
     def _on_worker_ended(self, host: str, message: CommandEnded) -> None:
-        """Handles the end of a worker's own command, or of its daemon. mpirun gets the daemon's exit code."""
+        """Handles the end of a worker's own command, or of its daemon. mpirun gets the daemon's exit code.
+
+        Notes the worker's facts, and why a success can't be written there.
+        """
         self._ranks.add_facts(host, message.facts)
         if message.unrecorded:
             self._unrecorded = self._unrecorded or f"On {host}: {message.unrecorded}"
@@ -277,7 +287,10 @@ class FirstHost(Host):
         self._check_mpirun_end()
 
     def _on_host_command_ended(self, host: str, code: int, stderr: str) -> None:
-        """Handles the end of a host's own command: the script, or torchrun after its ranks."""
+        """Handles the end of a host's own command: the script, or torchrun after its ranks.
+
+        A failure of torchrun sets the result, unless the job is being stopped. After the last command the job ends.
+        """
         plan = self.plan
         self._pending.discard(host)
         if plan.launcher not in SEVERAL_RANKS or host in plan.outside:
@@ -341,7 +354,10 @@ class FirstHost(Host):
         self._check_mpirun_end()
 
     def _check_mpirun_end(self) -> None:
-        """Sets the result once mpirun and all of its daemons have ended."""
+        """Sets the result once mpirun and all of its daemons have ended; before that it does nothing.
+
+        A failed rank counts even if mpirun returns 0.
+        """
         code, log = self._mpirun_code, self._mpirun_log
         if code is None or log is None or self._daemons or self.result is not None:
             return
@@ -420,6 +436,7 @@ class FirstHost(Host):
             write_log(f"{host} has not confirmed the result within {_FAREWELL_SECONDS:.0f} s")
 
     def close(self) -> None:
+        """Closes the search for workers, the socket of requests, and the connections to workers."""
         if self._search is not None:
             self._search.close()
         if self._preflight is not None:

@@ -92,7 +92,10 @@ class Host(Role):
         return self.task.plan
 
     def _make_output(self) -> Output:
-        """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say."""
+        """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.
+
+        Without a plan it has neither prefixes nor metrics.
+        """
         as_json, metrics = self.task.settings.log_format == "json", None
         if not self.has_plan:
             return Output(self.loop, self.flow, False, as_json, None)

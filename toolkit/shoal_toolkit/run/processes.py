@@ -101,9 +101,9 @@ class HostProcesses:
         self._start_next_setup(list(self._plan.setup), finish)
 
     def _start_next_setup(self, commands: list[tuple[str, ...]], finish: OnSetUp) -> None:
-        """Starts the first command and, when it has succeeded, the next.
+        """Starts the first command and, when it has succeeded, the next. Their output goes to the log.
 
-        Calls `finish` after the last or a failed one.
+        Calls `finish` with None after the last, or with the error of one that failed or did not start.
         """
         if not commands:
             self._on_end = self._events.on_command_ended
@@ -146,7 +146,7 @@ class HostProcesses:
         )
 
     def start(self) -> None:
-        """Starts this host's own command, a launcher or the script, and the sidecars."""
+        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't."""
         if self._plan.has_ranks:
             self.prepare_ranks()
             self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)
@@ -154,7 +154,10 @@ class HostProcesses:
             self._start_script()
 
     def _start_script(self) -> None:
-        """Starts the script without a launcher. It writes to our stdout; its stderr is read for the failure file."""
+        """Starts the script without a launcher, then the sidecars, and reports its rank as started.
+
+        The script writes to our stdout, if that need not be read; its stderr is read for the failure file.
+        """
         rank = self._plan.rank_of(self._plan.current_host)
 
         def reader_of(stream: int) -> Callable[[bytes], None]:
@@ -258,7 +261,11 @@ class HostProcesses:
             signal_group(self._pid, number)
 
     def kill(self) -> None:
-        """Kills the running command with its ranks and descendants, but not the sidecars."""
+        """Kills the running command's process group, but not the sidecars.
+
+        If ranks are tracked, it also kills them and the command's descendants. Other processes are killed when the
+        command has ended.
+        """
         self._killed = True
         if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)

@@ -64,7 +64,10 @@ class RankTable:
         return explain(Failure(code, self._describe(rank), self._plan.script, stderr, facts, reason=reason))
 
     def explain_mpirun(self, log: MpirunLog, rank: int | None, code: int) -> Result:
-        """Returns the result of a job that mpirun ended. `rank` failed first; None if that is unknown."""
+        """Returns the result of a job that mpirun ended. `rank` failed first; None if that is unknown.
+
+        The cause is from the rank's stderr, from the notice of its MPI, or from mpirun's output.
+        """
         if rank is None:
             reason = log.failure_reason()
             return explain(Failure(code, "mpirun", self._plan.command, log.text(), launcher=True, reason=reason))
@@ -94,6 +97,10 @@ class RankTable:
             )
 
     def _describe(self, rank: int) -> str:
+        """Returns a rank and its host for a message.
+
+        A number past the plan's ranks is a script outside the distribution.
+        """
         host = self.host_of.get(rank, "an unknown host")
         if rank >= self._plan.world_size:
             return f"the script on {host}, outside the distribution,"

@@ -36,7 +36,10 @@ class Worker(Host):
         self._facts: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Listens for the first host, and sets up this host. Raises LaunchError if the port is taken."""
+        """Listens for the first host, and sets up this host. An error in the plan is reported when that connects.
+
+        The job ends if it does not connect in time. Raises LaunchError if the port is taken.
+        """
         settings, hosts = self.task.settings, self.task.hosts
         self._agent = Agent(self.loop, settings.port, settings.secret, hosts, self.name, self._on_first_host)
         self.loop.call_later(settings.hosts_timeout, self._on_timeout)
@@ -74,7 +77,7 @@ class Worker(Host):
         return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:
-        """Ends the job if the first host has not connected."""
+        """Ends the job with an error if the first host has not connected; otherwise does nothing."""
         if self._channel is None:
             refused = (self._agent.refused or self._agent.rejected) if self._agent is not None else ""
             why = f"; this host {refused}." if refused else ". Every host of the job must run `train`; "
@@ -98,7 +101,10 @@ class Worker(Host):
         )
 
     def _on_message(self, message: Any) -> None:
-        """Handles a message from the authenticated first host. Raises ProtocolError if it is wrong at this time."""
+        """Handles a message from the authenticated first host: start, pass a signal on, or the result of the job.
+
+        Raises ProtocolError if it is wrong at this time.
+        """
         if message == messages.GO:
             self._start(None)
         elif isinstance(message, messages.Start):
@@ -167,7 +173,11 @@ class Worker(Host):
         self.output.write_launcher(STDERR, self.name, self._daemon_log.feed(stream, data))
 
     def on_command_ended(self, code: int) -> None:
-        """Reports the end of this host's command to the first host, with the end of its stderr and facts."""
+        """Reports the end of this host's command to the first host, with the end of its stderr.
+
+        After a failure it adds facts about this host. Before a success it checks that job.json can be written, and
+        reports why it can't.
+        """
         stderr = self._daemon_log.text() if self._has_ranks else self.output.stderr_tail(self.plan.rank_of(self.name))
         facts = self.collect_facts() if code else {}
         unrecorded = "" if code else self._check_writable()
@@ -203,6 +213,7 @@ class Worker(Host):
             self._channel.close()
 
     def close(self) -> None:
+        """Stops listening for the first host, and closes the connection to it."""
         if self._agent is not None:
             self._agent.close()
         if self._probe is not None:

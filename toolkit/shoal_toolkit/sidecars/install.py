@@ -25,9 +25,10 @@ _ARN = re.compile(r"arn:[^:]+:codeartifact:([^:]+):([^:]+):repository/([^/]+)/(.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs `pip install` in the current directory. `.` among the words stands for a copy of the directory.
+    """Runs `pip install` in the current directory. It keeps the versions of the image's packages.
 
-    Returns its exit code. An error before pip is printed to stderr.
+    `.` among the words stands for a copy of the directory. Returns pip's exit code. An error before pip is printed to
+    stderr.
     """
     import subprocess
     import tempfile

@@ -89,7 +89,7 @@ def upload(client: Any, file: BinaryIO, address: str) -> None:
 
 
 def explain_error(address: str, error: Exception) -> TrainError:
-    """Converts an error of boto3: a ContractError if S3 refuses the request, a LaunchError if it can't be reached.
+    """Returns, not raises, an error of boto3 as a ContractError if S3 refuses, or a LaunchError if it can't be reached.
 
     A wrong address gives a ContractError. A TrainError is returned as it is.
     """

@@ -48,7 +48,7 @@ class Uploader:
         self.failure = ""
 
     def upload_changes(self, settled: bool) -> bool:
-        """Scans the directory, and uploads new and changed files.
+        """Scans the directory, and uploads new and changed files, until S3 does not answer.
 
         Args:
             settled: Whether to skip files that changed since the last scan: they may still be written.
@@ -128,6 +128,7 @@ class _UnchangedFile(io.FileIO):
         self._signature = signature
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Reads on, at most `size` bytes; raises _ChangedError if the file has changed since it was opened."""
         data = super().read(-1 if size is None else size) or b""
         if _read_signature(os.fstat(self.fileno())) != self._signature:
             raise _ChangedError

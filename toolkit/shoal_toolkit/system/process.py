@@ -45,6 +45,7 @@ def spawn(
 
     Raises:
         LaunchError: If it can't be started.
+        OSError: If the system has no process or pipe left.
     """
     read_end, write_end = os.pipe()  # closes on exec; gets the reason if exec fails
     pid = os.fork()
@@ -63,7 +64,10 @@ def spawn(
 
 
 def _exec(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], report: int) -> NoReturn:
-    """Replaces the child process by the command, or writes to `report` why that failed."""
+    """In the child process: replaces it by the command, in a new session, or writes to `report` why that failed.
+
+    Then the process ends with 127.
+    """
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -148,7 +152,7 @@ def _is_starting(pid: int, since: int) -> bool:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    """Whether a process has the mark in its environment; False if that can't be read."""
+    """Whether the variable MARK of a process has this mark among its words; False if its environment can't be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")

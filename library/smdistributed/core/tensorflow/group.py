@@ -48,7 +48,10 @@ class Group:
         threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
 
     def _run_operation(self, operation: PendingOperation) -> None:
-        """Runs a collective in the group's thread: long tensors one by one, short ones packed together."""
+        """Runs a collective in the group's thread: long tensors one by one, short ones packed together, empty ones not.
+
+        It is recorded in the timeline.
+        """
         kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
             Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))
@@ -100,7 +103,7 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
 
     Args:
         launch: This process's place in the job.
-        store: The job's store, if it is open already.
+        store: The job's store, if it is open already. Otherwise `open_store` opens it, and raises its errors.
         ranks: The group's ranks in the job. Default: all.
 
     Raises:

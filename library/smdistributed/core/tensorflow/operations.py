@@ -158,7 +158,10 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
-    """Adds or runs one operation for all tensors; an empty list needs none. Raises SMDDPError under XLA."""
+    """Adds or runs one operation for all tensors, on the CPU, after the previous one of its kind in the graph.
+
+    Without tensors it returns an empty list. Raises SMDDPError under XLA.
+    """
     if not tensors:
         return []
     reject_xla("A collective")
@@ -229,7 +232,7 @@ def load() -> _Library:
 
 @tf.RegisterGradient("SmddpAllReduce")  # type: ignore[untyped-decorator]
 def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
-    """Every rank's loss depends on every rank's input: the gradients are combined in the same way."""
+    """Reduces the gradients in the same way. Raises LookupError if that is neither a sum nor an average."""
     reduction = operation.get_attr("reduction").decode()
     if reduction not in ("sum", "avg"):
         raise LookupError(f"An all_reduce with {reduction} has no gradient: use SUM or AVERAGE.")
@@ -238,7 +241,7 @@ def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _gradient_of_broadcast(operation: Any, *gradients: Any) -> list[Any]:
-    """Only the root's input counts, for every rank's loss."""
+    """Returns the sums of all ranks' gradients on the root; zeros elsewhere, because only its input counts."""
     mine = read_launch().rank == operation.get_attr("root")
     summed = all_reduce(gradients, "sum")
     return [None, *(gradient if mine else tf.zeros_like(gradient) for gradient in summed)]

@@ -104,7 +104,10 @@ def _by_device_type(requested: str) -> dict[str, str]:
 
 
 def _create_per_device(make: Any) -> Any:
-    """Wraps torch's helper that creates a group: CUDA tensors use torch's own NCCL if possible."""
+    """Wraps torch's helper that creates a group: CUDA tensors use torch's own NCCL if possible.
+
+    A call raises SMDDPNCCLError if NCCL can carry them and does not start.
+    """
     signature = inspect.signature(make)
 
     @functools.wraps(make)

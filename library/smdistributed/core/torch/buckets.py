@@ -39,7 +39,7 @@ def describe_bucket(size: int, group: Any) -> str:
 
 
 def _buckets(wrapper: DistributedDataParallel) -> list[tuple[int, str]]:
-    """Returns the size in bytes and the description of each bucket."""
+    """Returns the size in bytes and the description of each bucket; empty until torch has rebuilt them."""
     record = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if not record.get("rebuilt_per_bucket_param_indices"):  # for example with find_unused_parameters
         return []

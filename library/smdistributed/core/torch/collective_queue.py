@@ -99,7 +99,10 @@ class CollectiveQueue:
         return self._done if is_async is False else completed(list(result))
 
     def close(self) -> bool:
-        """Ends the thread after the queued collectives, and refuses new ones; False: a running one does not end."""
+        """Ends the thread after the queued collectives, and refuses new ones. False: a running one does not end.
+
+        Handles that only C++ holds are released.
+        """
         with self._lock:
             self._closed = True
         if self._thread is not None:
@@ -127,7 +130,10 @@ class CollectiveQueue:
             self._thread.start()
 
     def _run_tasks(self) -> None:
-        """Thread: runs queued collectives until the queue is closed."""
+        """Thread: runs queued collectives until the queue is closed.
+
+        Each future gets its result, or the error to raise.
+        """
         while (task := self._tasks.get()) is not None:
             owner, collective, result, future = task
             error: BaseException | None = None
@@ -169,7 +175,7 @@ class _Handle(Work):
             kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the collective ends, and raises its error."""
+        """Blocks until the collective ends, and raises its error; SMDDPError if a timeout is given."""
         self._release()
         if timeout:
             raise SMDDPError("wait() takes no timeout here. Fix: set the group's, init_process_group(timeout=…).")

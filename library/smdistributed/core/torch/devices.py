@@ -72,7 +72,8 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
         torch's NCCL group, or `HostStaging`; the same on all ranks.
 
     Raises:
-        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors, or does not start.
+        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors. On one rank, even if it
+            is not requested: if NCCL does not start there.
     """
     problem = nccl_problem(store, rank, size)
     if problem:
@@ -116,7 +117,7 @@ def nccl_problem(store: Store, rank: int, size: int) -> str:
 
 
 def nccl_error(problem: str, requested: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
-    """Returns the error to raise if a setting requests NCCL, which cannot carry the tensors."""
+    """Returns, and does not raise, the error for a setting that requests NCCL, which can't carry the tensors."""
     return SMDDPNCCLError(
         f"{requested}, but NCCL cannot carry the CUDA tensors of this group: {problem}. "
         "NCCL needs a torch that includes it, and a CUDA device for each rank. Fix: start at most as many ranks on a "

@@ -34,7 +34,7 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: ob
         The communication engine, and its name with the reason for the choice.
 
     Raises:
-        SMDDPError: If SMDDP_ENGINE is invalid, or requests shared memory or NCCL that is unavailable.
+        SMDDPError: If SMDDP_ENGINE is invalid, or requests shared memory, MPI or NCCL that is unavailable.
     """
     requested, later = engine_selection.requested_engine(), dist.is_initialized()
     problem = nccl_problem(PrefixStore("nccl", store), rank, size) if requested == "nccl" else ""

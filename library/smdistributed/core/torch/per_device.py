@@ -78,7 +78,10 @@ def engine_of(group: object) -> ProcessGroup | None:
 
 
 def _install_kernels() -> None:
-    """Replaces torch's kernels for CPU tensors, once in a process."""
+    """Replaces torch's kernels of collectives for CPU tensors, dense and sparse, once in a process.
+
+    Groups that are not in `_engines` keep torch's own.
+    """
     global _library
     if _library is not None:
         return

@@ -126,7 +126,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._description
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_reduce."""
+        """See torch.distributed.all_reduce. CUDA tensors are reduced by their carrier, others by the queue."""
         options = opts or dist.AllreduceOptions()
         carrier = self._carrier(tensors)
         if carrier is not None:
@@ -150,7 +150,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
-        """Reduces each tensor in place, in the queue's thread. Preparing it in the caller's thread is slower."""
+        """Reduces each tensor in place, sparse ones too; with a root, only on that rank. The queue runs it in its turn.
+
+        Preparing a tensor in the caller's thread is slower.
+        """
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:
@@ -227,7 +230,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.allgather_into_tensor_coalesced([output], [tensor], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_gather_into_tensor; several at once."""
+        """See torch.distributed.all_gather_into_tensor; several at once. Raises SMDDPError for wrong sizes."""
         carrier = self._carrier(inputs)
         if carrier is not None:
             return carrier.allgather_into_tensor_coalesced(list(outputs), list(inputs))

@@ -88,7 +88,7 @@ def _record(name: str, began: int, args: Mapping[str, Any], queue: CollectiveQue
 
 
 def _current_backward(queue: CollectiveQueue) -> _Backward | None:
-    """Returns the backward pass that runs in this thread, if one does."""
+    """Returns the record of the backward pass that runs in this thread, and begins one if needed; None if none runs."""
     found = _passes.get(queue)
     if found is not None and found.ended is None:
         return found

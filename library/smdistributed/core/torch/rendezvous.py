@@ -32,7 +32,7 @@ def open_store(launch: Launch) -> Store:
 
 
 def _store_at(master: Address, launch: Launch) -> Store:
-    """Uses torch's own rendezvous: it knows when torchrun's agent, and not rank 0, serves the store."""
+    """Opens the store by torch's own rendezvous: it knows when torchrun's agent, and not rank 0, serves it."""
     host = f"[{master.host}]" if ":" in master.host else master.host
     store: Store
     store, _, _ = next(rendezvous(f"tcp://{host}:{master.port}", launch.rank, launch.world_size))

@@ -30,7 +30,7 @@ def untraced(cls: _Class) -> _Class:
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function so that Dynamo traces neither it nor the functions it calls."""
+    """Returns the function so that Dynamo traces neither it nor the functions it calls; itself without Dynamo."""
     if _set_eval_frame is None:
         return method
 

@@ -1,6 +1,7 @@
 """Data parallel training in TensorFlow, usually imported `as sdp` or `as dist` (AWS developer guide, 1.x).
 
-Every function works in eager code, inside `tf.function` and in graphs of version 1. All ranks must call the same
+Collectives work in eager code, inside `tf.function` and in graphs of version 1. `broadcast_object` works only in eager
+code, `broadcast_global_variables` only in such graphs; `join` always raises an error. All ranks must call the same
 collectives in the same order. Tensors on a GPU are copied through host memory.
 """
 

@@ -188,7 +188,10 @@ def _as_dense(tensor: Any) -> Any:
 
 
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
-    """Returns the tensors of one rank on all ranks. Raises SMDDPError if there is no such rank."""
+    """Returns the root's tensors on all ranks, in the same order, sent in buckets; the given ones stay as they are.
+
+    Raises SMDDPError if there is no such rank.
+    """
     if not 0 <= root_rank < require_size():
         raise SMDDPError(f"root_rank={root_rank} is not a rank: there are {require_size()}, from 0.")
     results: list[Any] = [None] * len(tensors)

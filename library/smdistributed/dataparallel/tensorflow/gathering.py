@@ -82,8 +82,8 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
         root_rank: The rank, from 0.
 
     Raises:
-        SMDDPError: Inside a `tf.function`, if there is no such rank. Also, if the job has a secret and the object
-            was changed on its way.
+        SMDDPError: Before `init`, inside a `tf.function`, or if there is no such rank. Also, if the job has a secret
+            and the object was changed on its way.
     """
     if not tf.executing_eagerly():
         raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")
@@ -123,7 +123,7 @@ def _lengths(given: Any) -> Any:
 
 
 def _all_parts(given: Any, lengths: Any) -> Any:
-    """Concatenates the tensors of all ranks: each rank broadcasts its own."""
+    """Returns the tensors of all ranks, concatenated along the first axis: each rank broadcasts its own."""
     parts = []
     for root in range(require_size()):
         shape = tf.concat([lengths[root : root + 1], tf.shape(given, tf.int64)[1:]], 0)

@@ -59,7 +59,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Returns the number of ranks of this host. Raises SMDDPError if the launcher does not say."""
+    """Returns the number of ranks of this host. Raises SMDDPError before `init`, and if the launcher does not say."""
     found = _launch().local_world_size
     if found is None:
         raise SMDDPError("The launcher does not say how many ranks this host has: set LOCAL_WORLD_SIZE.")

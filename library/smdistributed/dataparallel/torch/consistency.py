@@ -91,7 +91,10 @@ def _reduced_parameters(module: torch.nn.Module) -> list[tuple[str, torch.Tensor
 
 
 def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str]) -> None:
-    """Compares all ranks' rows, by digests first. Raises SMDDPError with a message for the first rank that differs."""
+    """Compares all ranks' rows, by digests first; every rank calls it. Raises SMDDPError on all ranks if they differ.
+
+    `message` makes its text from the first rank that differs from rank 0 and the differences.
+    """
     digest = torch.frombuffer(bytearray(hashlib.sha256(repr(rows).encode()).digest()), dtype=torch.uint8)
     size = dist.get_world_size(group)
     digests = [torch.empty_like(digest) for _ in range(size)]
@@ -105,7 +108,10 @@ def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str
 
 
 def describe_difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
-    """Lists the differences between rank 0's rows and the rows of `rank`, one in each line."""
+    """Lists the differences between rank 0's rows and the rows of `rank`, one in each line, at most _MAX_LINES.
+
+    Without differing values, it names the first parameter that has another place.
+    """
     ours, theirs = dict(first), dict(other)
     lines = [
         f"  {name}: {ours[name]} on rank 0, {theirs[name]} on rank {rank}"

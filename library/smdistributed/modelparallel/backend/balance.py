@@ -83,7 +83,7 @@ def _segments(items: Sequence[float] | Sequence[int], begins: Sequence[int]) -> 
 
 
 def _greedy(costs: Sequence[float], stages: int) -> list[int]:
-    """The best contiguous cut, by bisection of the largest cost that a stage may have."""
+    """Returns the begins of the best contiguous cut, by bisection of the largest cost that a stage may have."""
     low, high = max(costs), sum(costs)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -95,7 +95,7 @@ def _greedy(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _fill(costs: Sequence[float], limit: float, stages: int) -> list[int]:
-    """Finds the begins of segments if each is filled up to the limit, and every segment has at least one item."""
+    """Finds the begins of segments, each filled up to the limit: `stages` of them, or more if the limit is too low."""
     begins, size = [0], 0.0
     for place, cost in enumerate(costs):
         must = len(costs) - place == stages - len(begins)

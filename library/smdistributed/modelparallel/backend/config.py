@@ -120,7 +120,7 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
         The configuration, with defaults.
 
     Raises:
-        SMPConfigError: If a key is unknown, or its value is not allowed.
+        SMPConfigError: If `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
         SMPUnsupportedError: If a key is not implemented.
     """
     launched: Any = {}
@@ -189,7 +189,10 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Returns the value of a key in its type. Raises SMPConfigError if it is not allowed."""
+    """Returns the value of a key in its type. Raises SMPConfigError for another type, range or choice.
+
+    Only for booleans, text is accepted too.
+    """
     default = _KEYS[name].default  # type: ignore[union-attr]
     kind = int if default is None else type(default)
     if kind is bool:
@@ -212,6 +215,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _boolean(name: str, value: Any) -> bool:
+    """Returns a bool; the texts true and false count as one, in any case. Raises SMPConfigError for others."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):

@@ -44,6 +44,7 @@ class Context:
 
         Raises:
             SMPConfigError: If the configuration is not allowed, or smdistributed.dataparallel is imported.
+            SMPUnsupportedError: If a key is not implemented.
             LaunchError: If the environment does not say which rank this is.
         """
         if "smdistributed.dataparallel" in sys.modules:

@@ -9,7 +9,7 @@
 
 Heads may be pickles, so only heads with a valid tag are delivered. A message that is changed, repeated, left out or
 moved ends the connection. Bodies are numbers, which are not executed; a tag over them would cost as much as sending
-them. Within a host, nobody can change messages: tags are zero there, because they cost more than all the rest.
+them. Within a host, messages can't be changed: tags are zero there, because they cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class Reader:
             self._finish_parts(self._part, ahead[taken:count])
 
     def _finish_parts(self, part: bytearray, ahead: memoryview) -> None:
-        """A part is complete. Continue with the bytes that were read ahead."""
+        """Hands a complete part to the parser, and goes on with the bytes that were read ahead.
+
+        These may complete several parts. Raises FrameError if a tag is wrong, or there is no memory for the next part.
+        """
         at = 0
         while True:
             size = self._parts.send(part)
@@ -103,7 +106,10 @@ class Reader:
         return complete
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
-        """Yields the size of each part that it needs next; completes messages."""
+        """Yields the size of each part that it needs next, and is sent the part. Adds messages to `_complete`.
+
+        Raises FrameError if a tag is wrong: the message was changed, or is not the next one.
+        """
         while True:
             head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
             size = 8 * bodies + head_bytes

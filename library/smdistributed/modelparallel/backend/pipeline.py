@@ -57,7 +57,7 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
         For each stage, the places of its events in its program, in the order to execute.
 
     Raises:
-        SMPRuntimeError: If a stage waits for a message that no stage sends.
+        SMPRuntimeError: If stages would wait forever, for each other or for a message that no stage sends.
     """
     stages = [_Stage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
     arrivals: dict[str, float] = {}
@@ -97,7 +97,7 @@ class _Stage:
         return ", ".join(f"{rest[0].turn}: {rest[0].waits_for}" for rest in self._rest.values() if rest)
 
     def advance(self, now: float, arrivals: dict[str, float]) -> None:
-        """Simulates the next work, if the stage is free and some work is ready."""
+        """Simulates the next work, if the stage is free and some work is ready; notes when its messages arrive."""
         if self.free_at > now:
             return
         ready = [rest[0] for rest in self._rest.values() if rest and self._is_ready(rest[0], now, arrivals)]
@@ -123,7 +123,7 @@ class _Stage:
 
 
 def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
-    """Yields the work of one microbatch on a stage, in its order."""
+    """Yields the work of one microbatch on a stage, in its order: events between two points at which it waits."""
     events: list[tuple[int, Event]] = []
     has_begun = False
 

@@ -37,7 +37,8 @@ class Grid:
             size: The number of ranks.
 
         Raises:
-            SMPConfigError: If the ranks are not a multiple of one replica's, or are several replicas without `ddp`.
+            SMPConfigError: If the ranks are not a multiple of one replica's, or are several replicas without `ddp` or
+                `horovod`.
         """
         stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
         if size % (stages * tensors):

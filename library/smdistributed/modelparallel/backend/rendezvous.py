@@ -34,7 +34,7 @@ def connect_ranks(
     Every rank calls this, and waits for all.
 
     Args:
-        store: A key-value store with a prefix of its own: nobody else may use its keys.
+        store: A key-value store with a prefix that only this function uses.
         rank: This process's rank in the job.
         size: The number of ranks of the job.
         master: The host name or address of rank 0, as the others reach it.
@@ -58,9 +58,9 @@ def connect_ranks(
 
 
 def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack) -> bytes:
-    """Returns the key of this job. On rank 0, `undo` gets the removal of the key's file.
+    """Returns the key of this job, from the job's secret, or from rank 0 by a file on one host or else by the store.
 
-    Raises LaunchError if ranks disagree.
+    On rank 0, `undo` gets the removal of the file. Raises LaunchError if ranks disagree.
     """
     own = job_key("transport")
     if rank == 0 and own:
@@ -82,7 +82,7 @@ def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack
 
 
 def _make_public_key() -> str:
-    """Makes a key that others can read in the store, and prints a warning."""
+    """Returns a new key, as text, that others can read in the store; prints a warning that it is not secret."""
     print(
         "smp: this job runs on several hosts without a secret. Anybody who reaches MASTER_PORT on the network can read "
         f"the key of its transport, take part in it and run code in it. Fix: set {VARIABLES[0]} to the same random "
@@ -103,7 +103,10 @@ def _write_key(undo: ExitStack) -> str:
 
 
 def _read_key(path: str, rank: int) -> bytes:
-    """Reads the key from a file that only this user can read or write: anybody may write a path into a store."""
+    """Reads the key from a file. Raises LaunchError if another user owns it or may read it, or it has no key.
+
+    Anybody may write a path into a store.
+    """
     problem = "it belongs to another user, others may read it, or it is not a key"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -122,7 +125,10 @@ def _read_key(path: str, rank: int) -> bytes:
 
 
 def _address_for_peers(store: Store, rank: int, size: int, master: str) -> str:
-    """Finds the address at which the other hosts of the job reach this one."""
+    """Returns the address at which the other hosts reach this one, and writes this rank's own to the store.
+
+    If its own is the loopback address, it waits for the others' addresses and takes the route to one.
+    """
     own = own_address(master)
     store.set(f"address {rank}", own)
     if not is_loopback(own):

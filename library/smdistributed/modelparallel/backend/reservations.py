@@ -56,7 +56,7 @@ class Reservations:
         """A transfer that both ranks are reserved for: carry it out, then call `finish`."""
 
     def offer(self, transfer: Transfer) -> None:
-        """This rank, the sender, has the tensors of a transfer."""
+        """Announces a transfer that this rank sends: reserves itself if it is the lower rank, else signals an OFFER."""
         if transfer.sender < transfer.receiver:
             self._waiting.append(transfer)
             self._reserve()
@@ -64,7 +64,10 @@ class Reservations:
             self._signal(transfer.receiver, Signal.OFFER, transfer)
 
     def take(self, signal: Signal, transfer: Transfer) -> None:
-        """Takes a signal of the other rank. Raises ValueError if it is not the next one of its transfer."""
+        """Takes a signal of the other rank, which may begin or reserve a transfer.
+
+        Raises ValueError if it is not the next one of its transfer.
+        """
         is_lower = self._rank < transfer.peer_of(self._rank)
         if signal is Signal.OFFER and is_lower:
             self._waiting.append(transfer)
@@ -77,12 +80,12 @@ class Reservations:
         self._reserve()
 
     def finish(self) -> None:
-        """The transfer that was ready has ended on this rank."""
+        """Ends the transfer that was ready, and reserves this rank for the next one."""
         self._current = self.ready = None
         self._reserve()
 
     def _reserve(self) -> None:
-        """Reserves this rank for the next transfer, if it is free. Those that hold another rank come first."""
+        """Reserves this rank, if free, for the next transfer, and signals the peer; first those that hold a rank."""
         waiting = self._urgent or self._waiting
         if self._current is not None or not waiting:
             return

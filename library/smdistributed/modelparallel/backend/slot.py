@@ -40,38 +40,38 @@ class Slot:
         """Whether a forward that resumes is waiting. Read without the lock: it may lag by a moment."""
 
     def request(self, request: TurnRequest) -> TurnRequest | None:
-        """Asks for a turn."""
+        """Asks for a turn. Returns the request that is granted now, this or another; None if none is."""
         with self._lock:
             self._waiting.append(request)
             return self._grant_next()
 
     def release(self) -> TurnRequest | None:
-        """Gives up the turn."""
+        """Gives up the turn. Returns the request that is granted next; None if none is."""
         with self._lock:
             self._taken = False
             return self._grant_next()
 
     def exchange(self, request: TurnRequest) -> TurnRequest | None:
-        """Gives up the turn and asks for another one."""
+        """Gives up the turn and asks for another one. Returns the request that is granted next; None if none is."""
         with self._lock:
             self._taken = False
             self._waiting.append(request)
             return self._grant_next()
 
     def finish(self, microbatch: int) -> TurnRequest | None:
-        """Notes that a microbatch needs no more turns here."""
+        """Notes that a microbatch needs no more turns here. Returns the request that is granted now, or None."""
         with self._lock:
             self._schedule.finish(microbatch)
             return self._grant_next()
 
     def drain(self) -> list[TurnRequest]:
-        """Removes all waiting requests, granted or not: their threads must see that the step has failed."""
+        """Removes and returns the requests not granted yet: their threads must see that the step has failed."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             return waiting
 
     def _grant_next(self) -> TurnRequest | None:
-        """Takes the next request out of the queue and marks the slot as taken, if it is free and a turn may begin."""
+        """Takes the next request from the queue if the slot is free and a turn may begin. Updates `has_resumable`."""
         granted = None
         if not self._taken and self._waiting:
             index = self._schedule.choose([request.turn for request in self._waiting])
@@ -104,7 +104,7 @@ class WorkerThreads:
         inbox.put(function)
 
     def _run_forever(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
-        """The body of each thread: runs the functions from its inbox, and is idle in between."""
+        """The body of each thread: runs the functions from its inbox, and is idle in between. An error ends it."""
         self._prepare()
         while True:
             inbox.get()()

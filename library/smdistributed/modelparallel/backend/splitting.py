@@ -65,7 +65,7 @@ class Splitter(ABC):
             The positional and named arguments of each microbatch.
 
         Raises:
-            MicrobatchError: If an axis does not divide by `count`.
+            MicrobatchError: If an axis does not divide by `count` (with `uneven`: is smaller), or a tensor lacks it.
         """
         names = self._names(len(args))
         positional = [self._parts(name, value, count) for name, value in zip(names, args)]
@@ -76,7 +76,7 @@ class Splitter(ABC):
         ]
 
     def weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[float]:
-        """The share of each microbatch in the batch, by the size of axis 0 of the first positional tensor."""
+        """The share of each microbatch in the batch, by axis 0 of the first positional tensor; equal without one."""
         for place, value in enumerate(parts[0][0]):
             if self.is_tensor(value) and self.shape(value):
                 sizes = [self.shape(args[place])[0] for args, _ in parts]
@@ -101,7 +101,8 @@ class Splitter(ABC):
     def _split(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         """Returns the parts of a value.
 
-        Containers are split item by item; values that are not tensors go whole into each part.
+        Containers are split item by item, and objects with `smp_slice` by that method. Other values go whole into each
+        part.
         """
         if self.is_tensor(value):
             return self._split_tensor(name, value, count, axis)
@@ -118,7 +119,7 @@ class Splitter(ABC):
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         """Returns the parts of a tensor; a scalar goes whole into each.
 
-        Raises MicrobatchError if its axis does not divide.
+        Raises MicrobatchError if it lacks the axis, or its size does not divide (with `uneven`: is too small).
         """
         shape = self.shape(value)
         if not shape:

@@ -3,7 +3,7 @@
 `torch.distributed` and MPI ask the receiver for the size and the order of messages. Here every message is delivered.
 Waking a thread costs more than a message does. So no thread is kept for receiving: a thread that waits for an answer
 receives messages for all threads meanwhile. A reserve thread receives if all others are busy. Receiving never waits for
-one connection. A peer that is not authenticated, or stops in the middle of a message, delays nobody.
+one connection. A peer that is not authenticated, or stops in the middle of a message, delays no rank.
 
 Both sides of a connection prove that they have the job's key (see `handshake`). Between hosts each head has a tag (see
 `frames`), because heads may be pickles. Messages go one way on a connection. A rank that gets a connection connects
@@ -104,7 +104,10 @@ class Transport:
         threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
     def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
-        """Sets where the other ranks listen: a host name or address, and a port. Connections are made when needed."""
+        """Sets where the other ranks listen: a host name or address, and a port.
+
+        Threads connect back to ranks that have connected already; `send` connects to others.
+        """
         self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)
         for incoming in list(self._in.values()):
@@ -211,7 +214,10 @@ class Transport:
                 self._read_from(self._in[descriptor])
 
     def _accept(self) -> None:
-        """Accepts a connection, to be authenticated. Of too many such connections, the oldest is closed."""
+        """Accepts a connection, to be authenticated. Of too many such connections, the oldest is closed.
+
+        An error is ignored; if files are used up, the oldest is closed too.
+        """
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
@@ -234,7 +240,10 @@ class Transport:
             self._close_incoming(oldest)
 
     def _read_from(self, incoming: _Incoming) -> None:
-        """Delivers the messages that have arrived on a connection, without waiting for more."""
+        """Delivers the messages that have arrived on a connection, or continues its handshake; does not wait for more.
+
+        If the connection has ended, it then calls `_connection_ended`.
+        """
         reader, ended = incoming.reader, None
         try:
             if reader is None:
@@ -251,7 +260,10 @@ class Transport:
             self._connection_ended(incoming, ended)
 
     def _connection_ended(self, incoming: _Incoming, error: Exception) -> None:
-        """A connection has ended. If it was authenticated, its rank is lost."""
+        """Closes a connection that has ended. If it was authenticated, reports its rank as lost and ends sending to it.
+
+        A damaged message is logged.
+        """
         if isinstance(error, FrameError):
             _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)
         self._close_incoming(incoming)
@@ -262,7 +274,12 @@ class Transport:
             self._lost(incoming.source)
 
     def _continue_handshake(self, incoming: _Incoming) -> None:
-        """Takes the next bytes of a handshake."""
+        """Takes the next bytes of a handshake, and answers.
+
+        At its end, the connection gets a reader, and is connected back.
+
+        Raises EOFError, OSError or HandshakeError.
+        """
         data = incoming.sock.recv(incoming.handshake.missing_bytes)
         if not data:
             raise EOFError
@@ -305,7 +322,7 @@ class Transport:
             os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """Returns the connection to a rank. Connects if there is none."""
+        """Returns the connection to a rank. Connects if there is none; raises OSError as `_connect` does."""
         found = self._out.get(to)
         if found is None:
             with self._connect_locks[to]:
@@ -317,7 +334,10 @@ class Transport:
         return found
 
     def _connect(self, to: int) -> _Outgoing:
-        """Connects to a rank. Raises ConnectionError or TimeoutError."""
+        """Connects to a rank, and authenticates; tries again for _CONNECT_SECONDS if the rank ends the connection.
+
+        Raises OSError: ConnectionError or TimeoutError, or HandshakeError at once for another key.
+        """
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             sock = socket.create_connection(self._peers[to], LOSS_SECONDS)  # answered by the kernel there
@@ -340,7 +360,10 @@ class Transport:
             time.sleep(_RETRY_SECONDS)
 
     def _authenticate(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
-        """Does the handshake and returns the connection. Raises HandshakeError, OSError or EOFError."""
+        """Does the handshake, sets the limit for sending, and returns the connection. Does not close it after an error.
+
+        Raises HandshakeError, OSError or EOFError.
+        """
         _prepare(sock)
         set_user_timeout(sock, LOSS_SECONDS)
         session = initiate_handshake(sock, self._key, self._rank, to, deadline)

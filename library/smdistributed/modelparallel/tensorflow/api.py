@@ -26,6 +26,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         LaunchError: If the environment does not say which rank this is, or gives no address to meet at.
         SMDDPError: If TensorFlow already uses other GPUs.
         StoreError: If rank 0 is not reached.
+        TimelineError: If the file of SMP_TIMELINE cannot be written.
     """
     if state.initialized:
         return

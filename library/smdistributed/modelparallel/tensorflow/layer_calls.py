@@ -117,7 +117,7 @@ def masked_tensors(structure: Any) -> list[bool]:
 
 
 def replace_tensors(structure: Any, tensors: Sequence[Any], masked: Sequence[bool] | None = None) -> Any:
-    """Returns a copy of a nested structure with other tensors and masks.
+    """Returns a copy of a nested structure with other tensors, and sets the masks on these tensors.
 
     Args:
         structure: As `tensors_of` takes it.

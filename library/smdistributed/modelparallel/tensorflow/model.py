@@ -131,6 +131,7 @@ def plan_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tran
     """Plans the transfers of a model's call. Layers that are called for the first time are assigned to stages.
 
     Then rank 0 prints the partition, variables get their values, and the post-partition hooks run.
+    Raises SMPConfigError or SMPUnsupportedError if the model cannot be split.
 
     Args:
         model: A `DistributedModel`.
@@ -161,7 +162,7 @@ def _stage_assignment(model: Any) -> StageAssignment:
 
 
 def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAssignment) -> None:
-    """Gives this stage's variables their values; other replicas take the first one's."""
+    """Gives this stage's variables their values and marks the others; replicas take the values of the first one."""
     for variable in [*model._smp_created, *trace.created]:
         variable.place(stages.has(variable, state.stage))
     model._smp_created.clear()

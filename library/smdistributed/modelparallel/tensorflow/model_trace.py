@@ -67,7 +67,7 @@ class ModelTrace:
         return sum(self._flops(operation) for operation in self._operations(call))
 
     def activation_bytes(self, call: LayerCall) -> float:
-        """Returns the most bytes that a call keeps for the backward pass."""
+        """Returns the bytes of a call's float outputs: the most it keeps for backward. Unknown shapes count 0."""
         outputs = [tensor for operation in self._operations(call) for tensor in operation.outputs]
         floats = [tensor for tensor in outputs if tensor.dtype.is_floating]
         return float(sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in floats))
@@ -77,6 +77,7 @@ class ModelTrace:
         return found
 
     def _flops(self, operation: Any) -> float:
+        """Returns TensorFlow's count of floating-point operations; 0 if it has none or the shape is unknown."""
         try:
             with silence():  # TensorFlow's own functions for it are deprecated ones
                 found: float | None = ops.get_stats_for_node_def(self.graph, operation.node_def, "flops").value
@@ -133,6 +134,13 @@ class _CallRecorder:
         self._open = [self.root]
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a layer and records it below the layer that calls it.
+
+        Its outputs are copied, so each tensor has one producer.
+
+        In another graph, such as a loop's body, it records nothing and marks the open calls as indivisible. There it
+        raises SMPUnsupportedError if the model itself would be split.
+        """
         if tf.compat.v1.get_default_graph() is not self._graph:
             if len(self._open) == 1 and self._is_split:
                 raise nested_call_error(f"Layer {layer.name!r}")

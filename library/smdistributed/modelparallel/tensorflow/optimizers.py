@@ -20,11 +20,12 @@ _compute_gradients = _Optimizer.compute_gradients
 
 
 def patch_optimizers() -> None:
-    """Patches tf.keras.optimizers, tf.GradientTape and tf.clip_by_global_norm for the job of `state`.
+    """Patches optimizers of Keras and TensorFlow 1, tf.GradientTape and tf.clip_by_global_norm for the job of `state`.
 
     Optimizers get `get_gradients` and `compute_gradients` for tensors, which newer versions of Keras lack and published
     scripts call. With replicas, they apply the mean of all replicas' gradients. With stages, `global_clipnorm` clips by
-    the norm over all stages, and all stages skip a step if one of them has infinite gradients.
+    the norm over all stages, and all stages skip a step if one of them has infinite gradients. tf.clip_by_global_norm
+    and tf.linalg.global_norm then warn.
     """
     if not hasattr(_Optimizer, "get_gradients"):
         _Optimizer.get_gradients = _get_gradients
@@ -124,7 +125,7 @@ def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any
 
 
 def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages.
+    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages; all ranks call it.
 
     Gradients of another model are returned as they are.
     """
@@ -151,7 +152,7 @@ def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
 
 
 def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
-    """Scales gradients so that their norm over all stages is at most `limit`; NaN if any stage's are not finite."""
+    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite."""
     squares = [tf.reduce_sum(tf.square(tf.cast(tensor, tf.float32))) for tensor in gradients.values()]
     norm = tf.sqrt(_sum_over_stages(tf.add_n(squares) if squares else tf.zeros([])))
     factor = tf.ones([]) if limit is None else limit / tf.maximum(norm, limit)

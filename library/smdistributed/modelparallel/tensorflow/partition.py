@@ -87,7 +87,7 @@ class StageAssignment:
         return partition
 
     def _assign_first(self, layers: Sequence[_WholeLayer], trace: ModelTrace) -> Partition:
-        """Assigns all layers of the first trace. Raises SMPConfigError as `assign`."""
+        """Returns the partition of all layers of the first trace; `assign` stores it and names the errors."""
         count, config = self._config.partitions, self._config
         names, costs = [layer.name for layer in layers], _costs(layers, trace, config)
         groups = group_overlapping([layer.variables for layer in layers])
@@ -104,9 +104,10 @@ class StageAssignment:
         return Partition(_add_containers(dict(zip(names, stages))), shares(costs, stages, count), gap)
 
     def _assign_later(self, layers: Sequence[_WholeLayer]) -> Partition:
-        """Assigns layers that the first trace did not call.
+        """Returns the partition of layers that the first trace did not call; `assign` stores it.
 
         They join the layers that own the variables they use. Otherwise they join the last stage, where the model ends.
+        Raises SMPConfigError if the script requests a stage that does not exist.
         """
         count, stages = self._config.partitions, {}
         for layer in layers:
@@ -136,7 +137,10 @@ def _requested_stages(call: LayerCall) -> Iterator[int | None]:
 
 
 def _whole_layers(trace: ModelTrace) -> list[_WholeLayer]:
-    """Returns the layers that cannot be split, in the order of their first calls."""
+    """Returns the layers that cannot be split, in the order of their first calls, each with its calls and variables.
+
+    Names that several layers have get a number.
+    """
     found: dict[int, _WholeLayer] = {}
     for call in _whole_calls(trace.calls):
         layer = found.setdefault(id(call.layer), _WholeLayer(call.layer, call.name, call.requested_stage))
@@ -172,7 +176,7 @@ def _costs(layers: Sequence[_WholeLayer], trace: ModelTrace, config: Config) -> 
 
 
 def _add_containers(stages: dict[str, int]) -> dict[str, int]:
-    """Adds the layers that contain others: each on the first stage of its layers."""
+    """Returns the stages, with layers that contain others added: each on the first stage of its layers."""
     found: dict[str, int] = {}
     for name, stage in stages.items():
         parts = name.split(".")

@@ -13,7 +13,11 @@ from smdistributed.modelparallel.tensorflow.state_mod import state
 
 
 def save_model(model: Any, path: str) -> None:
-    """Writes the whole model: see `DistributedModel.save_model`."""
+    """Writes the whole model: see `DistributedModel.save_model`. Every rank calls it, and waits for the others.
+
+    The first replica's first stage receives the other stages' weights, writes the model and frees them. Raises
+    StepUsageError before the first step.
+    """
     state.require()
     if not model.built:
         raise StepUsageError("save_model() is called before the first step: the model has no weights yet.")

@@ -26,7 +26,7 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
         super().__init__(**attributes)
 
     def place(self, is_on_this_stage: bool) -> None:
-        """Computes its value if it is on this stage.
+        """Computes its value if it is on this stage and has none; frees one that it has if it is on another.
 
         Must be called for all variables of a model in the order of their creation. Initializers then draw the same
         random numbers as in a model that is not split.
@@ -52,7 +52,7 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
         self.assign(getattr(value, "wrapped_value", value))  # a checkpoint wraps its value
 
     def _read_variable_op(self, *args: Any, **kwargs: Any) -> Any:
-        """Initializes a variable that is read before it has a stage."""
+        """Reads the variable. In eager code, first initializes one that has no stage yet."""
         if self._initial is not None and tf.executing_eagerly() and not self.is_initialized():
             self._initialize(self._initial)
         return super()._read_variable_op(*args, **kwargs)
@@ -87,7 +87,7 @@ def unwrap(variable: Any) -> Any:
 
 
 def is_on_this_stage(variable: Any) -> bool:
-    """Whether a variable has its value on this rank's stage."""
+    """Whether a variable has its value on this rank's stage; true for variables of no model."""
     found = unwrap(variable)
     return (
         found.is_on_this_stage if isinstance(found, StageVariable) else not getattr(found, "_smp_on_other_stage", False)
@@ -101,7 +101,7 @@ def is_of_distributed_model(variable: Any) -> bool:
 
 @contextmanager
 def create_stage_variables(created: list[StageVariable]) -> Iterator[None]:
-    """Creates StageVariables inside this context, in the default graph, and appends them to `created`."""
+    """Makes variables that are created inside this context StageVariables, and appends them to `created`."""
 
     def create(_: Callable[..., Any], **attributes: Any) -> StageVariable:
         given = attributes["initial_value"]

@@ -44,8 +44,10 @@ def step(
         The function. It returns `StepOutput`s in place of tensors, and lists in place of other values.
 
     Raises:
-        MicrobatchError: When called, if an axis is not a multiple of `microbatches`.
+        MicrobatchError: If an option names an unknown argument. When called, if an axis is not a multiple of
+            `microbatches`.
         SMPUnsupportedError: For `jit_compile=True`; when called, if the model cannot be split.
+        SMPRuntimeError: When called, if stages trace different steps or one is lost. StepUsageError before `smp.init`.
         TypeError: For an unknown option.
     """
     _reject_options(options)
@@ -68,7 +70,11 @@ def _reject_options(options: Mapping[str, Any]) -> None:
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes a tf.function that traces all microbatches, and a function that calls it and merges the results."""
+    """Makes a tf.function that traces all microbatches, and returns a function that calls it and merges the results.
+
+    While tracing, the stages exchange lists of their messages. A call raises SMDDPError under XLA, and
+    StepUsageError before `smp.init`.
+    """
     splitter = Splitter(function, whole, axes)
     body = _convert_with_autograph(function)
 

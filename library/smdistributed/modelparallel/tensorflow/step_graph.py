@@ -119,7 +119,12 @@ class StepGraph:
     # --- a call of the model
 
     def call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs this stage's part of the model, and returns the model's outputs on every stage."""
+        """Runs this stage's part of the model, and returns the model's outputs on every stage.
+
+        The first call of a position in the step plans the transfers. Raises SMPRuntimeError if the model does other
+        than when it was traced. Raises SMPUnsupportedError in another graph than the step's, or if inputs depend on a
+        model's outputs.
+        """
         self.require_own_graph(f"The model {model.name!r}")
         call, self._calls = self._calls, self._calls + 1
         plan = self._plans.get(call) or self.context.plan_call(model, args, kwargs)
@@ -146,7 +151,10 @@ class StepGraph:
         return MessageKey(self._microbatch, call, 0, number)
 
     def _share_outputs(self, mine: Sequence[Any], plan: TransferPlan, stage_call: _StageCall) -> list[Any]:
-        """Sends the model's outputs from their stage to the others, which get them as constants."""
+        """Returns the model's outputs. Their stage sends them to the others, which get them as constants.
+
+        Raises SMPRuntimeError if the model gave another number of tensors than when it was traced.
+        """
         known = tensors_of(plan.outputs)
         if len(mine) != len(known):
             raise SMPRuntimeError(f"The model gave {len(mine)} tensors, and {len(known)} when it was traced.")
@@ -246,7 +254,11 @@ class StepGraph:
     # --- the end
 
     def finish(self) -> None:
-        """Orders the messages by the pipeline's schedule. All stages call this."""
+        """Orders the messages by the pipeline's schedule, by control dependencies, after the previous step.
+
+        All stages call this, exchange their lists of messages, and add missing ones. One stage alone has nothing to do.
+        Raises SMPRuntimeError if the messages of the stages do not match.
+        """
         if len(self.context.ranks) == 1:
             return
         by_stage = self._gather_messages()
@@ -268,7 +280,10 @@ class StepGraph:
         self._remove_implicit_order()
 
     def _gather_messages(self) -> list[list[Message]]:
-        """Returns the messages of every stage."""
+        """Returns the messages of every stage; all stages call it.
+
+        Raises SMPRuntimeError if they trace different steps.
+        """
         gathered = self.context.gather((self._number, [marked.message for marked in self._marked]))
         if len({number for number, _ in gathered}) > 1:
             numbers = ", ".join(f"{number}." for number, _ in gathered)
@@ -371,7 +386,8 @@ class _StageCall:
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer of this stage and sends its outputs, or receives the outputs of another stage's layer.
 
-        Raises SMPRuntimeError if the model calls another layer than in the trace.
+        Raises SMPRuntimeError for another layer, or number of tensors, than in the trace, and SMPUnsupportedError
+        inside a loop, a branch or another tf.function.
         """
         placed = self._expected
         if placed is None or placed.call.layer is not layer:
@@ -427,7 +443,7 @@ def _step_and_label(operation: Any) -> tuple[StepGraph, str]:
 
 @tf.RegisterGradient("SmpSend")  # type: ignore[untyped-decorator]
 def _gradient_of_send(operation: Any, token: Any) -> Any:
-    """The receiver sends the gradient back."""
+    """Receives the gradient of a sent tensor, which its receiver sends back."""
     step, label = _step_and_label(operation)
     return step.receive_gradient(label, token, operation.inputs[0])
 

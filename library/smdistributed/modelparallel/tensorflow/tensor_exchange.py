@@ -128,7 +128,10 @@ class TensorExchange:
             ctypes.memmove(address, (ctypes.c_char * size).from_buffer(received.memory), size)
 
     def _take(self, source: int, label: str) -> ReceivedTensor:
-        """Waits for a tensor of this run. Raises SMPRuntimeError if it cannot come, or is late."""
+        """Waits for a tensor of this run, takes it from the inbox and returns it.
+
+        Raises SMPRuntimeError if its rank is lost, has left the step, or is late.
+        """
         with self._lock:
             inbox = self._inboxes[source, label]
             awaited = None
@@ -147,7 +150,7 @@ class TensorExchange:
             return received
 
     def _missing(self, source: int, label: str, is_overdue: bool) -> SMPRuntimeError:
-        """Returns the error for a tensor that has not come: late, lost, or its sender has left the step."""
+        """Returns, not raises, the error for a tensor that has not come: late, lost, or its sender left the step."""
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._describe(label)} to rank {self._rank} "
@@ -168,9 +171,9 @@ class TensorExchange:
         self.transport.send(to, b"%b%b\n" % (_OBJECT, inbox.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
-        """Called on receiving threads: puts an object or tensor into its inbox.
+        """Called on receiving threads: puts an object or tensor into its inbox, and wakes the thread that waits for it.
 
-        Tensors of earlier steps are dropped.
+        Tensors of earlier steps are dropped. A tensor of a later step ends a wait, which then fails.
         """
         if head.startswith(_OBJECT):
             inbox, _, pickled = head[len(_OBJECT) :].partition(b"\n")
@@ -208,7 +211,7 @@ class TensorExchange:
             self.transport.wake(self._awaited.waiter)
 
     def _watch(self) -> None:
-        """Body of a thread: warns once after SMDDP_STALL_SECONDS of waiting; ends a wait after the time limit."""
+        """Thread, never ends: warns once after SMDDP_STALL_SECONDS of waiting, and ends a wait past the time limit."""
         while True:
             time.sleep(min(self._stalls.seconds, self._timeout) / _CHECKS_PER_LIMIT)
             awaited = self._awaited

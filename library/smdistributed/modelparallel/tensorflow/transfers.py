@@ -147,7 +147,10 @@ class _NeededOutputs:
         return 0 if last is None else self._calls[last][1]
 
     def _outputs_behind(self, tensors: Iterable[Any]) -> set[tuple[int, int]]:
-        """Returns the outputs of calls from which tensors are computed without another call."""
+        """Returns the outputs of calls from which tensors are computed without another call, as (place, output).
+
+        Rejects a layer's variable that is used outside of its layer, by `_reject`.
+        """
         found, seen, rest = set(), set(), list(tensors)
         while rest:
             tensor = rest.pop()

@@ -69,7 +69,7 @@ def active_checkpointing(module: nn.Module) -> Checkpointing | None:
 
 
 def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `call(module, *args, **kwargs)`, checkpointed if `set_activation_checkpointing` was called for it."""
+    """Calls `call(module, *args, **kwargs)`, checkpointed if that is set for it and gradients are computed."""
     how = active_checkpointing(module)
     if how is None:
         return call(module, *args, **kwargs)
@@ -97,6 +97,7 @@ def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | 
 
 
 def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
+    """Calls modules in sequence, each with the result of the one before, and returns the last result."""
     for module in modules:
         value = module(value)
     return value

@@ -16,7 +16,10 @@ class GradScaler(torch.cuda.amp.GradScaler):
     """torch's GradScaler, over stages: if gradients overflow on one stage, all stages skip the step (AWS API)."""
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides this stage's gradients by the scale, and notes overflows on any stage. All ranks call it."""
+        """Divides this stage's gradients by the scale, and notes overflows on any stage. All ranks call it.
+
+        Copies of parameters first get the gradients. Does nothing if the scaler is disabled.
+        """
         if not self.is_enabled():
             return
         self._make_scale()

@@ -19,6 +19,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Raises:
         SMPConfigError: If a key is unknown or its value is not allowed.
         SMPUnsupportedError: If a key is not implemented.
+        TimelineError: If the file of SMP_TIMELINE cannot be written.
         LaunchError: If the environment does not say which rank this is.
     """
     state.init(config)

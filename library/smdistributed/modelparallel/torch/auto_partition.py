@@ -76,7 +76,7 @@ def partition(root: nn.Module, config: Config, found: Trace) -> Partition:
 
 
 def items(root: nn.Module, config: Config, found: Trace) -> Items:
-    """Lists what `partition` assigns to stages."""
+    """Lists what `partition` assigns to stages: modules by first use, their costs, and groups that stay together."""
     modules = dict(root.named_modules())
     costs = _costs(modules, found, config)
     groups = _together(modules, found)

@@ -42,7 +42,10 @@ class RemoteCall:
         self.gradients: _Gradients = ()
 
     def run(self, inputs: _Tensors) -> tuple[torch.Tensor, ...]:
-        """Makes the call and returns the tensors of the answer, in the autograd graph of this thread."""
+        """Makes the call, waits for the answer and returns its tensors, in the autograd graph of this thread.
+
+        Without grad mode they are in no graph.
+        """
         if not torch.is_grad_enabled():
             return tuple(tensor for tensor, _ in self.send_forward(inputs))
         anchor = torch.zeros((), requires_grad=True)
@@ -57,6 +60,7 @@ class Enter(Function):
 
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Keeps the inputs in `call`, and returns a token (0) that orders the graph. Sends nothing."""
         ctx.call = call
         call.inputs = inputs
         return anchor.new_zeros(())
@@ -71,6 +75,7 @@ class Block(Function):
 
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> torch.Tensor:
+        """Sends the inputs to the other stage and waits for its answer, which `call` keeps. Returns a token (0)."""
         ctx.call = call
         inputs, call.inputs = call.inputs, ()
         call.answer = call.send_forward(inputs)
@@ -87,6 +92,7 @@ class Leave(Function):
 
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors of the answer; those that required no grad on the other stage require none here."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(tensor for tensor, requires_grad in call.answer if not requires_grad))
@@ -141,6 +147,7 @@ class Receive(Function):
     def forward(
         ctx: Any, inputs: ReceivedInputs, anchor: torch.Tensor, came: Sequence[tuple[torch.Tensor, bool]]
     ) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that came. Those that required no grad on the calling stage require none here."""
         ctx.inputs = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(tensor for tensor, requires_grad in came if not requires_grad))

@@ -126,7 +126,10 @@ class Carrier:
         stopped: threading.Event,
         seconds: float,
     ) -> None:
-        """Starts a message for each tensor, and waits for all of them. For errors see `receive`."""
+        """Starts a message for each tensor, and waits for all of them. For errors see `receive`.
+
+        If `stopped` is set while it waits for the device, it aborts the group.
+        """
         deadline = time.monotonic() + seconds
         with self._on_stream():
             works = [call([_bytes_of(tensor)], peer, tag) for tag, tensor in enumerate(tensors)]

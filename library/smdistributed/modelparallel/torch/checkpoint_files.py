@@ -75,7 +75,9 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
         **options: See torch.load.
 
     Raises:
-        SMPRuntimeError: If there is no such file, or it holds more than `weights_only` allows.
+        SMPRuntimeError: If there is no such file, it is damaged or holds more than `weights_only` allows, or
+            SMP_TRUST_CHECKPOINTS is wrong.
+        pickle.UnpicklingError: If the file is damaged, and any object is allowed.
     """
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}.")

@@ -81,7 +81,7 @@ def load(
         The object.
 
     Raises:
-        SMPRuntimeError: If there is no such file, or it holds more than `weights_only` allows.
+        SMPRuntimeError: If there is no such file, it holds more than `weights_only` allows, or before `smp.init`.
     """
     if back_compat:
         warn_without_effect("back_compat of smp.load", "optimizer files of AWS's library before 1.10 cannot be read")
@@ -178,7 +178,9 @@ def resume_from_checkpoint(
         The `user_content` of `save_checkpoint`; None if there is none.
 
     Raises:
-        SMPRuntimeError: If there is no such checkpoint, or a file holds more than `weights_only` allows.
+        SMPRuntimeError: If there is no such checkpoint, a file holds more than `weights_only` allows, or
+            `translate_function` is given for a partial one.
+        RuntimeError: If `strict`, the model is placed, and keys are missing or unexpected.
     """
     if not load_sharded_optimizer_state:
         what = "load_sharded_optimizer_state of smp.resume_from_checkpoint"
@@ -198,7 +200,10 @@ def resume_from_checkpoint(
 def _save_full(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
 ) -> None:
-    """Gathers the state of all stages; all ranks call it, and only the first rank writes files."""
+    """Gathers the state of all stages and notes the checkpoint as the newest; all ranks call it.
+
+    Only rank 0 of the first replica writes files.
+    """
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
@@ -220,9 +225,11 @@ def _load_full(
     translate: Callable[[Any], Any] | None,
     weights_only: bool | None,
 ) -> None:
-    """Loads a full checkpoint on this rank. Raises SMPRuntimeError if there is none.
+    """Loads a full checkpoint into the script's model and optimizer, on this rank.
 
-    Without a file of the optimizer, its state stays.
+    `translate` changes the weights first.
+
+    Raises SMPRuntimeError if there is none. Without a file of the optimizer, its state stays.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:
@@ -241,7 +248,7 @@ def _user_content_of(tag: str) -> str:
 
 
 def _read_user_content(directory: Path, tag: str, weights_only: bool | None) -> Any:
-    """Reads the script's content of a checkpoint. Old full ones have other names; Trainer leaves it empty."""
+    """Returns the script's content of a checkpoint; None if there is none. Old full ones have other names."""
     own = [directory / _user_content_of(tag), directory / f"{_user_content_of(tag)}.pt"] if tag else []
     path = next((path for path in own if path.is_file()), directory / USER_CONTENT)
     return read_object(path, weights_only=weights_only) if path.is_file() and path.stat().st_size else None

@@ -71,6 +71,7 @@ def model_creation(
 
     Raises:
         SMPUnsupportedError: If `tensor_parallelism` is true.
+        StepUsageError: Before `smp.init`.
         TypeError: If an option is unknown.
     """
     _check_options("smp.model_creation", options)

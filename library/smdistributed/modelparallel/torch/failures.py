@@ -68,7 +68,7 @@ class Failures:
             self._record(self._peers.lost_error(rank))
 
     def explain_send_error(self, to: int, error: OSError) -> BaseException:
-        """Finds out why a message could not be sent. Waits for the other stage's report for a moment.
+        """Finds out why a message could not be sent. Notes the other stage as lost, and waits a moment for its report.
 
         Returns:
             The error to raise instead of `error`.

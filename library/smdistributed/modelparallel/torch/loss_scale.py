@@ -40,7 +40,11 @@ class LossScale:
         self.value = float(self._args["init_scale"] if dynamic else 1.0 if static is None else static)
 
     def update(self, overflow: bool) -> None:
-        """Adapts a dynamic scale to the last step. `overflow`: whether its gradients overflowed."""
+        """Adapts a dynamic scale to the last step. `overflow`: whether its gradients overflowed.
+
+        It falls after several overflows (`delayed_shift`), and rises after `scale_window` good steps. A static one
+        stays.
+        """
         if not self.is_dynamic:
             return
         if overflow:

@@ -42,11 +42,11 @@ class MasterWeights:
         """Whether the gradients of the next update are ready: averaged, and divided by the loss scale."""
 
     def note_new_gradients(self) -> None:
-        """A step has computed gradients: they must be unscaled, even if the script has not reset the old ones."""
+        """Notes that a step has computed gradients: they must be unscaled, even if old ones were not reset."""
         self.is_unscaled = False
 
     def forget_gradients(self) -> None:
-        """Resets the gradients of the model's parameters that have copies."""
+        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now."""
         self.is_unscaled = False  # GradScaler may have skipped the step
         for parameter in self.copies:
             parameter.grad = None

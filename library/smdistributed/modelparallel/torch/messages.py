@@ -1,4 +1,7 @@
-"""Messages between stages: a kind, the step and the microbatch they belong to, and tensors."""
+"""Sends and reads messages between stages: a kind, the step and the microbatch they belong to, and tensors.
+
+Large tensors may be transferred apart from their message and arrive later.
+"""
 
 from __future__ import annotations
 

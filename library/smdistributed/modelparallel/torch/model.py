@@ -122,6 +122,7 @@ class DistributedModel(WrappedModel):
 
         Raises:
             StepUsageError: Outside a step, if there are several partitions.
+            SMPConfigError: In the first call, if the model cannot be cut as configured.
         """
         if current_task() is None:
             self._begin_outside()
@@ -195,7 +196,7 @@ class DistributedModel(WrappedModel):
     # --- around a step
 
     def before_step(self, is_new: bool = True) -> None:
-        """Prepares the model for a step; all ranks call it.
+        """Copies buffers to the replicas, and frees what `cpu` has gathered, before a step; all ranks call it.
 
         Args:
             is_new: Whether gradients from before belong to another step.
@@ -399,7 +400,7 @@ class DistributedModel(WrappedModel):
         *,
         same_partition_load: bool = False,
     ) -> Any:
-        """Loads a state dict: at once if the model is placed, else as soon as it is.
+        """Loads a state dict, also into single-precision copies: at once if the model is placed, else as soon as it is.
 
         Args:
             state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and

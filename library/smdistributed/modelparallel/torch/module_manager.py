@@ -60,6 +60,8 @@ class ModuleManager:
     def assign(self, stages: Mapping[str, int]) -> None:
         """Places every module on its stage, and frees the parameters and buffers of other stages.
 
+        It turns off torch's fast path of transformer encoders that are on several stages.
+
         Args:
             stages: The stage of every module, by name.
         """
@@ -106,7 +108,12 @@ class ModuleManager:
         return self._stage().call([(place.stage, (place.name,))], args, kwargs)
 
     def call_sequence(self, place: Placement, module: nn.Sequential, value: Any) -> Any:
-        """Runs a sequence that spans stages. Between two other stages the value is sent directly."""
+        """Runs a sequence that spans stages, and returns its result.
+
+        Between two other stages the value is sent directly.
+
+        Raises StepUsageError outside of a step.
+        """
         hops = list(self._hops(module))
         while hops:
             stage, names = hops[0]
@@ -166,9 +173,8 @@ class ModuleManager:
     def release_remote_tensors(self) -> None:
         """Frees the memory of other stages' parameters and buffers.
 
-        Parameter objects stay, without elements or gradients.
-
-        If backward reaches one of them, it raises StepUsageError.
+        Parameter objects stay, without elements or gradients. If backward reaches one of them, it raises
+        StepUsageError.
         """
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():

@@ -68,7 +68,7 @@ def calls_routed_by(manager: ModuleManager) -> Iterator[None]:
 
 
 def add_backward_hook(outputs: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Registers a hook that is called in backward when the gradients of these outputs are complete."""
+    """Registers a hook on each tensor of these outputs that requires grad: backward calls it with the gradient."""
     if isinstance(outputs, torch.Tensor):
         if outputs.requires_grad:
             outputs.register_hook(hook)  # type: ignore[no-untyped-call]

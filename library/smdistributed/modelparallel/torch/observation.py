@@ -46,7 +46,7 @@ class Observer:
         self._thread: threading.Thread | None = None
 
     def step_begins(self, number: int) -> None:
-        """Notes that the script's thread enters a step."""
+        """Notes that the script's thread enters a step; forgets calls and stalls. The first one starts `_watch`."""
         self._waits.clear()
         self._stalls.reset()
         self._step, self._step_began, self._began_ns = number, time.monotonic(), timeline.now()
@@ -55,7 +55,7 @@ class Observer:
             self._thread.start()
 
     def step_ends(self) -> None:
-        """Notes that the script's thread leaves the step, and records it."""
+        """Notes that the script's thread leaves the step, and records it in the timeline, if there is one."""
         if timeline.recorder is not None and self._step:
             timeline.recorder.complete("step", f"step {self._step}", self._began_ns, timeline.now(), None)
         self._step = 0
@@ -66,7 +66,7 @@ class Observer:
         self._began = timeline.now() if timeline.recorder is not None else 0
 
     def turn_ends(self, task: Task) -> None:
-        """Notes that the task does not compute any more, and records what it has computed."""
+        """Notes that the task does not compute any more, and records that in the timeline, if there is one."""
         self._turn, self._last_event = None, time.monotonic()
         if timeline.recorder is not None and self._began:
             name = "backward" if task.is_backward else "forward"
@@ -86,7 +86,7 @@ class Observer:
         self._waits.pop(call, None)
 
     def _watch(self) -> None:
-        """Thread: checks for stalls and the time limit during steps; never ends."""
+        """Thread, never ends: during steps it prints stalls, and calls `on_long_turn` or, too late, `on_timeout`."""
         while True:
             time.sleep(min(self._stalls.seconds, self._seconds) / _CHECKS)
             if self._step:
@@ -102,7 +102,7 @@ class Observer:
             self._on_timeout("; ".join(describe() for describe, _ in list(self._waits.values())) or _NOT_CALLED)
 
     def _report_stalls(self, now: float) -> None:
-        """Prints every call and turn that lasts longer than SMDDP_STALL_SECONDS, once."""
+        """Prints to stderr every call, turn and idle step that lasts longer than SMDDP_STALL_SECONDS, once."""
         turn, waits = self._turn, list(self._waits.items())
         late = [describe() for call, (describe, began) in waits if self._stalls.is_new_stall(call, now - began)]
         if turn and self._stalls.is_new_stall(turn[0], now - turn[2]):

@@ -142,7 +142,7 @@ class DistributedOptimizer(WrappedOptimizer):
             update_master_grads: Must be False: other microbatches have no gradients yet.
 
         Raises:
-            StepUsageError: If `update_master_grads` is true.
+            StepUsageError: If `update_master_grads` is true, or there is no `DistributedModel`.
         """
         if update_master_grads:
             raise StepUsageError(
@@ -183,6 +183,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales the gradients down so that their norm over all stages is at most `max_norm`; all ranks call it.
+
+        First calls `update_master_grads` if the script has not, which may raise StepUsageError.
 
         Args:
             max_norm: The largest norm that is allowed.
@@ -322,6 +324,9 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Args:
             state_dict: A result of `state_dict` or `local_state_dict`.
+
+        Raises:
+            StepUsageError: If there is no `DistributedModel`.
         """
         saved, master = dict(state_dict), self.master_weights
 

@@ -31,7 +31,7 @@ class OptimizerShards:
             self._owners.update(zip(new, assign_owners(new, len(self._ranks))))
 
     def select_own(self, states: Mapping[int, Any], parameters: Sequence[nn.Parameter]) -> dict[int, Any]:
-        """Selects the states that this replica keeps.
+        """Selects the states that this replica keeps: of its own parameters, and of those without an owner.
 
         Args:
             states: By the parameters' numbers.

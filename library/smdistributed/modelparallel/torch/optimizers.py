@@ -121,6 +121,10 @@ class FusedLAMB(_Layerwise):
         )
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """Updates a parameter and its moments in place, as apex's FusedLAMB does.
+
+        The gradient is clipped by the norm of all gradients.
+        """
         beta1, beta2 = group["betas"]
         most, decay = group["max_grad_norm"], group["weight_decay"]
         assert parameter.grad is not None
@@ -195,6 +199,7 @@ class FusedNovoGrad(_Layerwise):
         self._decays_inside = reg_inside_moment
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """Updates a parameter, its momentum and its gradient norm's mean in place (apex's FusedNovoGrad)."""
         beta1, beta2 = group["betas"]
         assert parameter.grad is not None
         size = parameter.grad.abs().max() if group["norm_type"] == 0 else parameter.grad.norm()

@@ -26,6 +26,7 @@ class _Pickler(pickle.Pickler):
         self._known, self._places = known, dict[int, int]()
 
     def persistent_id(self, obj: object) -> object:
+        """Pickles known objects by name, and tensors by their place in `tensors`, to which it adds new ones."""
         name = self._known(obj)
         if name is not None:
             return "known", name

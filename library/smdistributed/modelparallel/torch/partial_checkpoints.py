@@ -43,9 +43,10 @@ def save_partial(
     optimizer: DistributedOptimizer | None,
     content: Any,
 ) -> bool:
-    """Saves a partial checkpoint; every rank calls it.
+    """Saves a partial checkpoint and notes it as the newest; every rank calls it.
 
-    A checkpoint with this tag is replaced. Ranks wait for each other.
+    The first replica writes a file for each stage. The leading rank writes `content` and the placement, then renames
+    the directory. A checkpoint with this tag is replaced. Ranks wait for each other.
 
     Args:
         state: This rank, and the configuration.
@@ -137,7 +138,7 @@ def finish_rename(directory: Path) -> None:
 def _write_stage(
     directory: Path, state: State, model: DistributedModel | None, optimizer: DistributedOptimizer | None
 ) -> None:
-    """Writes the files of this rank's stage, on the first replica."""
+    """Writes the files of this rank's stage, on the first replica; all ranks call it, for shards are gathered."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0 and model:
         write_object(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")

@@ -68,7 +68,7 @@ class Reducer:
         self._take_trained()
 
     def _take_trained(self) -> None:
-        """Puts parameters that are trained by now into buckets: scripts may unfreeze layers during training."""
+        """Puts parameters that are trained by now into new buckets, with hooks: scripts may unfreeze layers."""
         trained = [parameter for parameter in self._frozen if parameter.requires_grad]
         if not trained:
             return
@@ -83,7 +83,7 @@ class Reducer:
         broadcast_in_buckets(tensors, self._group, self._ranks[0])
 
     def begin(self) -> None:
-        """Notes that a step begins."""
+        """Begins a step: forgets the gradients that were counted, and takes parameters that are trained by now."""
         self._take_trained()
         self._seen.clear()
         self._next = 0
@@ -128,7 +128,10 @@ class Reducer:
         return self._steps + 1 == self._every
 
     def _agree_on_flags(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
-        """Finds the buckets that any replica sent too early, and the parameters that have a gradient on any replica."""
+        """Returns the buckets that any replica sent too early, and the parameters that have a gradient on any replica.
+
+        A collective: all replicas call it.
+        """
         parameters = list(self._bucket_of)
         own = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
         flags = torch.tensor([float(flag) for flag in own], device=device_of(self._group))

@@ -106,7 +106,7 @@ class Scheduler:
     # --- tasks
 
     def submit(self, task: Task, run: Callable[[], None]) -> None:
-        """Runs a task as soon as it is granted a turn. Its errors end the step on all stages."""
+        """Runs a task in a worker thread as soon as it is granted a turn. Its errors end the step on all stages."""
         step = self.step
 
         def run_in_turn() -> None:
@@ -207,7 +207,7 @@ class Scheduler:
             self._start(step.slot.request(TurnRequest(reply.turn, waiter=reply)))
 
     def _sleep(self, step: Step, task: Task, reply: Reply) -> None:
-        """Gives up the turn; returns with a new one."""
+        """Gives up the turn; returns with a new one. Raises the pipeline's failure."""
         self._observer.turn_ends(task)
         self._start(step.slot.release())
         if self._failures.error is None:

@@ -74,7 +74,9 @@ class Stage:
     # --- the step, on the script's thread
 
     def begin(self, config: Config) -> None:
-        """Enters the next step. Raises the pipeline's failure, if there was one.
+        """Enters the next step, with a new schedule and no received inputs.
+
+        Raises the pipeline's failure, if there was one.
 
         Messages of this step that came early are handled now.
         """
@@ -98,7 +100,7 @@ class Stage:
             self._handle(message)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
-        """Runs the body of the step for every microbatch. Only on the first stage.
+        """Runs the body of the step for every microbatch. Only on the first stage. Raises the pipeline's failure.
 
         Args:
             body: Called with the number of a microbatch, on a thread of its own.
@@ -128,7 +130,7 @@ class Stage:
         return derive_seed(torch.initial_seed(), self.steps, microbatch)
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
-        """Serves calls until the first stage ends the step. On all other stages.
+        """Serves calls until the first stage ends the step. On all other stages. Raises the pipeline's failure.
 
         Args:
             on_partition: Called with the stage of every module, by name, when the first stage has decided it.
@@ -252,7 +254,12 @@ class Stage:
     # --- messages, on receiving threads
 
     def deliver(self, message: Message) -> None:
-        """Takes a message from another stage. One of a later step waits until this stage enters that step."""
+        """Takes a message from another stage, on a receiving thread.
+
+        One of a later step waits until this stage enters it.
+
+        A reported failure, or any error here, makes this stage fail; nothing is raised.
+        """
         try:
             self._observer.message_received()
             if message.kind is Kind.WORKING:
@@ -287,7 +294,10 @@ class Stage:
             self._scheduler.add_event(message)
 
     def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
-        """Runs the modules of one hop, and sends the output to the next hop or back to the caller."""
+        """Runs the modules of one hop, and sends the output to the next hop or, after the last, to the caller.
+
+        Keeps inputs and outputs for backward if an output requires grad.
+        """
         hop, route, modes, seed, body = message.about
         came = message.for_autograd()
         inputs = ReceivedInputs(len(came))
@@ -307,7 +317,10 @@ class Stage:
             self._pass_on(route[hop + 1][0], message, about, inputs.outputs)
 
     def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], step: Step, message: Message) -> None:
-        """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller."""
+        """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller.
+
+        After the last one, it ends the microbatch here. Raises SMPRuntimeError if it ran before.
+        """
         hop, route = message.about
         unfinished = received[message.microbatch]
         inputs = unfinished.pop((message.call, hop), None)

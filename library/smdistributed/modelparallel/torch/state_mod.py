@@ -86,7 +86,7 @@ class State(Context):
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: If the configuration is not allowed.
+            SMPConfigError: As `smp.init`; so are the other errors.
             LaunchError: If the environment does not say which rank this is.
         """
         if self.initialized:
@@ -158,7 +158,10 @@ class State(Context):
         return transport
 
     def _open_transfers(self, transport: Transport, store: PrefixStore) -> None:
-        """Makes large tensors go from device to device, if the job asks for it and can."""
+        """Makes large tensors go from device to device, if the job asks for it and all ranks can; every rank calls it.
+
+        It opens and tries the connections, and starts the thread of transfers. Raises the pipeline's failure meanwhile.
+        """
         seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
         carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
         if carrier is None:

@@ -40,8 +40,9 @@ def step(
     Returns:
         A function that returns the merged results on all ranks: StepOutput in place of tensors, lists of the
         microbatches' values in place of other values. It raises MicrobatchError if an axis does not divide by the
-        number of microbatches, and StepUsageError inside another step or without a model. If a stage fails, it raises
-        SMPRuntimeError on all stages.
+        number of microbatches (with `uneven_microbatches`: is smaller). It raises StepUsageError inside another step or
+        without a model. If a stage fails, it raises its error there and SMPRuntimeError on the other stages, in this
+        step and every later one.
     """
     options = (tuple(non_split_inputs), dict(input_split_axes or {}), detach_outputs)
     if function is None:
@@ -52,7 +53,12 @@ def step(
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], detach_outputs: bool
 ) -> Callable[..., Any]:
-    """Wraps a function so that it runs as a step: see `step`."""
+    """Wraps a function so that it runs as a step: see `step`.
+
+    Other stages than the first serve calls instead of running it.
+
+    An error ends the step on all stages. Raises StepUsageError inside a step.
+    """
     splitter = Splitter(function, whole, axes)
 
     @functools.wraps(function)

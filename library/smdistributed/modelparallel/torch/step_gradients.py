@@ -39,7 +39,7 @@ class StepGradients:
         self._had_gradients: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins: gradients from before belong to another one."""
+        """Notes that a step begins: gradients from before belong to another one."""
         self.was_called_outside = False
         if not self._has_called_backward:
             self._had_gradients = {id(p) for p in self._parameters() if p.grad is not None}
@@ -47,7 +47,7 @@ class StepGradients:
             self.reducer.begin()
 
     def end(self, had_backward: bool) -> None:
-        """A step has ended: averages its gradients over the replicas.
+        """Ends a step: averages its gradients over the replicas.
 
         Args:
             had_backward: Whether `model.backward` was called, on any stage. An evaluation leaves gradients alone.

@@ -1,4 +1,7 @@
-"""The task of each thread in a step: the part of one microbatch that it computes on this stage."""
+"""The task of each thread in a step: a record of the microbatch, the kind of work and the state of random numbers.
+
+It also notes which task the current thread works on. `scheduler` runs tasks.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class ThreadModes:
 
     @classmethod
     def current(cls) -> ThreadModes:
-        """The modes of this thread."""
+        """Returns the modes of this thread: whether grad is enabled, and autocast's device types and dtypes."""
         autocast = []
         if torch.is_autocast_enabled():
             autocast.append(("cuda", torch.get_autocast_gpu_dtype()))

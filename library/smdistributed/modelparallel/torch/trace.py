@@ -86,7 +86,10 @@ def _without_modes() -> Iterator[None]:
 
 
 def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Runs the model on the meta device, with copies of its tensors, and returns the results of the hooks."""
+    """Runs the model once on the meta device, and returns the trace: order, operations, uses and kept activations.
+
+    The model and its tensors stay as they are.
+    """
     found, stack = Trace(), list[str]()
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
@@ -259,7 +262,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> float:
-    """Counts multiplications and additions of the largest operations; of others, each element of the result as one."""
+    """Returns the number of multiplications and additions of an operation, an estimate.
+
+    It is exact for matrix products, convolutions and attention. For others, each element of the result counts as one.
+    """
     name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
     size = float(sum(output.numel() for output in outputs))
     if name in _MATRIX_PRODUCTS:

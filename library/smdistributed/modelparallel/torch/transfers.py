@@ -74,7 +74,7 @@ class Transfers:
         self._events.put(lambda: None)
 
     def begin(self, step: int) -> None:
-        """This stage enters a step. From now on it takes transfers of this step."""
+        """Notes that this stage enters a step. From now on it takes transfers of this step."""
         self._events.put(functools.partial(self._enter, step))
 
     # --- sending, on the threads of tasks
@@ -98,7 +98,10 @@ class Transfers:
     # --- messages, on receiving threads
 
     def take(self, message: Message) -> None:
-        """Takes a message of another stage. Delivers it when it and all messages before it are complete."""
+        """Takes a message of another stage. Delivers it when it and all messages before it are complete.
+
+        Some kinds are delivered at once. A signal goes to the thread of transfers.
+        """
         if message.kind is Kind.TRANSFER:
             signal, transfer = message.about
             self._events.put(functools.partial(self._take_signal, Signal(signal), Transfer(*transfer)))
@@ -115,7 +118,7 @@ class Transfers:
     # --- the thread
 
     def _run(self) -> None:
-        """Thread: carries out transfers until the job fails."""
+        """Thread: carries out transfers until the job fails. An error of its own makes the job fail."""
         devices.select_device()
         try:
             while not self._stopped.is_set():
@@ -128,7 +131,10 @@ class Transfers:
                 self._fail(error if isinstance(error, SMPRuntimeError) else self._failure(str(error)))
 
     def _next_event(self) -> Callable[[], None]:
-        """Waits for the next thing to do. Raises SMPRuntimeError if a transfer is overdue."""
+        """Waits for the next thing to do, and returns the function that does it.
+
+        Raises SMPRuntimeError if a transfer is overdue.
+        """
         oldest = next(iter(self._deadlines), None)
         deadline = None if oldest is None else self._deadlines[oldest]
         try:

@@ -10,7 +10,7 @@ __all__ = ["get_distribution_axis", "rmsg"]
 
 
 def rmsg(msg: object) -> str:
-    """Returns `msg` with this rank in front, "[rank 0] msg"; AWS publishes the name alone."""
+    """Returns `msg` as "[rank 0] msg", with this rank; before `smp.init` as it is. AWS publishes the name alone."""
     return f"[rank {state.rank}] {msg}" if state.initialized else str(msg)
 
 

@@ -127,7 +127,10 @@ def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tu
 
 
 def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[float, float]:
-    """The largest difference, relative to the largest element, and the one that the dtype allows."""
+    """Returns the largest difference, relative to the largest element, and the one that the dtype allows.
+
+    It is infinite for another shape, for unequal integers, and if only one has a gradient that is not zero.
+    """
     if found is None or expected is None:  # no gradient in this step; one from before may have stayed
         other = expected if found is None else found
         return (0.0 if other is None or not other.any() else float("inf")), 0.0
@@ -143,7 +146,10 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[f
 def _run_without_stages(
     state: State, model: DistributedModel, tensors: _Tensors, function: Callable[..., Any], parts: _Parts
 ) -> tuple[list[Any], _Tensors]:
-    """Runs the function for each microbatch, on this rank. Returns the results, and the gradients by name."""
+    """Runs the function for each microbatch, on this rank, with a copy of the whole model and the same random numbers.
+
+    Returns the results, and the gradients by name. Random states are restored.
+    """
     whole = _copy_whole_model(model.module, tensors)
     manager = ModuleManager(whole, lambda: state.stage)
     manager.stages = model.manager.stages
@@ -166,7 +172,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _copy_whole_model(module: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
-    """Copies the model, with the parameters and buffers of all stages."""
+    """Returns a copy of the model, with the parameters and buffers of all stages, and without checkpointing."""
     parameters = dict(module.named_parameters())
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(tensors[name].clone(), parameter.requires_grad)
@@ -190,7 +196,10 @@ def _substituted(state: State, model: DistributedModel, whole: nn.Module, stage:
 
 @contextmanager
 def _turn(generators: Generators, task: Task) -> Iterator[None]:
-    """Makes a task the one of this thread, with its random numbers, inside `with`."""
+    """Makes a task the one of this thread, with its random numbers, inside `with`.
+
+    Then the task before gets its own back. If there was none, or after an error, `take_back` must restore them.
+    """
     before = current_task()
     with as_current_task(task):
         generators.hand_to(task)

@@ -45,7 +45,7 @@ __all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 def init() -> None:
-    """Joins the job, if this process has not joined it yet."""
+    """Joins the job, if this process has not joined it yet. Raises as `sdp.init` does, also after `shutdown`."""
     if not is_initialized():
         sdp.init()
 

@@ -43,7 +43,7 @@ def allreduce(
     op: ReduceOp | str | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduces a value over the ranks. Arguments and errors are as in `horovod.allreduce`."""
+    """Returns a tensor: the value reduced over the ranks. Arguments and errors are as in `horovod.allreduce`."""
     return horovod.allreduce(
         value,
         average=average,

@@ -41,7 +41,7 @@ def checkpoint_sequential(
     Args:
         sequential_module: The sequence.
         input: Its input.
-        strategy: See `smp.set_activation_checkpointing`.
+        strategy: See `smp.set_activation_checkpointing`, which raises ValueError for an unknown one.
         preserve_rng_state: Whether the second computation draws the same random numbers.
         pack_args_as_tuple: Whether `input` is a tuple of positional arguments.
 

@@ -53,7 +53,10 @@ def _replace(original: Any, patched: Any) -> None:
 
 
 def _patch_norm(original: Any) -> Any:
-    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them."""
+    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them.
+
+    Then all stages must call it, because they exchange norms.
+    """
 
     @functools.wraps(original)
     def clip_grad_norm_(

@@ -1,0 +1,137 @@
+"""Commands that write files for other platforms: deploy kubernetes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.commands.common import (
+    Image,
+    app,
+    console,
+    parse_object,
+    parse_pairs,
+    print_line,
+    print_written,
+    resolve_tag,
+    takes_fields_of,
+)
+from shoal.deploy import manifest
+from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.jobs.job import SHM_SIZE
+
+deploy = typer.Typer(help="Write files that run a job on a cluster.", no_args_is_help=True)
+app.add_typer(deploy, name="deploy")
+_STANDARD_OUTPUT = Path("-")
+
+_KIND_HELP = (
+    "job: part of Kubernetes. Others need a controller: jobset JobSet, trainjob Kubeflow Trainer, mpijob MPI Operator."
+)
+_STORAGE = "CLAIM[/DIR]|/DIR"
+_RESULTS_HELP = "Storage that keeps models, output and checkpoints: a PersistentVolumeClaim, or a directory of nodes."
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """The options of `shoal deploy kubernetes`."""
+
+    image: Image
+    kind: Annotated[Kind, typer.Option(help=_KIND_HELP)] = Kind.job
+    name: Annotated[str | None, typer.Option(help="Name of the job. Default: from --source or the image.")] = None
+    namespace: Annotated[str | None, typer.Option(help="Namespace. Default: that of kubectl's context.")] = None
+    registry: Annotated[
+        str | None,
+        typer.Option(metavar="REGISTRY[/PATH]", help="Registry to which `shoal push --to` pushed the image."),
+    ] = None
+    source: Annotated[
+        str | None, typer.Option(metavar="DIR|s3://...", help="Code of at most 1 MiB. Default: in the image.")
+    ] = None
+    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source.")] = None
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts (one pod each).")] = 1
+    procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs per host.")] = 0
+    channel: Annotated[
+        list[str] | None, typer.Option(metavar=f"NAME={_STORAGE}", help="Storage with input data. Repeatable.")
+    ] = None
+    results: Annotated[str | None, typer.Option(metavar=_STORAGE, help=_RESULTS_HELP)] = None
+    hyperparameter: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Hyperparameter, as for `shoal run`. Repeatable.")
+    ] = None
+    distribution: Annotated[
+        str, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
+    ] = "{}"
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for every host. Repeatable.")
+    ] = None
+    shm_size: Annotated[str, typer.Option(help="Size of /dev/shm per host, such as 512m or 2g.")] = SHM_SIZE
+    memory: Annotated[str | None, typer.Option(help="Memory per host, such as 8g. Default: no limit.")] = None
+    cpus: Annotated[str | None, typer.Option(help="Cores per host, such as 4 or 500m. Default: no limit.")] = None
+    retries: Annotated[int, typer.Option(min=0, help="How often a failed job starts again.")] = 0
+    user: Annotated[int, typer.Option(min=0, help="User and group of the pods; 0: root.")] = 1000
+    egress: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CIDR", help="Network that pods reach in addition to each other. Repeatable."),
+    ] = None
+    service_account: Annotated[str | None, typer.Option(help="Service account of the pods, such as for S3.")] = None
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; '-': standard output. Default: NAME.yaml.")
+    ] = None
+
+    def to_request(self) -> KubernetesRequest:
+        """Return the job, checked. Raises `UsageError`."""
+        tag = resolve_tag(self.image) if "/" not in self.image else self.image
+        image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
+        is_directory = self.source is not None and not self.source.startswith("s3://")
+        source = Path(self.source) if self.source is not None and is_directory else self.source
+        channels = parse_pairs("--channel", self.channel)
+        request = KubernetesRequest(
+            kind=self.kind,
+            name=self.name if self.name is not None else suggest_name(source, image),
+            image=image,
+            source=source,
+            entry_point=self.entry_point,
+            namespace=self.namespace,
+            hosts=self.hosts,
+            procs_per_host=self.procs_per_host,
+            gpus=self.gpus,
+            channels={name: Storage.parse(f"--channel {name}", value) for name, value in channels.items()},
+            results=Storage.parse("--results", self.results) if self.results is not None else None,
+            hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
+            distribution=parse_object("--distribution", self.distribution),
+            environment=parse_pairs("--env", self.env),
+            shm_size=self.shm_size,
+            memory=self.memory,
+            cpus=self.cpus,
+            retries=self.retries,
+            user=self.user,
+            egress=tuple(self.egress or ()),
+            service_account=self.service_account,
+        )
+        request.check()
+        return request
+
+
+@deploy.command("kubernetes")
+@takes_fields_of(KubernetesOptions)
+def deploy_kubernetes(options: KubernetesOptions) -> None:
+    """Write a YAML file with which `kubectl create` runs a job. The file has a new secret for the job.
+
+    Example: shoal deploy kubernetes pytorch --source examples/digits --entry-point train.py --hosts 2 --results models
+    """
+    request = options.to_request()
+    text = manifest.format_manifest(request, manifest.build_objects(request))
+    for note in request.list_notes():
+        typer.echo(f"shoal: {note}", err=True)
+    if options.output == _STANDARD_OUTPUT:
+        print(text, end="")
+        return
+    path = options.output or Path(f"{request.name}.yaml")
+    manifest.write_manifest(path, text)
+    print_written([path])
+    namespace = f" -n {request.namespace}" if request.namespace else ""
+    print_line(f"start: kubectl create{namespace} -f {path}", console)
+    follow = f"-f --prefix --tail=-1 --max-log-requests={request.hosts} -l app.kubernetes.io/instance={request.name}"
+    print_line(f"logs:  kubectl logs{namespace} {follow}", console)

@@ -1,0 +1,1 @@
+"""Writes files that run a job on a cluster. Nothing here talks to a cluster."""

@@ -1,0 +1,175 @@
+"""The pod of a job on Kubernetes: one host of the job, with its /opt/ml.
+
+It has no probes. A script may compute for hours without an answer to anybody, so a liveness probe would end good jobs.
+A readiness probe would keep the hosts from finding each other, and no traffic is routed to them. `train` itself ends
+a job that does not start, and notices lost hosts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.deploy.request import Kind, KubernetesRequest, Storage
+from shoal.jobs import gpus, job
+
+CONFIG = "/opt/ml/input/config"
+ARCHIVE = "sourcedir.tar.gz"
+SECRET_DIRECTORY, SECRET_KEY = "/run/shoal", "job-secret"
+STOP_SECONDS = 120
+"""More than the 110 s that `train` gives a script after SIGTERM."""
+START_SECONDS = 1800
+"""How long the hosts wait for each other: nodes pull images of several GiB, at different times."""
+GPU = "nvidia.com/gpu"
+_INDEX = {Kind.mpijob: "HOST_INDEX"}
+"""The variable with the index of a host. Jobs, and so JobSets, set JOB_COMPLETION_INDEX."""
+_REPLICA_INDEX = "metadata.labels['training.kubeflow.org/replica-index']"
+
+Object = dict[str, Any]
+"""An object of Kubernetes, or a part of one."""
+
+
+def name_object(request: KubernetesRequest, part: str) -> str:
+    """Return the name of an object that belongs to the job. The MPI Operator makes NAME-config and NAME-ssh."""
+    return f"{request.name}-{part}"
+
+
+def job_labels(request: KubernetesRequest) -> dict[str, str]:
+    """Return the labels by which the pods of the job know each other."""
+    return {"app.kubernetes.io/name": "shoal-job", "app.kubernetes.io/instance": request.name}
+
+
+def has_secret(request: KubernetesRequest) -> bool:
+    """Return whether the job gets a secret. Not if the image has a file with it, which the environment names."""
+    return job.SECRET_FILE not in request.environment
+
+
+def build_pod_template(request: KubernetesRequest, container: str = "train") -> Object:
+    """Return the template of the pods; `container`: the name of the container."""
+    mounts = _list_mounts(request)
+    spec: Object = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": STOP_SECONDS,
+        "enableServiceLinks": False,  # a variable for each service of the namespace could have the name of a setting
+        "automountServiceAccountToken": False,
+        "securityContext": _build_pod_security(request),
+        "containers": [
+            {
+                "name": container,
+                "image": request.image,
+                "args": ["train"],
+                "env": _build_environment(request),
+                **_build_resources(request),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "volumeMounts": [mount for _, mount in mounts],
+            }
+        ],
+        "volumes": list({volume["name"]: volume for volume, _ in mounts}.values()),
+    }
+    if request.gpus:
+        spec["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    if request.service_account:
+        spec["serviceAccountName"] = request.service_account
+    return {"metadata": {"labels": job_labels(request)}, "spec": spec}
+
+
+def _build_pod_security(request: KubernetesRequest) -> Object:
+    """Return the settings of the Pod Security Standard "restricted"; as root, as far as possible."""
+    ids = {"runAsUser": request.user, "runAsGroup": request.user, "fsGroup": request.user}
+    return {
+        **({"runAsNonRoot": True} if request.user else {}),
+        **ids,
+        "fsGroupChangePolicy": "OnRootMismatch",  # otherwise a start changes the group of each file of a large volume
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _build_environment(request: KubernetesRequest) -> list[Object]:
+    """Return the variables of the container. `--env` overrides all but the name of the job."""
+    values: dict[str, str] = {"SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
+    if request.entry_point:
+        values["SAGEMAKER_PROGRAM"] = request.entry_point
+    if request.source is not None:
+        is_address = isinstance(request.source, str)
+        values["SAGEMAKER_SUBMIT_DIRECTORY"] = str(request.source) if is_address else f"{CONFIG}/{ARCHIVE}"
+    if request.user:  # it has no entry in /etc/passwd, and libraries keep caches in its home
+        values |= {"HOME": "/tmp", "USER": "shoal"}
+    if not request.gpus:  # a node's runtime may give all GPUs to a container that names none
+        values |= gpus.gpu_environment(())
+    if request.kind in (Kind.job, Kind.jobset):
+        values["SHOAL_HOSTS"] = list_hosts(request)
+    if has_secret(request):
+        values[job.SECRET_FILE] = f"{SECRET_DIRECTORY}/{SECRET_KEY}"
+    values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
+    values["TRAINING_JOB_NAME"] = request.name
+    # Kubernetes replaces $(NAME) in values; $$ stands for $.
+    variables: list[Object] = [{"name": key, "value": value.replace("$", "$$")} for key, value in values.items()]
+    if request.results and (index := _INDEX.get(request.kind)):
+        variables.append({"name": index, "valueFrom": {"fieldRef": {"fieldPath": _REPLICA_INDEX}}})
+    return variables
+
+
+def list_hosts(request: KubernetesRequest) -> str:
+    """Return the hosts of an Indexed Job or JobSet, as `train` reads them: train-[0-3].train."""
+    numbers = f"[0-{request.hosts - 1}]" if request.hosts > 1 else "0"
+    return f"{request.pod_prefix}-{numbers}.{request.name}"
+
+
+def _build_resources(request: KubernetesRequest) -> Object:
+    """Return the limits of the container, to which Kubernetes also sets its requests; none if none are set."""
+    limits: dict[str, str] = {}
+    if request.cpus:
+        limits["cpu"] = request.cpus
+    if request.memory:
+        limits["memory"] = format_quantity(job.check_size("--memory", request.memory))
+    if request.gpus:
+        limits[GPU] = str(request.gpus)
+    return {"resources": {"limits": limits}} if limits else {}
+
+
+def format_quantity(size: int) -> str:
+    """Return a size in bytes as Kubernetes writes it."""
+    return next(
+        (f"{size // unit}{name}" for name, unit in (("Gi", 2**30), ("Mi", 2**20)) if size % unit == 0), str(size)
+    )
+
+
+def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
+    """Return each volume with its mount."""
+    shm = {"medium": "Memory", "sizeLimit": format_quantity(job.check_size("--shm-size", request.shm_size))}
+    mounts: list[tuple[Object, Object]] = [
+        _mount({"name": "shm", "emptyDir": shm}, "/dev/shm"),
+        _mount({"name": "config", "configMap": {"name": name_object(request, "input")}}, CONFIG, readOnly=True),
+    ]
+    if has_secret(request):
+        secret = {"secretName": name_object(request, "secret"), "defaultMode": 0o400}
+        mounts.append(_mount({"name": "secret", "secret": secret}, SECRET_DIRECTORY, readOnly=True))
+    for number, (channel, storage) in enumerate(request.channels.items()):
+        volume, inside = _build_volume(f"channel-{number}", storage)
+        path = {"subPath": inside} if inside else {}
+        mounts.append(_mount(volume, f"/opt/ml/input/data/{channel}", readOnly=True, **path))
+    if request.results:
+        mounts += _mount_results(request, request.results)
+    return mounts
+
+
+def _mount_results(request: KubernetesRequest, storage: Storage) -> list[tuple[Object, Object]]:
+    """Return the mounts of NAME/host-INDEX/model, NAME/host-INDEX/output and NAME/checkpoints.
+
+    All hosts share the checkpoints, as on SageMaker. Each has its own model and output.
+    """
+    volume, inside = _build_volume("results", storage)
+    top = "/".join(filter(None, (inside.replace("$", "$$"), request.name)))
+    host = f"{top}/host-$({_INDEX.get(request.kind, 'JOB_COMPLETION_INDEX')})"
+    places = {"model": f"{host}/model", "output": f"{host}/output", "checkpoints": f"{top}/checkpoints"}
+    return [_mount(volume, f"/opt/ml/{part}", subPathExpr=path) for part, path in places.items()]
+
+
+def _build_volume(name: str, storage: Storage) -> tuple[Object, str]:
+    """Return the volume for a storage, and the directory inside it."""
+    if storage.claim:
+        return {"name": name, "persistentVolumeClaim": {"claimName": storage.claim}}, storage.path
+    return {"name": name, "hostPath": {"path": storage.path, "type": "Directory"}}, ""
+
+
+def _mount(volume: Object, path: str, **options: object) -> tuple[Object, Object]:
+    return volume, {"name": volume["name"], "mountPath": path, **options}

@@ -1,0 +1,220 @@
+"""A training job on Kubernetes as `shoal deploy kubernetes` sees it, checked."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shoal.errors import UsageError
+from shoal.jobs import distribution, job
+
+MAX_LABEL = 63
+"""The limit of DNS for one label, and so for the name of a pod's host."""
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_CPUS = re.compile(r"\d+(\.\d{1,3})?|\d+m")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REQUIREMENTS = "requirements.txt"
+
+
+class Kind(StrEnum):
+    """The object that starts the pods of a job, and the controller that it needs."""
+
+    job = "job"
+    """An Indexed Job with a headless service: part of Kubernetes."""
+    jobset = "jobset"
+    """A JobSet: needs the JobSet controller."""
+    trainjob = "trainjob"
+    """A TrainJob with a runtime of its own: needs Kubeflow Trainer."""
+    mpijob = "mpijob"
+    """An MPIJob: needs the MPI Operator."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A directory that pods mount: of a PersistentVolumeClaim, or of their node."""
+
+    claim: str
+    """The name of the claim; empty: `path` is a directory of the node."""
+    path: str
+    """Absolute on a node; inside a claim relative, and empty for the whole claim."""
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Storage:
+        """Return the storage that an option names: CLAIM, CLAIM/DIRECTORY or /DIRECTORY. Raises `UsageError`."""
+        if ".." in PurePosixPath(text).parts:
+            raise UsageError(f"{option}: {text} must not contain '..'")
+        if text.startswith("/"):
+            return cls("", str(PurePosixPath(text)))
+        claim, _, path = text.partition("/")
+        if not _CLAIM.fullmatch(claim) or len(claim) > 253:
+            raise UsageError(
+                f"{option}: {text!r} is neither the name of a PersistentVolumeClaim, as `kubectl get pvc` lists them,"
+                " nor an absolute path on the nodes. Example: training-data, or training-data/digits, or /mnt/data"
+            )
+        return cls(claim, path.strip("/"))
+
+
+@dataclass(frozen=True)
+class KubernetesRequest:
+    """A job to describe for Kubernetes."""
+
+    kind: Kind
+    name: str
+    image: str
+    source: Path | str | None = None
+    """A directory, an s3:// address, or None: the code is in the image."""
+    entry_point: str | None = None
+    """The script, relative to `source`; None: the image names it."""
+    namespace: str | None = None
+    hosts: int = 1
+    procs_per_host: int | None = None
+    gpus: int = 0
+    """GPUs per host."""
+    channels: Mapping[str, Storage] = field(default_factory=dict)
+    results: Storage | None = None
+    """Storage that keeps models, output and checkpoints after the pods have ended; None: they are lost."""
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
+    distribution: Mapping[str, Any] = field(default_factory=dict)
+    """The `distribution` argument of a SageMaker estimator."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    shm_size: str = job.SHM_SIZE
+    memory: str | None = None
+    cpus: str | None = None
+    retries: int = 0
+    """How often a failed job starts again from its checkpoint."""
+    user: int = 1000
+    """The user and group that the pods run as."""
+    egress: tuple[str, ...] = ()
+    """Networks that pods can reach in addition to each other and DNS."""
+    service_account: str | None = None
+
+    def check(self) -> None:
+        """Raise `UsageError` if Kubernetes would refuse the job, or it could not run."""
+        self._check_names()
+        if "://" in self.image or re.search(r"\s", self.image):
+            raise UsageError(f"{self.image}: not the name of an image. Example: registry.example.org/team/image:tag")
+        self._check_source()
+        for name in self.channels:
+            job.check_channel_name(name)
+        self._check_limits()
+        for network in self.egress:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise UsageError(f"--egress {network}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+        self.encode_hyperparameters()
+
+    def _check_limits(self) -> None:
+        """Raise `UsageError` if a size, number of cores or variable is not one."""
+        memory, shm = job.check_size("--memory", self.memory), job.check_size("--shm-size", self.shm_size)
+        if memory and shm >= memory:
+            raise UsageError(
+                f"--shm-size {self.shm_size}: does not fit into --memory {self.memory}, as /dev/shm counts as memory."
+                " Fix: a smaller --shm-size, or more --memory"
+            )
+        if self.cpus is not None and not _CPUS.fullmatch(self.cpus):
+            raise UsageError(f"--cpus {self.cpus}: expected a number of cores such as 4, 0.5 or 500m")
+        for variable in self.environment:
+            if not _VARIABLE.fullmatch(variable):
+                raise UsageError(
+                    f"--env {variable}: a name may have only letters, digits and '_', and no digit at its start"
+                )
+
+    def _check_names(self) -> None:
+        """Raise `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
+        if not (_NAME.fullmatch(self.name) and len(self.name) <= MAX_LABEL):
+            raise UsageError(
+                f"--name {self.name}: a name may have only lower-case letters, digits and '-' (RFC 1123). It begins"
+                f" with a letter, as it also names a service, and ends with a letter or digit. It has at most"
+                f" {MAX_LABEL} characters. Fix: --name {_suggest_label(self.name)}"
+            )
+        space = self.namespace
+        if space is not None and not (_LABEL.fullmatch(space) and len(space) <= MAX_LABEL):
+            raise UsageError(
+                f"--namespace {space}: a namespace may have only lower-case letters, digits and '-' (RFC 1123), and at"
+                f" most {MAX_LABEL} characters. `kubectl get namespaces` lists yours"
+            )
+        if (excess := len(self.longest_pod_name) - MAX_LABEL) > 0:
+            raise UsageError(
+                f"--name {self.name}: too long: with --hosts {self.hosts} and --kind {self.kind} a pod would be called"
+                f" {self.longest_pod_name}, and DNS allows {MAX_LABEL} characters. Fix: at most"
+                f" {len(self.name) - excess} characters, such as --name {_suggest_label(self.name[:-excess])}"
+            )
+
+    def _check_source(self) -> None:
+        """Raise `UsageError` if the code cannot be found, or its requirements could not be installed."""
+        if isinstance(self.source, str):
+            if not self.egress:
+                raise UsageError(
+                    f"--source {self.source}: the network policy keeps pods from S3. Fix: --egress CIDR with the"
+                    " addresses of S3, such as --egress 0.0.0.0/0"
+                )
+        elif self.source is not None:
+            if not self.entry_point:
+                raise UsageError(f"--source {self.source}: the script is missing. Fix: --entry-point train.py")
+            job.check_source(self.source, self.entry_point)
+            if (self.source / _REQUIREMENTS).exists() and (self.user or not self.egress):
+                raise UsageError(
+                    f"--source {self.source}: `train` cannot install its {_REQUIREMENTS}: pods neither write to the"
+                    " image's packages nor reach a package index. Fix: install them in an image (docs/recipes.md), or"
+                    " --user 0 --egress CIDR of the index"
+                )
+
+    @property
+    def pod_prefix(self) -> str:
+        """The names of the pods' hosts before the hyphen and index; the launcher of an MPIJob has another one."""
+        suffixes = {Kind.job: "", Kind.jobset: "-host-0", Kind.trainjob: "-node-0", Kind.mpijob: "-worker"}
+        return self.name + suffixes[self.kind]
+
+    @property
+    def longest_pod_name(self) -> str:
+        """The longest name of a pod that the controller makes from the job's name."""
+        if self.kind is Kind.mpijob:
+            return max(f"{self.name}-launcher", f"{self.pod_prefix}-{max(0, self.hosts - 2)}", key=len)
+        random_part = "" if self.kind is Kind.job else "-xxxxx"
+        return f"{self.pod_prefix}-{self.hosts - 1}{random_part}"
+
+    def list_notes(self) -> list[str]:
+        """Return warnings: the job is valid, but may do something else than expected."""
+        notes = []
+        if "/" not in self.image:
+            notes.append(
+                f"{self.image} has no registry: nodes must have this image already. Fix: `shoal push`, then --registry"
+            )
+        if self.results is None:
+            notes.append("without --results, the model is lost when the pods end")
+        if self.gpus and "-cpu-" in self.image:
+            notes.append(f"--gpus {self.gpus}: {self.image} is a CPU image by its name, and will not use them")
+        if self.hosts > 1 and any(not storage.claim for storage in self._storages):
+            notes.append("directories of nodes must exist, with the same content, on each node that runs a pod")
+        return notes
+
+    @property
+    def _storages(self) -> list[Storage]:
+        return [*self.channels.values(), *([self.results] if self.results else [])]
+
+    def encode_hyperparameters(self) -> dict[str, str]:
+        """Return the content of hyperparameters.json. Raises `UsageError` if `distribution` is wrong."""
+        program = {"sagemaker_program": self.entry_point} if self.entry_point else {}
+        reserved = {**program, "sagemaker_job_name": self.name}
+        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
+        return job.encode_hyperparameters(self.hyperparameters, launch, reserved)
+
+
+def suggest_name(source: Path | str | None, image: str) -> str:
+    """Return a name for a job: the name of its source directory, otherwise of its image."""
+    if isinstance(source, Path):
+        return _suggest_label(source.resolve().name)
+    return _suggest_label(image.partition("@")[0].rpartition("/")[2].partition(":")[0])
+
+
+def _suggest_label(text: str) -> str:
+    """Return the closest valid name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_LABEL].strip("-") or "train"

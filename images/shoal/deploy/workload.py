@@ -1,0 +1,166 @@
+"""The object that starts the pods of a job: an Indexed Job, a JobSet, a TrainJob or an MPIJob.
+
+`train` ends on all hosts with the same exit code, so pods fail together, and a new start needs all of them.
+Its codes decide what happens next:
+
+| code | meaning | then |
+|---|---|---|
+| 2 | the configuration is wrong | the job fails: another start would not help |
+| 143 | SIGTERM stopped the job, as a drained node sends it to one of its pods | all pods start again, without limit |
+| other | the script failed, or a host was lost | the job starts again, `retries` times |
+"""
+
+from __future__ import annotations
+
+from shoal.deploy.pod import Object, build_pod_template, job_labels, name_object
+from shoal.deploy.request import Kind, KubernetesRequest
+
+WRONG_CONFIGURATION, STOPPED = 2, 143
+"""Exit codes of `train`."""
+_TRAINER = "trainer.kubeflow.org"
+_NODE = "node"
+"""Kubeflow Trainer demands this name of the replicated job, and of its container."""
+_POLICY_REASON = "PodFailurePolicy"
+"""The reason of a failure by the action FailJob of a `podFailurePolicy`."""
+
+
+def build_workload(request: KubernetesRequest) -> list[Object]:
+    """Return the object that starts the pods, and before it the objects that it refers to by name."""
+    builders = {
+        Kind.job: _build_job,
+        Kind.jobset: _build_job_set,
+        Kind.trainjob: _build_train_job,
+        Kind.mpijob: _build_mpi_job,
+    }
+    return builders[request.kind](request)
+
+
+def build_metadata(request: KubernetesRequest, name: str) -> Object:
+    """Return the metadata of an object of the job."""
+    namespace = {"namespace": request.namespace} if request.namespace else {}
+    return {"name": name, **namespace, "labels": job_labels(request)}
+
+
+def _build_job(request: KubernetesRequest) -> list[Object]:
+    """Return the headless service by which pods find each other, and the Job."""
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": build_metadata(request, request.name),
+        # Pods look for each other before they are ready.
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": job_labels(request)},
+    }
+    spec = _build_job_spec(request, "train", backoff_limit=request.hosts * request.retries)
+    spec["template"]["spec"]["subdomain"] = request.name
+    workload: Object = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": build_metadata(request, request.name),
+        "spec": spec,
+    }
+    return [service, workload]
+
+
+def _build_job_spec(request: KubernetesRequest, container: str, backoff_limit: int) -> Object:
+    """Return the specification of an Indexed Job; `backoff_limit`: how many pods may fail."""
+    stopped = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": {"containerName": container, "operator": "In", "values": [STOPPED]}},
+    ]
+    wrong = {"containerName": container, "operator": "In", "values": [WRONG_CONFIGURATION]}
+    return {
+        "completionMode": "Indexed",
+        "completions": request.hosts,
+        "parallelism": request.hosts,
+        "backoffLimit": backoff_limit,
+        "podFailurePolicy": {"rules": [*stopped, {"action": "FailJob", "onExitCodes": wrong}]},
+        "template": build_pod_template(request, container),
+    }
+
+
+def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, labels: Object) -> Object:
+    """Return the specification of a JobSet with one Job. A Job that fails is made again, with all its pods."""
+    return {
+        "failurePolicy": {
+            "maxRestarts": request.retries,
+            "rules": [
+                {"name": "wrongConfiguration", "action": "FailJobSet", "onJobFailureReasons": [_POLICY_REASON]},
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": name,
+                "replicas": 1,
+                "template": {**labels, "spec": _build_job_spec(request, container, backoff_limit=0)},
+            }
+        ],
+    }
+
+
+def _build_job_set(request: KubernetesRequest) -> list[Object]:
+    """Return the JobSet. Its controller makes the headless service."""
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": build_metadata(request, request.name),
+            "spec": _build_job_set_spec(request, "host", "train", {}),
+        }
+    ]
+
+
+def _build_train_job(request: KubernetesRequest) -> list[Object]:
+    """Return a TrainingRuntime with the pods, and the TrainJob that refers to it.
+
+    With `torch` as policy, Kubeflow Trainer sets the variables PET_*, in which `train` finds the hosts.
+    """
+    step = {"metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}}
+    runtime: Object = {
+        "apiVersion": f"{_TRAINER}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": build_metadata(request, name_object(request, "runtime")),
+        "spec": {
+            "mlPolicy": {"numNodes": request.hosts, "torch": {}},
+            "template": {"spec": _build_job_set_spec(request, _NODE, _NODE, step)},
+        },
+    }
+    reference = {"apiGroup": _TRAINER, "kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    workload: Object = {
+        "apiVersion": runtime["apiVersion"],
+        "kind": "TrainJob",
+        "metadata": build_metadata(request, request.name),
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": request.hosts}},
+    }
+    return [runtime, workload]
+
+
+def _build_mpi_job(request: KubernetesRequest) -> list[Object]:
+    """Return the MPIJob. The launcher and all workers run `train`, and no sshd: `train` starts the ranks itself.
+
+    The operator mounts its hostfile, in which `train` finds the hosts, in the launcher only. Here workers mount it too.
+    """
+    launcher, worker = build_pod_template(request), build_pod_template(request)
+    for template in (launcher, worker):
+        del template["spec"]["restartPolicy"]  # the operator sets it, and warns about one in the template
+    hostfile = {"name": "hostfile", "configMap": {"name": name_object(request, "config")}}
+    worker["spec"]["volumes"].append(hostfile)
+    worker["spec"]["containers"][0]["volumeMounts"].append({"name": "hostfile", "mountPath": "/etc/mpi"})
+    # Only failed launchers count as retries. Workers, which fail with them, start again in their place.
+    restarts = {"restartPolicy": "OnFailure" if request.retries else "Never"}
+    replicas: Object = {"Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher}}
+    if request.hosts > 1:
+        replicas["Worker"] = {"replicas": request.hosts - 1, **restarts, "template": worker}
+    spec: Object = {
+        "slotsPerWorker": request.procs_per_host or request.gpus or 1,
+        "runLauncherAsWorker": True,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": request.retries},
+        "mpiReplicaSpecs": replicas,
+    }
+    return [
+        {
+            "apiVersion": "kubeflow.org/v2beta1",
+            "kind": "MPIJob",
+            "metadata": build_metadata(request, request.name),
+            "spec": spec,
+        }
+    ]

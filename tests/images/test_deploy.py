@@ -1,0 +1,402 @@
+"""`shoal deploy kubernetes`: objects that the published schemas accept, and errors before a cluster sees anything."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import json
+import random
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from shoal.commands import deploy
+from shoal.commands.common import app
+from shoal.deploy import manifest
+from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.errors import UsageError
+
+assert deploy  # it adds the command to `app`
+Object = dict[str, Any]
+VERSIONS = ("1.31", "1.37")
+"""The first release of Kubernetes in which all that we use is stable, and the newest one of the package."""
+CRDS = Path(__file__).with_name("data") / "kubernetes_crds.json"
+"""The schemas of JobSet 0.13, Kubeflow Trainer 2.3 and MPI Operator 0.8.2, without the types of Kubernetes itself."""
+CORE = {
+    ("v1", "Service"): "io.k8s.api.core.v1.Service",
+    ("v1", "Secret"): "io.k8s.api.core.v1.Secret",
+    ("v1", "ConfigMap"): "io.k8s.api.core.v1.ConfigMap",
+    ("batch/v1", "Job"): "io.k8s.api.batch.v1.Job",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "io.k8s.api.networking.v1.NetworkPolicy",
+}
+IMAGE = "registry.example.org/team/pytorch-training:1"
+
+
+@functools.cache
+def definitions(version: str) -> Object:
+    """Return the published schemas of a release; unknown fields are errors. The package itself is slow to import."""
+    spec = importlib.util.find_spec("kubernetes_validate")
+    assert spec and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0], "kubernetes-json-schema", f"v{version}.0-local-strict")
+    found: Object = json.loads((folder / "_definitions.json").read_text())["$defs"]
+    return found
+
+
+def find_errors(each: Object, version: str) -> list[str]:
+    """Return the errors that the schema of an object finds in it."""
+    key = each["apiVersion"], each["kind"]
+    known = {"$ref": f"#/$defs/{CORE[key]}"} if key in CORE else json.loads(CRDS.read_text())[" ".join(key)]
+    validator = jsonschema.Draft202012Validator({**known, "$defs": definitions(version)})
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(each)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "My_Digits.2"
+    (directory / "lib").mkdir(parents=True)
+    (directory / "train.py").write_text("print('trained')\n")
+    (directory / "lib" / "go.sh").write_text("#!/bin/sh\n")
+    (directory / "lib" / "go.sh").chmod(0o755)
+    (directory / "__pycache__").mkdir()
+    (directory / "__pycache__" / "train.pyc").write_text("")
+    return directory
+
+
+def make_request(source: Path | str | None, **options: Any) -> KubernetesRequest:
+    entry_point = "train.py" if isinstance(source, Path) else None
+    values = {"kind": Kind.job, "name": "digits", "image": IMAGE, "source": source, "entry_point": entry_point}
+    return KubernetesRequest(**{**values, "hosts": 2, **options})
+
+
+def build(request: KubernetesRequest) -> dict[str, Object]:
+    """Return the objects by kind, as kubectl reads them from the file."""
+    request.check()
+    text = manifest.format_manifest(request, manifest.build_objects(request))
+    return {each["kind"]: each for each in yaml.load_all(text, yaml.CSafeLoader)}
+
+
+def find_pods(each: object) -> Iterator[Object]:
+    """Return the specifications of all pods in an object."""
+    if isinstance(each, dict):
+        if "containers" in each:
+            yield each
+        for value in each.values():
+            yield from find_pods(value)
+    elif isinstance(each, list):
+        for value in each:
+            yield from find_pods(value)
+
+
+def variables(pod: Object) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in pod["containers"][0]["env"]}
+
+
+FULL: dict[str, Any] = {
+    "namespace": "team-1",
+    "procs_per_host": 4,
+    "gpus": 4,
+    "channels": {"Train_1.x": Storage("data", "digits"), "test": Storage("", "/mnt/test")},
+    "results": Storage("models", ""),
+    "environment": {"A": "1"},
+    "memory": "8g",
+    "cpus": "4",
+    "retries": 3,
+    "egress": ("10.0.0.0/8",),
+    "service_account": "trainer",
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_published_schemas_accept_each_kind(source: Path, kind: Kind) -> None:
+    for options in ({"hosts": 1}, FULL):
+        objects = build(make_request(source, kind=kind, **options))
+        for version in VERSIONS:
+            assert {name: find_errors(each, version) for name, each in objects.items()} == {
+                name: [] for name in objects
+            }
+
+
+def test_the_schemas_refuse_misspelt_fields(source: Path) -> None:
+    for kind in Kind:
+        *_, workload = build(make_request(source, kind=kind)).values()
+        workload["spec"]["replica"] = 1
+        for pod in find_pods(workload):
+            pod["containers"][0]["imag"] = "x"
+        pods = kind is not Kind.trainjob  # its pods are in the runtime
+        assert len(find_errors(workload, VERSIONS[-1])) >= 1 + pods
+
+
+def test_yaml_1_1_reads_back_all_text() -> None:
+    hard = ["yes", "No", "y", "1", "1.0", "1e3", "0x1F", "12:30", "1_000", "null", "~", "", " a ", "#x", "a: b", "- a"]
+    hard += [
+        "a\nb\n",
+        "tab\t",
+        "\x07\x85\u2028é😀",
+        "'",
+        '"',
+        "\\",
+        "!x",
+        "*x",
+        "&x",
+        "%x",
+        "@x",
+        "=",
+        "<<",
+        "x" * 5000,
+    ]
+    request = make_request(None, environment={f"V{number}": text for number, text in enumerate(hard)})
+    objects = manifest.build_objects(request)
+    assert list(yaml.load_all(manifest.format_manifest(request, objects), yaml.CSafeLoader)) == objects
+
+
+def test_an_indexed_job_names_its_hosts(source: Path) -> None:
+    objects = build(make_request(source, hosts=12))
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    assert variables(pod)["SHOAL_HOSTS"] == "digits-[0-11].digits"
+    assert pod["subdomain"] == objects["Service"]["metadata"]["name"] == "digits"
+    assert objects["Service"]["spec"]["clusterIP"] == "None"
+    assert objects["Service"]["spec"]["selector"] == objects["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert (objects["Job"]["spec"]["completions"], objects["Job"]["spec"]["parallelism"]) == (12, 12)
+
+
+def test_other_kinds_find_their_hosts(source: Path) -> None:
+    job_set = build(make_request(source, kind=Kind.jobset))["JobSet"]
+    assert variables(next(find_pods(job_set)))["SHOAL_HOSTS"] == "digits-host-0-[0-1].digits"
+    objects = build(make_request(source, kind=Kind.trainjob))
+    assert objects["TrainJob"]["spec"]["runtimeRef"]["name"] == objects["TrainingRuntime"]["metadata"]["name"]
+    assert objects["TrainingRuntime"]["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
+    replicas = build(make_request(source, kind=Kind.mpijob, hosts=3))["MPIJob"]["spec"]["mpiReplicaSpecs"]
+    assert replicas["Worker"]["replicas"] == 2
+    mounts = {name: part["template"]["spec"]["containers"][0]["volumeMounts"] for name, part in replicas.items()}
+    assert {"name": "hostfile", "mountPath": "/etc/mpi"} in mounts["Worker"]
+    assert "/etc/mpi" not in [mount["mountPath"] for mount in mounts["Launcher"]]  # the operator mounts it
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_secret_is_new_and_only_in_its_object(source: Path, kind: Kind) -> None:
+    request = make_request(source, kind=kind)
+    one, other = build(request), build(request)
+    secret = one["Secret"]["stringData"]["job-secret"]
+    assert len(secret) == 64
+    assert secret != other["Secret"]["stringData"]["job-secret"]
+    assert manifest.format_manifest(request, list(one.values())).count(secret) == 1
+    for pod in find_pods(list(one.values())):
+        assert variables(pod)["SHOAL_JOB_SECRET_FILE"] == "/run/shoal/job-secret"
+        assert {"name": "secret", "mountPath": "/run/shoal", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+        assert {"secretName": "digits-secret", "defaultMode": 0o400} in [each.get("secret") for each in pod["volumes"]]
+
+
+def test_the_secret_of_the_user_counts(source: Path) -> None:
+    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET": "hunter2-hunter2"}))
+    assert objects["Secret"]["stringData"] == {"job-secret": "hunter2-hunter2"}
+    assert "hunter2" not in json.dumps(objects["Job"])
+    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET_FILE": "/mine"}))
+    assert "Secret" not in objects
+    assert variables(next(find_pods(objects)))["SHOAL_JOB_SECRET_FILE"] == "/mine"
+
+
+def test_only_peers_and_dns_are_reached(source: Path) -> None:
+    policy = build(make_request(source, egress=("10.1.0.0/16",)))["NetworkPolicy"]["spec"]
+    labels = {"app.kubernetes.io/name": "shoal-job", "app.kubernetes.io/instance": "digits"}
+    peers = {"podSelector": {"matchLabels": labels}}
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["ingress"] == [{"from": [peers]}]
+    dns = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+    assert policy["egress"] == [{"to": [peers]}, dns, {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_pods_meet_the_restricted_standard(source: Path, kind: Kind) -> None:
+    """The rules of Kubernetes' Pod Security Standard "restricted"."""
+    pods = list(find_pods(list(build(make_request(source, kind=kind, results=Storage("models", ""))).values())))
+    assert pods
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        kinds = {name for volume in pod["volumes"] for name in volume if name != "name"}
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+        assert pod["terminationGracePeriodSeconds"] == 120
+
+
+def test_exit_codes_decide_what_happens_next(source: Path) -> None:
+    spec = build(make_request(source, hosts=4, retries=2))["Job"]["spec"]
+    assert spec["backoffLimit"] == 8  # all pods of a job fail together
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {143: "Ignore", 2: "FailJob"}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    job_set = build(make_request(source, kind=Kind.jobset, retries=2))["JobSet"]["spec"]
+    assert job_set["failurePolicy"]["maxRestarts"] == 2
+    assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+
+
+def test_sizes_channels_and_gpus(source: Path) -> None:
+    pod = next(find_pods(build(make_request(source, **FULL))))
+    assert pod["containers"][0]["resources"] == {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "4"}}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+    assert volumes["channel-0"] == {"persistentVolumeClaim": {"claimName": "data"}}
+    assert volumes["channel-1"] == {"hostPath": {"path": "/mnt/test", "type": "Directory"}}
+    mounts = {mount.pop("mountPath"): mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/opt/ml/input/data/Train_1.x"] == {"name": "channel-0", "readOnly": True, "subPath": "digits"}
+    assert mounts["/opt/ml/model"]["subPathExpr"] == "digits/host-$(JOB_COMPLETION_INDEX)/model"
+    assert mounts["/opt/ml/checkpoints"]["subPathExpr"] == "digits/checkpoints"
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(pod)
+    assert variables(next(find_pods(build(make_request(source)))))["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_values_keep_their_dollars(source: Path) -> None:
+    pod = next(find_pods(build(make_request(source, environment={"A": "$(HOME) $x $$"}))))
+    assert variables(pod)["A"] == "$$(HOME) $$x $$$$"  # Kubernetes reads $$ as $
+
+
+def test_the_source_is_packed_alike_each_time(source: Path) -> None:
+    packed = build(make_request(source))["ConfigMap"]["binaryData"]["sourcedir.tar.gz"]
+    assert packed == build(make_request(source))["ConfigMap"]["binaryData"]["sourcedir.tar.gz"]
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
+        assert {entry.name: entry.mode for entry in archive} == {"train.py": 0o644, "lib/go.sh": 0o755}
+
+
+def test_the_configuration_is_the_contract(source: Path) -> None:
+    request = make_request(source, hyperparameters={"lr": "0.1"}, procs_per_host=2, channels={"a": Storage("b", "")})
+    data = build(request)["ConfigMap"]["data"]
+    assert json.loads(data["hyperparameters.json"]) == {
+        "lr": "0.1",
+        "sagemaker_program": '"train.py"',
+        "sagemaker_job_name": '"digits"',
+        "sagemaker_mpi_enabled": "true",
+        "sagemaker_mpi_num_of_processes_per_host": "2",
+        "sagemaker_mpi_custom_mpi_options": '""',
+    }
+    assert list(json.loads(data["inputdataconfig.json"])) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "My_Job"}, "Fix: --name my-job"),
+        ({"name": "1st"}, "begins with a letter"),
+        ({"name": "ends-"}, "Fix: --name ends"),
+        ({"name": "a" * 64}, "at most 63 characters"),
+        ({"name": "a" * 61, "hosts": 10}, None),
+        ({"name": "a" * 61, "hosts": 11}, "at most 60 characters"),
+        ({"name": "a" * 49, "kind": Kind.jobset, "hosts": 10}, "at most 48 characters"),
+        ({"name": "a" * 48, "kind": Kind.jobset, "hosts": 10}, None),
+        ({"name": "a" * 55, "kind": Kind.mpijob}, "digits-launcher".replace("digits", "a" * 55)),
+        ({"namespace": "Team"}, "--namespace Team"),
+        ({"image": "https://registry/x"}, "not the name of an image"),
+        ({"channels": {"a b": Storage("c", "")}}, "--channel 'a b'"),
+        ({"memory": "1g"}, "--shm-size 1g: does not fit into --memory 1g"),
+        ({"memory": "lots"}, "--memory lots: expected a size"),
+        ({"cpus": "four"}, "--cpus four"),
+        ({"environment": {"A-B": "1"}}, "--env A-B"),
+        ({"egress": ("10.0.0.1/8",)}, "--egress 10.0.0.1/8"),
+        ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
+        ({"entry_point": None}, "Fix: --entry-point"),
+        ({"distribution": {"mpi": {"enabeld": True}}}, "unknown key 'enabeld'"),
+    ],
+)
+def test_errors_name_the_option_and_a_fix(source: Path, options: Object, message: str | None) -> None:
+    request = make_request(source, **options)
+    if message is None:
+        request.check()
+        return
+    with pytest.raises(UsageError) as raised:
+        request.check()
+    assert message in str(raised.value)
+
+
+def test_code_that_pods_could_not_get_is_an_error(source: Path) -> None:
+    with pytest.raises(UsageError, match="Fix: --egress"):
+        make_request("s3://bucket/sourcedir.tar.gz").check()
+    make_request("s3://bucket/sourcedir.tar.gz", egress=("0.0.0.0/0",)).check()
+    (source / "requirements.txt").write_text("x\n")
+    with pytest.raises(UsageError, match="requirements"):
+        make_request(source, egress=("0.0.0.0/0",)).check()
+    make_request(source, egress=("0.0.0.0/0",), user=0).check()
+
+
+def test_a_source_that_is_too_large_is_an_error(source: Path) -> None:
+    (source / "weights.bin").write_bytes(random.Random(1).randbytes(2**20))
+    with pytest.raises(UsageError, match="do not fit into a ConfigMap, which holds 1 MiB"):
+        manifest.build_objects(make_request(source))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data", Storage("data", "")),
+        ("data/a/b/", Storage("data", "a/b")),
+        ("/mnt/data", Storage("", "/mnt/data")),
+        ("Data", None),
+        ("data/../x", None),
+        ("", None),
+    ],
+)
+def test_storage_is_a_claim_or_a_directory(text: str, expected: Storage | None) -> None:
+    if expected is not None:
+        assert Storage.parse("--channel a", text) == expected
+        return
+    with pytest.raises(UsageError, match="--channel a"):
+        Storage.parse("--channel a", text)
+
+
+def test_names_are_suggested(source: Path) -> None:
+    assert suggest_name(source, IMAGE) == "my-digits-2"
+    assert suggest_name(None, IMAGE) == "pytorch-training"
+    assert suggest_name("s3://b/k", "host:5000/a/b@sha256:0") == "b"
+
+
+def test_the_file_is_only_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("old")
+    path.chmod(0o644)
+    manifest.write_manifest(path, "new\n")
+    assert path.read_text() == "new\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    words = [
+        "deploy",
+        "kubernetes",
+        "pytorch-training:1-cpu-py311",
+        "--source",
+        str(source),
+        "--entry-point",
+        "train.py",
+    ]
+    words += ["--hosts", "3", "--gpus", "1", "--registry", "registry.example.org/team/", "--namespace", "ml"]
+    result = CliRunner().invoke(app, [*words, "-o", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    job = next(each for each in yaml.load_all(path.read_text(), yaml.CSafeLoader) if each["kind"] == "Job")
+    assert job["metadata"]["name"] == "my-digits-2"
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example.org/team/pytorch-training:1-cpu-py311"
+    assert result.stdout.splitlines() == [
+        f"wrote {path}",
+        f"start: kubectl create -n ml -f {path}",
+        "logs:  kubectl logs -n ml -f --prefix --tail=-1 --max-log-requests=3 -l app.kubernetes.io/instance="
+        "my-digits-2",
+    ]
+    assert "without --results, the model is lost" in result.stderr
+    assert "is a CPU image by its name" in result.stderr
+
+
+def test_the_command_prints_the_file(source: Path) -> None:
+    words = ["deploy", "kubernetes", IMAGE, "--kind", "mpijob", "--results", "models", "-o", "-"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    kinds = [each["kind"] for each in yaml.load_all(result.stdout, yaml.CSafeLoader)]
+    assert kinds == ["NetworkPolicy", "ConfigMap", "Secret", "MPIJob"]
+    assert result.stderr == ""

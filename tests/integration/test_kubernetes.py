@@ -1,0 +1,123 @@
+"""The pods of `shoal deploy kubernetes`, as containers on a Docker network: the hosts find each other and train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testcontainers.core.network import Network
+from typer.testing import CliRunner
+
+from shoal.commands import deploy
+from shoal.commands.common import app
+
+from .. import kubelet
+from .conftest import StartHost
+
+assert deploy  # it adds the command to `app`
+IMAGE = "pytorch-training:2.13.0-cpu-py311-debian12"
+HOSTS = 2
+NAMESPACE = "team"
+SCRIPT = """\
+import json, os, pathlib, sys
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    total = int(total)
+    dist.destroy_process_group()
+else:
+    from mpi4py import MPI
+
+    total = MPI.COMM_WORLD.allreduce(1)
+
+shm = os.statvfs("/dev/shm")
+facts = {
+    "ranks": total,
+    "rank": os.environ["RANK"],
+    "first": os.environ["MASTER_ADDR"],
+    "user": os.getuid(),
+    "shm": shm.f_blocks * shm.f_frsize,
+    "data": pathlib.Path(os.environ["SM_CHANNEL_TRAINING"], "data.txt").read_text(),
+    "arguments": sys.argv[1:],
+    "dollars": os.environ["DOLLARS"],
+}
+pathlib.Path(os.environ["SM_MODEL_DIR"], "facts.json").write_text(json.dumps(facts))
+"""
+KINDS = {
+    "job": ("{}", "digits-0.digits"),
+    "trainjob": ('{"torch_distributed": {"enabled": true}}', "digits-node-0-0.digits"),
+    "mpijob": ("{}", f"digits-launcher.digits.{NAMESPACE}.svc"),
+}
+"""The distribution that a job of a kind uses here, and the name of its first host."""
+
+
+def render(kind: str, directory: Path) -> list[dict[str, Any]]:
+    """Return the objects that the command writes for a job of two hosts."""
+    (directory / "code").mkdir()
+    (directory / "code" / "train.py").write_text(SCRIPT)
+    distribution, _ = KINDS[kind]
+    options = {
+        "--kind": kind,
+        "--name": "digits",
+        "--namespace": NAMESPACE,
+        "--hosts": str(HOSTS),
+        "--source": str(directory / "code"),
+        "--entry-point": "train.py",
+        "--distribution": distribution,
+        "--channel": "training=data/set-1",
+        "--results": "models",
+        "--hyperparameter": "epochs=3",
+        "--env": "DOLLARS=$(HOME) $$",
+        "--shm-size": "96m",
+        "--memory": "2g",
+        "-o": str(directory / "job.yaml"),
+    }
+    words = [word for pair in options.items() for word in pair]
+    if kind != "trainjob":  # torchrun starts one rank on a CPU
+        words += ["--procs-per-host", "1"]
+    result = CliRunner().invoke(app, ["deploy", "kubernetes", IMAGE, *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return list(yaml.safe_load_all((directory / "job.yaml").read_text()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pods_of_a_manifest_find_each_other_and_train(
+    start_host: StartHost, network: Network, tmp_path: Path, kind: str
+) -> None:
+    objects = render(kind, tmp_path)
+    pods = kubelet.list_pods(objects)
+    hostfile = {"hostfile": kubelet.make_hostfile(pods, NAMESPACE)}
+    operators = [{"kind": "ConfigMap", "metadata": {"name": "digits-config"}, "data": hostfile}]
+    domain = f".{NAMESPACE}.svc" if kind == "mpijob" else ""
+    node = kubelet.Kubelet(start_host, network, [*objects, *operators], tmp_path, domain)
+    (node.claim("data") / "set-1").mkdir(parents=True)
+    (node.claim("data") / "set-1" / "data.txt").write_text("digits")
+
+    started = [node.start(pod) for pod in pods]
+    ended = [host.wait() for host in started]
+
+    assert [end.code for end in ended] == [0] * HOSTS, ended
+    secret = next(each["stringData"]["job-secret"] for each in objects if each["kind"] == "Secret")
+    for rank, end in enumerate(ended):
+        results = node.claim("models") / "digits" / f"host-{rank}"
+        assert json.loads((results / "model" / "facts.json").read_text()) == {
+            "ranks": HOSTS,
+            "rank": str(rank),
+            "first": KINDS[kind][1],
+            "user": 1000,
+            "shm": 96 * 2**20,
+            "data": "digits",
+            "arguments": ["--epochs", "3"],
+            "dollars": "$(HOME) $$",
+        }
+        assert (results / "output" / "success").exists()
+        assert secret not in end.output
+        assert "has no secret" not in end.output

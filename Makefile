@@ -21,7 +21,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ bench-tensorflow: image ## measure the tape and collectives in the TensorFlow im
 
 bench-scale: setup ## check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
 	@$(BIN)/python benchmarks/scale.py
+
+bench-cluster: setup ## launch jobs on 2 to 64 hosts of this machine: time, and memory and open files of the first (needs root)
+	@$(BIN)/python benchmarks/cluster.py
 
 bench-gpu: setup ## measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py

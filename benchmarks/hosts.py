@@ -1,7 +1,7 @@
-"""Two "hosts" on one machine: network namespaces with a wire between them of a given rate.
+"""Hosts on one machine for benchmarks: network namespaces, joined by a wire of a given rate or by a switch.
 
-The wire is a veth pair, each end shaped with tbf. Its packets are as on a real wire (MTU 1500, TCP/IP headers count).
-They never leave the machine. Everything is removed when the `with` block ends, even after an error.
+Packets on the wires are as on real ones (MTU 1500, TCP/IP headers count). They never leave the machine. Everything is
+removed when the `with` block ends, even after an error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 INTERFACE = "eth0"
 _PREFIX = "10.213.78"
+MOST_HOSTS = 250  # addresses of the prefix
 # A burst has room for a packet as TCP hands it over (64 KiB; the interface would cut a longer one), and the queue for
 # the packets of several connections: nothing is dropped.
 _BURST_BYTES, _QUEUE_MILLISECONDS = 128 << 10, 50
@@ -32,11 +33,11 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *map(str, words)]
 
 
-def missing() -> str:
-    """The tool or right that this machine lacks for two hosts, and how to fix it. Empty if it lacks none."""
-    tools = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if tools:
-        return f"{' and '.join(tools)}. Fix: install iproute2"
+def missing(*tools: str) -> str:
+    """The tool or right that this machine lacks for hosts, and how to fix it. Empty if it lacks none."""
+    lacking = [tool for tool in ("ip", *tools) if not shutil.which(tool)]
+    if lacking:
+        return f"{' and '.join(lacking)}. Fix: install iproute2 and util-linux"
     return "" if os.geteuid() == 0 else "the right to make network namespaces. Fix: run it as root"
 
 
@@ -46,20 +47,52 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
 
     Raises CalledProcessError if the kernel does not let this process make them; the command's own words say why.
     """
-    first, second = (Host(f"shoal{os.getpid()}-{number}", f"{_PREFIX}.{number}") for number in (1, 2))
     with ExitStack() as undo:
-        for host in (first, second):
-            _do("ip", "netns", "add", host.namespace)
-            undo.callback(_do, "ip", "netns", "delete", host.namespace)  # and all in it
+        first, second = _make_namespaces(2, undo)
         ends = [word for host in (first, second) for word in (INTERFACE, "netns", host.namespace)]
         _do("ip", "link", "add", *ends[:3], "type", "veth", "peer", *ends[3:])
         for host in (first, second):
-            _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            _do("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
-            _do("ip", "-n", host.namespace, "link", "set", "lo", "up")
+            _set_up(host)
             shape = ["rate", rate, "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MILLISECONDS}ms"]
             _do(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape))
         yield first, second
+
+
+@contextmanager
+def switched_hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts that a switch joins, a bridge in a namespace of its own.
+
+    Raises CalledProcessError as `two_hosts` does.
+    """
+    switch = f"shoal{os.getpid()}-switch"
+    with ExitStack() as undo:
+        hosts = _make_namespaces(count, undo)
+        _do("ip", "netns", "add", switch)
+        undo.callback(_do, "ip", "netns", "delete", switch)
+        _do("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _do("ip", "-n", switch, "link", "set", "switch", "up")
+        for number, host in enumerate(hosts):
+            ends = [INTERFACE, "netns", host.namespace, "type", "veth", "peer", f"port{number}", "netns", switch]
+            _do("ip", "link", "add", *ends)
+            _do("ip", "-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
+            _set_up(host)
+        yield hosts
+
+
+def _make_namespaces(count: int, undo: ExitStack) -> list[Host]:
+    """Makes a namespace for each host, without a link. `undo` deletes them, and all in them."""
+    hosts = [Host(f"shoal{os.getpid()}-{number}", f"{_PREFIX}.{number}") for number in range(1, count + 1)]
+    for host in hosts:
+        _do("ip", "netns", "add", host.namespace)
+        undo.callback(_do, "ip", "netns", "delete", host.namespace)
+    return hosts
+
+
+def _set_up(host: Host) -> None:
+    """Gives a host's end of its wire the address, and starts its interfaces."""
+    _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+    _do("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
+    _do("ip", "-n", host.namespace, "link", "set", "lo", "up")
 
 
 def _do(*words: str) -> None:

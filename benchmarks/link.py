@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     parser = make_parser(__doc__, 10)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there, for scale.py --link")
     options = parser.parse_args(arguments)
-    problem = missing()
+    problem = missing("tc")
     if problem:
         sys.exit(f"link.py needs {problem}. Nothing was measured.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was made is removed then, too

@@ -82,29 +82,58 @@ def send(process: subprocess.Popen[bytes], number: int) -> None:
 @contextmanager
 def two_hosts(directory: Path) -> Iterator[list[Host]]:
     """algo-1 and algo-2, joined by a wire."""
-    unique = f"shoal{os.getpid()}x{next(_COUNTER)}"
-    hosts = [
-        Host(f"algo-{n}", f"{unique}-{n}", make_tree(directory / f"algo-{n}" / "ml"), f"{_PREFIX}.{n}") for n in (1, 2)
-    ]
-    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
     with ExitStack() as undo:
-        for host in hosts:
-            _ip("netns", "add", host.namespace)
-            undo.callback(_ip, "netns", "delete", host.namespace)
-            host.temporary.mkdir()
-            undo.callback(shutil.rmtree, host.temporary)
-            config = Path("/etc/netns") / host.namespace
-            config.mkdir(parents=True)
-            undo.callback(shutil.rmtree, config)
-            (config / "hosts").write_text(names)
-            host.tree.hosts(host.name, *(other.name for other in hosts), network_interface_name="eth0")
-        first, second = hosts
+        first, second = hosts = _make_hosts(directory, 2, undo)
         _ip("link", "add", "eth0", "netns", first.namespace, "type", "veth", "peer", "eth0", "netns", second.namespace)
         for host in hosts:
-            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.namespace, "link", "set", "eth0", "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _set_up(host)
         yield hosts
+
+
+@contextmanager
+def many_hosts(directory: Path, count: int) -> Iterator[list[Host]]:
+    """algo-1 to algo-N, joined by a switch: a bridge in a namespace of its own."""
+    with ExitStack() as undo:
+        hosts = _make_hosts(directory, count, undo)
+        switch = f"{hosts[0].namespace}-switch"
+        _ip("netns", "add", switch)
+        undo.callback(_ip, "netns", "delete", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for host in hosts:
+            port = host.name
+            _ip("link", "add", "eth0", "netns", host.namespace, "type", "veth", "peer", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _set_up(host)
+        yield hosts
+
+
+def _make_hosts(directory: Path, count: int, undo: ExitStack) -> list[Host]:
+    """Makes hosts without a network, which `undo` removes. Each knows the names of all."""
+    unique = f"shoal{os.getpid()}x{next(_COUNTER)}"
+    hosts = [
+        Host(f"algo-{n}", f"{unique}-{n}", make_tree(directory / f"algo-{n}" / "ml"), f"{_PREFIX}.{n}")
+        for n in range(1, count + 1)
+    ]
+    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
+    for host in hosts:
+        _ip("netns", "add", host.namespace)
+        undo.callback(_ip, "netns", "delete", host.namespace)
+        host.temporary.mkdir()
+        undo.callback(shutil.rmtree, host.temporary)
+        config = Path("/etc/netns") / host.namespace
+        config.mkdir(parents=True)
+        undo.callback(shutil.rmtree, config)
+        (config / "hosts").write_text(names)
+        host.tree.hosts(host.name, *(other.name for other in hosts), network_interface_name="eth0")
+    return hosts
+
+
+def _set_up(host: Host) -> None:
+    """Gives a host its address, and starts its interfaces."""
+    _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+    _ip("-n", host.namespace, "link", "set", "eth0", "up")
+    _ip("-n", host.namespace, "link", "set", "lo", "up")
 
 
 @contextmanager

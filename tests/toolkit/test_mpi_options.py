@@ -258,7 +258,7 @@ def test_an_error_shows_no_secret(options: str, secret: str) -> None:
 @pytest.mark.parametrize("options", ["-mca plm_rsh_no_tree_spawn 1", "--mca plm rsh", "--leave-session-attached"])
 def test_options_that_are_ours_anyway_may_be_repeated(options: str) -> None:
     words = command(options, hosts=TWO)
-    assert mca(words)["plm_rsh_agent"].endswith("rsh.py")
+    assert mca(words)["plm_rsh_agent"].endswith("rsh.sh")
     assert words.count("--leave-session-attached") == 1
 
 
@@ -344,7 +344,7 @@ def test_our_defaults_in_each_series() -> None:
         "plm": "rsh",
         "ras": "^slurm,tm,pbs,lsf,alps,gridengine,flux",
         "plm_rsh_num_concurrent": "2",
-        "plm_rsh_agent": mpi.build_launch_agent("/usr/bin/python3"),
+        "plm_rsh_agent": mpi.build_launch_agent(),
         "plm_rsh_no_tree_spawn": "1",
     }
     assert new == {
@@ -358,7 +358,7 @@ def test_our_defaults_in_each_series() -> None:
         "ras": "^slurm,tm,pbs,lsf,alps,gridengine,flux",
         "plm_ssh_num_concurrent": "2",
         "prte_do_not_resolve": "0",
-        "plm_ssh_agent": mpi.build_launch_agent("/usr/bin/python3"),
+        "plm_ssh_agent": mpi.build_launch_agent(),
         "plm_ssh_no_tree_spawn": "1",
     }
 

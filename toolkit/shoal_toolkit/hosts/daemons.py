@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import shlex
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.machine import find_program
@@ -17,8 +13,8 @@ from shoal_toolkit.plan.mpi import AGENT_PARAMETERS, ANY, TMPDIR_PARAMETERS, bui
 from shoal_toolkit.system.loop import READ, Loop
 from shoal_toolkit.tables import read_table
 
-SOCKET = "rsh.sock"  # in the run directory; also in rsh.py, which imports nothing
-_MAX_REQUEST_BYTES = 1 << 19
+_MAX_REQUEST = 1 << 19  # characters
+_MAX_HOST_BYTES = 4096
 _PAIRS = ("-mca", "--mca", "-gmca", "--gmca", "--prtemca", "--pmixmca", "--omca", "--gomca")  # a name and a value each
 _FLAGS = (
     "--allow-run-as-root",
@@ -43,77 +39,83 @@ SendExitCode = Callable[[int], None]
 
 
 class DaemonRequests:
-    """Listens on a Unix socket in the run directory for requests from rsh.py.
+    """Serves requests of rsh.sh, through FIFOs and files in the run directory.
 
-    Calls `on_request(host, command, send_exit_code)` for each. rsh.py waits until `send_exit_code` is called.
+    rsh.sh writes a command to requests/HOST, and the host to the FIFO `daemons`. It then waits for a line in the FIFO
+    answers/HOST. Calls `on_request(host, command, send_exit_code)` for each, at most one for a host.
+
+    Creating it raises LaunchError if too many files are open.
     """
 
-    def __init__(self, loop: Loop, directory: str, on_request: Callable[[str, str, SendExitCode], None]) -> None:
+    def __init__(
+        self, loop: Loop, directory: str, hosts: Collection[str], on_request: Callable[[str, str, SendExitCode], None]
+    ) -> None:
         self._loop = loop
+        self._directory = directory
         self._on_request = on_request
-        self._open: set[socket.socket] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(os.path.join(directory, SOCKET))
-        self._listener.listen(1024)
-        self._listener.setblocking(False)
-        loop.watch(self._listener.fileno(), READ, self._on_connection)
+        self._received = b""
+        self._expected = set(hosts)  # hosts without a request
+        for name in ("requests", "answers"):
+            os.mkdir(os.path.join(directory, name), 0o700)
+        # Open at this end, so that rsh.sh opens its end at once, and reads the end of the file if `train` is killed.
+        self._answers = {host: self._open_fifo(f"answers/{host}") for host in hosts}
+        self._requests = self._open_fifo("daemons")
+        loop.watch(self._requests, READ, self._on_readable)
 
     def close(self) -> None:
-        """Stops listening, and closes open requests without an exit code: rsh.py ends with 255 then."""
-        self._loop.unwatch(self._listener.fileno(), READ)
-        self._listener.close()
-        for sock in list(self._open):
-            self._drop(sock)
+        """Takes no more requests, and closes open ones without an exit code: rsh.sh ends with 255 then."""
+        self._loop.unwatch(self._requests, READ)
+        for descriptor in (self._requests, *self._answers.values()):
+            os.close(descriptor)
+        self._answers = {}
 
-    def _on_connection(self) -> None:
-        """Accepts a connection, and waits for its request without blocking."""
+    def _open_fifo(self, name: str) -> int:
+        """Makes a FIFO that only this user can open, and opens it for both directions, which never blocks.
+
+        Raises LaunchError if that is not possible.
+        """
+        path = os.path.join(self._directory, name)
         try:
-            sock, _ = self._listener.accept()
-        except OSError:  # closed already, or too many are open: mpirun asks again
-            return
-        sock.setblocking(False)
-        self._open.add(sock)
-        received = bytearray()
-        self._loop.watch(sock.fileno(), READ, lambda: self._on_readable(sock, received))
+            os.mkfifo(path, 0o600)
+            return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        except OSError as error:
+            raise LaunchError(
+                f"{path} cannot be made: {error.strerror}. While mpirun starts, `train` has two open files for each "
+                "host. Fix: raise the limit (ulimit -n, or docker run --ulimit nofile=65536)."
+            ) from None
 
-    def _on_readable(self, sock: socket.socket, received: bytearray) -> None:
-        """Reads a part of a request.
+    def _on_readable(self) -> None:
+        """Reads the hosts with a new request. Other text is ignored: a process of the script wrote it."""
+        *lines, rest = (self._received + os.read(self._requests, 65536)).split(b"\n")
+        self._received = rest[-_MAX_HOST_BYTES:]
+        for line in lines:
+            host = os.fsdecode(line)
+            if host in self._expected:
+                self._expected.discard(host)
+                self._read_request(host)
 
-        A whole one goes to `on_request`, and its socket stays open until the exit code is sent. A request that is
-        wrong, too long or cut short is dropped.
+    def _read_request(self, host: str) -> None:
+        """Passes on the request for a host, and removes its FIFO: a second request is refused.
+
+        A request that is missing or too long is answered with 255.
         """
         try:
-            data = sock.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        received += data
-        if not data or len(received) > _MAX_REQUEST_BYTES:
-            self._drop(sock)  # mpirun has ended it
-        elif received.endswith(b"\n"):
-            try:
-                request = json.loads(received)
-                host, command = str(request["host"]), str(request["command"])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                self._drop(sock)  # not rsh.py: a process of the script
-                return
-            received.clear()
-            self._on_request(host, command, lambda code: self._send_exit_code(sock, code))
+            os.unlink(os.path.join(self._directory, "answers", host))
+            with open(os.path.join(self._directory, "requests", host), encoding="utf-8") as file:
+                command = file.read(_MAX_REQUEST)
+        except (OSError, UnicodeDecodeError):
+            command = ""
+        if command.endswith("\n"):
+            self._on_request(host, command[:-1], lambda code: self._send_exit_code(host, code))
+        else:
+            self._send_exit_code(host, 255)
 
-    def _send_exit_code(self, sock: socket.socket, code: int) -> None:
-        """Answers a request, and closes its socket. Does nothing if it is closed already."""
-        if sock in self._open:
-            with contextlib.suppress(OSError):  # rsh.py has ended
-                sock.send(str(code).encode())
-            self._drop(sock)
-
-    def _drop(self, sock: socket.socket) -> None:
-        """Closes the socket of a request without an answer; does nothing if it is closed."""
-        if sock in self._open:
-            self._open.discard(sock)
-            self._loop.unwatch(sock.fileno(), READ)
-            sock.close()
+    def _send_exit_code(self, host: str, code: int) -> None:
+        """Answers a request, and closes its FIFO. Does nothing if it is answered already."""
+        descriptor = self._answers.pop(host, None)
+        if descriptor is not None:
+            os.write(descriptor, b"%d\n" % code)
+            os.close(descriptor)
 
 
 def build_daemon_command(
@@ -175,7 +177,7 @@ def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Ma
         if parameter in TMPDIR_PARAMETERS:
             continue  # this is the directory of the first host
         if parameter in AGENT_PARAMETERS:
-            value = build_launch_agent(sys.executable)  # of this host
+            value = build_launch_agent()  # of this host
         elif not _is_allowed(parameter, value, forms, planned):
             raise LaunchError(
                 f"The first host asked for a daemon with the MCA parameter {parameter[:99]!r} = {value[:99]!r}, which "

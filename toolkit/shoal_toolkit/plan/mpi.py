@@ -228,7 +228,7 @@ def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str,
 def _agent_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
     """Returns the MCA parameters that start daemons through our agents."""
     # On one host too: mpirun searches ssh even if it connects to no host, and fails without it.
-    parameters = {"plm": "rsh", "ras": _NO_SCHEDULER, "plm_rsh_agent": build_launch_agent(machine.python)}
+    parameters = {"plm": "rsh", "ras": _NO_SCHEDULER, "plm_rsh_agent": build_launch_agent()}
     if len(hosts) > 1:
         parameters.update(plm_rsh_no_tree_spawn="1", plm_rsh_num_concurrent=str(len(hosts)))
     return _translate(parameters, machine)
@@ -251,10 +251,10 @@ def _read_mca_variables(environ: Mapping[str, str], series: int, table: Mapping[
     return found
 
 
-def build_launch_agent(python: str) -> str:
+def build_launch_agent() -> str:
     """Returns the command that mpirun runs instead of ssh. mpirun splits it at spaces."""
-    script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hosts", "rsh.py")
-    return f"{python} -I -S {script}"
+    script = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hosts", "rsh.sh")
+    return f"/bin/sh {script}"
 
 
 def set_session_directory(directory: str) -> dict[str, str]:

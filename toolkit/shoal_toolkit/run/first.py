@@ -168,21 +168,22 @@ class FirstHost(Host):
         if len(plan.ranks) > 1:
             from shoal_toolkit.hosts.daemons import DaemonRequests
 
-            self._requests = DaemonRequests(self.loop, processes.directory, self._on_daemon_request)
+            self._requests = DaemonRequests(self.loop, processes.directory, self._channels, self._on_daemon_request)
         from shoal_toolkit.plan.mpi import set_session_directory
 
         processes.start_launcher(plan.command, set_session_directory(processes.directory))
 
     def _on_daemon_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
-        """Passes mpirun's request on to a worker. The exit code of its daemon is sent to mpirun later.
+        """Passes mpirun's request on to a worker.
 
-        For a host that is lost, unknown, or has a daemon, 255 is sent at once.
+        mpirun's agent gets the exit code of the daemon, or 0 when a rank runs there. From then on mpirun has a
+        connection to the daemon, and notices its end. For a host that is lost, 255 is sent at once.
         """
         from shoal_toolkit.hosts.messages import Start
 
         channel = self._channels.get(host)
-        if channel is None or host in self._daemons:
-            write_log(f"mpirun requested a daemon on {host!r}, which is lost, unknown or has one")
+        if channel is None:
+            write_log(f"mpirun requested a daemon on {host!r}, which is lost")
             send_exit_code(255)
             return
         self._daemons[host] = send_exit_code
@@ -196,6 +197,8 @@ class FirstHost(Host):
     def _note_start(self, host: str, rank: int) -> None:
         """Notes the host of a rank. The first start sets `launch_seconds` in the report, which began with the job."""
         self._ranks.host_of[rank] = host
+        if host in self._daemons:
+            self._daemons[host](0)
         if not self._first_start:
             self._first_start = monotonic()
             self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)

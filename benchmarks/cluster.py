@@ -1,0 +1,126 @@
+"""Measures jobs on many hosts: `make bench-cluster`. It needs root, for network namespaces of this machine.
+
+The jobs do nothing on 2, 8, 32 and 64 hosts, with one rank each. The launchers are a plain process, torchrun and
+mpirun. A small program replaces torchrun, which imports torch for seconds on every host.
+
+- `cluster-noop-LAUNCHER-Nhosts`: from the start of all hosts until `train` has ended on the last one. The rival is the
+  same number of Pythons that do nothing (`python -I -S -c pass`), started in the same way. The hosts share the cores
+  of this machine: a real cluster has its own for each.
+- `cluster-cpu-LAUNCHER`: the processor time of each more host, from 32 to 64 hosts. The rival is the same from 2 to
+  32 hosts.
+- `cluster-memory-LAUNCHER`, `cluster-files-LAUNCHER`: the first host's private memory with page tables, and its open
+  files, for each more host, while the ranks run. The processes are `train`, mpirun and their child processes, but not
+  the script. They are read in separate jobs.
+- `cluster-model-LAUNCHER`: the relative error of the model at 64 hosts. The model is a line through the processor times
+  at 2, 8 and 32 hosts.
+
+The lines for 1,000 hosts are of that MODEL, not measured. Use a machine without other load: a host counts as lost after
+10 s of silence.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from cluster_hosts import LAUNCHERS, MPI, PYTHON, Costs, Times, look, run
+from hosts import Host, missing, switched_hosts
+from report import Figure, finish, make_parser, print_machine
+from scale_model import errors, fit
+
+COUNTS = (2, 8, 32, 64)
+MODELLED = 1000
+SECONDS, KILOBYTES, FILES = 6, 100, 3
+GROWTH, MODEL_ERROR = 1.25, 0.25
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, fit, and print the figures. Returns the exit code: 2 if this machine can't have such hosts."""
+    parser = make_parser(__doc__, 5)
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=COUNTS, metavar="N", help="three or more numbers (2 8 32 64)"
+    )
+    parser.add_argument("--launcher", choices=LAUNCHERS, nargs="+", default=LAUNCHERS, help="only these")
+    options = parser.parse_args(arguments)
+    problem = missing("unshare")
+    if problem:
+        print(f"no hosts on this machine, it lacks {problem}", file=sys.stderr)
+        return 2
+    print_machine()
+    counts = sorted(options.hosts)
+    figures: list[Figure] = []
+    with switched_hosts(counts[-1]) as hosts, tempfile.TemporaryDirectory() as directory:
+        job = Path(directory, "job")
+        floor = {count: measure(hosts[:count], PYTHON, job, options.rounds) for count in counts}
+        for launcher in options.launcher:
+            times = {count: measure(hosts[:count], launcher, job, options.rounds) for count in counts}
+            costs = {count: look(hosts[:count], launcher, job) for count in (counts[0], counts[-1])}
+            figures += time_figures(launcher, times, floor)
+            figures += cost_figures(launcher, costs)
+            figures.append(check_model(launcher, times))
+    return finish(figures)
+
+
+def measure(hosts: Sequence[Host], launcher: str, directory: Path, rounds: int) -> Times:
+    """Returns the medians of the rounds."""
+    times = [run(hosts, launcher, directory) for _ in range(rounds)]
+    found = Times(median(each.wall for each in times), median(each.cpu for each in times))
+    print(f"{len(hosts)} hosts, {launcher}: {found.wall:.2f} s, processors {found.cpu:.2f} s", flush=True)
+    return found
+
+
+def time_figures(launcher: str, times: Mapping[int, Times], floor: Mapping[int, Times]) -> list[Figure]:
+    """Returns the figures of time: all hosts together, and each more host."""
+    *_, before, most = times
+    figures = [
+        Figure(
+            f"cluster-noop-{launcher}-{count}hosts",
+            found.wall,
+            "s",
+            SECONDS if launcher == MPI and count == 64 else None,
+            floor[count].wall,
+            "python-that-does-nothing",
+        )
+        for count, found in times.items()
+    ]
+    early, late = (rise(times, low, high) for low, high in ((min(times), before), (before, most)))
+    return [*figures, Figure(f"cluster-cpu-{launcher}", late, "s/host", None, early, f"up-to-{before}-hosts", GROWTH)]
+
+
+def rise(times: Mapping[int, Times], low: int, high: int) -> float:
+    """Returns the processor time of each host that one job has more than the other."""
+    return (times[high].cpu - times[low].cpu) / (high - low)
+
+
+def cost_figures(launcher: str, costs: Mapping[int, Costs]) -> list[Figure]:
+    """Returns the figures of the first host for each more host."""
+    (few, less), (many, more) = costs.items()
+    kilobytes, files = ((more[part] - less[part]) / (many - few) for part in range(2))
+    print(f"{launcher}: first host of {many}: {more.kilobytes / 1000:.1f} MB, {more.files:.0f} open files")
+    at = MODELLED - many
+    print(
+        f"model, not measured: {launcher}: first host of {MODELLED}: "
+        f"{(more.kilobytes + at * kilobytes) / 1000:.0f} MB, {more.files + at * files:.0f} open files"
+    )
+    return [
+        Figure(f"cluster-memory-{launcher}", kilobytes, "KB/host", KILOBYTES),
+        Figure(f"cluster-files-{launcher}", files, "files/host", FILES),
+    ]
+
+
+def check_model(launcher: str, times: Mapping[int, Times]) -> Figure:
+    """Fits the processor times at all numbers of hosts but the last, and compares there."""
+    *known, most = times
+    line = fit({count: times[count].cpu for count in known})
+    print(
+        f"model, not measured: {launcher}: {line.alpha:.2f} s + {1000 * line.beta:.0f} ms per host of processor time; "
+        f"{line(MODELLED):.0f} s for {MODELLED} hosts"
+    )
+    return Figure(f"cluster-model-{launcher}", errors(line, {most: times[most].cpu})[0], "relative-error", MODEL_ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

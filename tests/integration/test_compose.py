@@ -1,0 +1,59 @@
+"""examples/compose with a real docker-compose: two services are the hosts of a job that trains the digits."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from pathlib import Path
+
+import docker
+import pytest
+
+from shoal.matrix.spec import BuildSpec
+
+from ..containers import ROOT
+
+EXAMPLE = ROOT / "examples" / "compose" / "compose.yml"
+
+
+@pytest.fixture(scope="session")
+def compose() -> str:
+    """The command of compose, Debian's, which is installed if it is missing."""
+    if not shutil.which("docker-compose"):
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "docker-compose"]
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(install, env=environment, check=True, capture_output=True, timeout=300)
+    return "docker-compose"
+
+
+def test_two_services_train_the_digits(
+    compose: str, client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(uuid.uuid4().hex)
+    secret.chmod(0o600)
+    environment = {
+        **os.environ,
+        "IMAGE": matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag,
+        "EPOCHS": "1",
+        "MODEL": str(tmp_path / "model"),
+        "SECRET": str(secret),
+    }
+    project = [compose, "--file", str(EXAMPLE), "--project-name", f"shoal-{uuid.uuid4().hex[:12]}"]
+    up = [*project, "up", "--no-color", "--exit-code-from", "host-0"]
+    try:
+        done = subprocess.run(up, env=environment, capture_output=True, text=True, timeout=240)
+        listed = [*project, "ps", "--all", "--quiet"]
+        containers = subprocess.run(listed, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        codes = [client.containers.get(name).wait(timeout=60)["StatusCode"] for name in containers.stdout.split()]
+    finally:
+        down = [*project, "down", "--volumes", "--timeout", "0"]
+        subprocess.run(down, env=environment, capture_output=True, check=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert codes == [0, 0], done.stdout
+    assert "has no secret" not in done.stdout
+    assert {f"{rank},host-{rank // 2}" for rank in range(4)} == set(re.findall(r"\[(\d,host-\d)\]", done.stdout))
+    assert (tmp_path / "model" / "model.pt").stat().st_size > 0

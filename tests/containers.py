@@ -113,7 +113,10 @@ def start_host() -> Iterator[StartHost]:
         if command is not None:
             container.with_command(command)
         mounts = [(str(tree), "/opt/ml", mode)] if tree is not None else []
-        for mount in (*mounts, *((str(path), target, "rw") for path, target in (volumes or {}).items())):
+        for path, target in (volumes or {}).items():  # target, or target:ro
+            place, _, access = target.partition(":")
+            mounts.append((str(path), place, access or "rw"))
+        for mount in mounts:
             container.with_volume_mapping(*mount)
         for name, value in (env or {}).items():
             container.with_env(name, value)

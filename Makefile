@@ -21,7 +21,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,11 @@ conformance: setup engine ## run the same jobs through AWS's toolkit and ours, a
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 faults: image ## break things in real containers, and check the results in docs/reliability.md
 	@$(PYTEST) tests/faults
+
+sagemaker: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
+sagemaker: image ## install the SageMaker SDKs, record their requests for examples/sagemaker, and run their local mode
+	@$(BIN)/python tests/integration/sagemaker_requests.py
+	@SHOAL_SAGEMAKER_SDK=1 $(BIN)/pytest tests/toolkit/test_sagemaker_requests.py tests/integration/test_sagemaker_sdks.py --timeout 1800
 
 soak: images ## run the random tests for hours; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600

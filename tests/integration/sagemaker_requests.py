@@ -1,6 +1,6 @@
 """Records what the SageMaker SDKs send for the scripts of examples/sagemaker: data/sagemaker-requests.json.
 
-    python tests/integration/sagemaker_requests.py     record all (`make sagemaker-requests`)
+    python tests/integration/sagemaker_requests.py [NAME ...]     record these cases, or all; part of `make sagemaker`
 
 The scripts run unmodified, in virtual environments with the real SDKs (.cache/sagemaker-sdk). AWS's services are moto's,
 on loopback. A recording has the CreateTrainingJob request, and the names and digests of the uploaded files.
@@ -171,11 +171,12 @@ def _digest(content: bytes) -> str | dict[str, str]:
 
 def main(names: list[str]) -> int:
     """Records the named cases, or all, and writes the file."""
-    recordings = json.loads(RECORDINGS.read_text()) if RECORDINGS.exists() else {}
     for case in CASES:
         if not names or case.name in names:
             print(f"{case.name}: {SDKS[case.sdk][0]}", flush=True)
-            recordings[case.name] = record(case)
+            recording = record(case)
+            recordings = json.loads(RECORDINGS.read_text()) if RECORDINGS.exists() else {}
+            recordings[case.name] = recording
             RECORDINGS.write_text(json.dumps(dict(sorted(recordings.items())), indent=1) + "\n")
     return 0
 

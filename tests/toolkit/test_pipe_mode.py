@@ -51,7 +51,7 @@ def test_a_script_that_expects_files_gets_an_error_that_names_the_fifo(tree: Tre
     configure(tree)
     tree.script("import os\nopen(os.path.join(os.environ['SM_CHANNEL_TRAINING'], 'digits.npz'))\n")
     assert run().code == 1
-    assert "A channel in Pipe mode has no files: read the FIFO input/data/CHANNEL_0" in tree.failure
+    assert "In Pipe mode, read the FIFO input/data/CHANNEL_0." in tree.failure
 
 
 def test_ranks_of_one_host_are_warned_that_they_share_a_fifo(tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""What the real SageMaker SDKs send for examples/sagemaker, as `train` plans it. `make sagemaker-requests` records it."""
+"""What the real SageMaker SDKs send for examples/sagemaker, as `train` plans it. `make sagemaker` records it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLANS = {
 def test_recordings_are_of_these_scripts_and_sdks(case: Any) -> None:
     recording = RECORDED[case.name]
     fresh = {"sdk": SDKS[case.sdk][0], "script": case.script, "script_sha256": example_digest(case.script)}
-    assert {key: recording[key] for key in fresh} == fresh, "Fix: make sagemaker-requests"
+    assert {key: recording[key] for key in fresh} == fresh, "Fix: make sagemaker"
 
 
 @pytest.mark.parametrize("name", PLANS)

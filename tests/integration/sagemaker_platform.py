@@ -21,7 +21,8 @@ def write_configuration(root: Path, request: Mapping[str, Any], hosts: Sequence[
     files = {
         "hyperparameters": request.get("HyperParameters") or {},
         "inputdataconfig": {
-            channel["ChannelName"]: _describe_channel(channel, request) for channel in request.get("InputDataConfig") or []
+            channel["ChannelName"]: _describe_channel(channel, request)
+            for channel in request.get("InputDataConfig") or []
         },
         "resourceconfig": {
             "current_host": current_host,
@@ -41,7 +42,9 @@ def write_configuration(root: Path, request: Mapping[str, Any], hosts: Sequence[
 def _describe_channel(channel: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, str]:
     mode = channel.get("InputMode") or request["AlgorithmSpecification"]["TrainingInputMode"]
     source = channel["DataSource"].get("S3DataSource", {})
-    distribution = {"S3DistributionType": source["S3DataDistributionType"]} if "S3DataDistributionType" in source else {}
+    distribution = (
+        {"S3DistributionType": source["S3DataDistributionType"]} if "S3DataDistributionType" in source else {}
+    )
     return {"TrainingInputMode": mode, "RecordWrapperType": "None", **distribution}
 
 

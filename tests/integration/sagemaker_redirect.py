@@ -1,4 +1,6 @@
-"""Runs a script with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL: python sagemaker_redirect.py SCRIPT.
+"""Runs a script with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL.
+
+    python sagemaker_redirect.py SCRIPT [ARGUMENT ...]
 
 The SDKs name the address of some services themselves, which is stronger than the variable.
 """

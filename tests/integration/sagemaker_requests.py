@@ -2,7 +2,7 @@
 
     python tests/integration/sagemaker_requests.py [NAME ...]     record these cases, or all; part of `make sagemaker`
 
-The scripts run unmodified, in virtual environments with the real SDKs (.cache/sagemaker-sdk). AWS's services are moto's,
+The scripts run unmodified, in virtual environments with the real SDKs (.cache/sagemaker-sdk). moto stands in for AWS,
 on loopback. A recording has the CreateTrainingJob request, and the names and digests of the uploaded files.
 """
 
@@ -18,6 +18,8 @@ import sys
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import requests
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "sagemaker"
@@ -88,6 +90,7 @@ def sdk_variables(**more: str) -> dict[str, str]:
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_EC2_METADATA_DISABLED": "true",
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
+        "SAGEMAKER_USER_CONFIG_OVERRIDE": str(RECORDINGS.with_name("sagemaker-config.yaml")),  # no telemetry
         "NO_PROXY": "*",
         **more,
     }
@@ -98,7 +101,7 @@ class FakeAws:
 
     def __init__(self) -> None:
         import boto3  # type: ignore[import-untyped]
-        from moto.sagemaker.responses import SageMakerResponse
+        from moto.sagemaker.responses import SageMakerResponse  # slow to import
         from moto.server import ThreadedMotoServer
 
         self.requests: list[dict[str, Any]] = []
@@ -109,6 +112,7 @@ class FakeAws:
             return original(response)
 
         SageMakerResponse.create_training_job = create_training_job  # type: ignore[method-assign]
+        self._restore = functools.partial(setattr, SageMakerResponse, "create_training_job", original)
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
@@ -130,7 +134,10 @@ class FakeAws:
         return found
 
     def stop(self) -> None:
+        """Ends the server, and forgets all that was made: moto keeps it in this process."""
+        requests.post(f"{self.endpoint}/moto-api/reset", timeout=30)
         self._server.stop()
+        self._restore()
 
 
 def record(case: Case) -> dict[str, Any]:

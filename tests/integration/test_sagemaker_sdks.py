@@ -35,7 +35,9 @@ DIGITS = ROOT / "examples" / "digits"
 HOSTS = ("algo-1", "algo-2")
 REHEARSAL = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}
 CODE_OF_SDK_3 = "/opt/ml/input/data/code"
-REPORT = "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+REPORT = (
+    "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+)
 with_sdks = pytest.mark.skipif(
     "SHOAL_SAGEMAKER_SDK" not in os.environ, reason="installs the SDKs, which takes minutes: make sagemaker"
 )
@@ -132,7 +134,9 @@ def upload_code(endpoint: str, address: str) -> None:
         for file in sorted(DIGITS.glob("*.py")):
             archive.add(file, file.name)
     bucket, _, key = address.removeprefix("s3://").partition("/")
-    s3 = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    s3 = boto3.client(
+        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x"
+    )
     s3.create_bucket(Bucket=bucket)
     s3.put_object(Bucket=bucket, Key=key, Body=packed.getvalue())
 
@@ -140,7 +144,7 @@ def upload_code(endpoint: str, address: str) -> None:
 def test_a_data_parallel_request_with_code_in_s3_and_data_on_a_file_system(
     start_host: StartHost, network: Network, s3: str, tmp_path: Path
 ) -> None:
-    """FSx and EFS are mounted as the channel's directory. Here it is read-only, as with file_system_access_mode="ro"."""
+    """FSx and EFS are mounted as the channel's directory, here read-only, as with file_system_access_mode="ro"."""
     request = dict(RECORDED["pytorch_dataparallel"]["request"])
     channels = RECORDED["channels_and_spot-bucket-of-data"]["request"]["InputDataConfig"]
     request["InputDataConfig"] = [channel for channel in channels if "FileSystemDataSource" in channel["DataSource"]]
@@ -182,7 +186,10 @@ def test_entry_point_and_arguments_of_a_request(
     recorded = RECORDED["modeltrainer-train"]["request"]
     request = {**recorded, "AlgorithmSpecification": {**recorded["AlgorithmSpecification"], **algorithm}}
     request["ResourceConfig"] = {**recorded["ResourceConfig"], "InstanceCount": 1}
-    request["HyperParameters"] = {"sagemaker_program": "train.py", "sagemaker_submit_directory": "/opt/ml/input/data/digits"}
+    request["HyperParameters"] = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": "/opt/ml/input/data/digits",
+    }
     write_configuration(tmp_path / "ml", request, ["algo-1"], "algo-1")
     code = tmp_path / "ml" / "input" / "data" / "digits"
     code.mkdir()

@@ -22,7 +22,9 @@ print(json.dumps([open(f"{stem}_{epoch}").read().split() for epoch in (0, 1)]))
 
 def configure(tree: Tree) -> Path:
     """A channel in Pipe mode, as in SageMaker: it has no directory. Returns the directory of its FIFOs."""
-    tree.configure("inputdataconfig", {"training": {"TrainingInputMode": "Pipe", "S3DistributionType": "ShardedByS3Key"}})
+    tree.configure(
+        "inputdataconfig", {"training": {"TrainingInputMode": "Pipe", "S3DistributionType": "ShardedByS3Key"}}
+    )
     tree.hyperparameters(sagemaker_program="train.py")
     data = tree.base / "input" / "data"
     data.mkdir()
@@ -37,7 +39,9 @@ def stream(fifo: Path, text: str) -> None:
 
 def test_a_script_reads_each_epoch_from_its_fifo(tree: Tree, run: Run) -> None:
     data = configure(tree)
-    records = [" ".join(f"{epoch}-{number}" for number in range(20_000)) for epoch in range(2)]  # more than a pipe holds
+    records = [
+        " ".join(f"{epoch}-{number}" for number in range(20_000)) for epoch in range(2)
+    ]  # more than a pipe holds
     for epoch, text in enumerate(records):
         stream(data / f"training_{epoch}", text)
     tree.script(READ_TWO_EPOCHS)

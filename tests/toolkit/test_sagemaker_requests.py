@@ -42,7 +42,9 @@ PLANS = {
     "sdk1_dataparallel": Expected("smdataparallel", BOTH, ["train.py", "--epochs", "3"]),
     "tensorflow_dataparallel": Expected("smdataparallel", BOTH, ["train_tensorflow.py", "--epochs", "3"]),
     "channels_and_spot-bucket-of-data": Expected(
-        "torch_distributed", {"algo-1": 8}, ["train_torch.py", "--checkpoint-dir", "/opt/ml/checkpoints", "--epochs", "3"]
+        "torch_distributed",
+        {"algo-1": 8},
+        ["train_torch.py", "--checkpoint-dir", "/opt/ml/checkpoints", "--epochs", "3"],
     ),
 }
 

@@ -56,9 +56,7 @@ def _call_function(target: str) -> str:
     )
 
 
-def format_arguments(
-    hyperparameters: Mapping[str, Any], store_true: object = None, as_json: bool = False
-) -> list[str]:
+def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = None, as_json: bool = False) -> list[str]:
     """Returns the hyperparameters as arguments for the script.
 
     Args:

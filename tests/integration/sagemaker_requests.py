@@ -16,6 +16,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,14 +148,12 @@ def record(case: Case) -> dict[str, Any]:
     aws = FakeAws()
     try:
         command = [python, REDIRECT, EXAMPLES / case.script, IMAGE, ROLE, *case.arguments]
-        ended = subprocess.run(
-            command, env=sdk_variables(AWS_ENDPOINT_URL=aws.endpoint), capture_output=True, text=True, check=False
-        )
+        output = _run_until_job(command, aws)
         uploads = aws.uploads()
     finally:
         aws.stop()
     if len(aws.requests) != 1:
-        raise RuntimeError(f"{case.name}: {len(aws.requests)} jobs\n{ended.stdout}\n{ended.stderr}")
+        raise RuntimeError(f"{case.name}: {len(aws.requests)} jobs\n{output}")
     (request,) = aws.requests
     job = request["TrainingJobName"]
     recording = {
@@ -165,6 +165,19 @@ def record(case: Case) -> dict[str, Any]:
     }
     recorded: dict[str, Any] = json.loads(json.dumps(recording).replace(job, "JOB"))
     return recorded
+
+
+def _run_until_job(command: list[str | Path], aws: FakeAws) -> str:
+    """Runs a script until it has sent a job, and stops it then: it would wait for the job. Returns its output."""
+    with tempfile.TemporaryFile("w+") as output:
+        variables = sdk_variables(AWS_ENDPOINT_URL=aws.endpoint)
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and not aws.requests:
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+        output.seek(0)
+        return output.read()
 
 
 def _digest(content: bytes) -> str | dict[str, str]:

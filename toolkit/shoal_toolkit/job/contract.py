@@ -318,7 +318,7 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
 
 
 def _read_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns the hyperparameters of the file, None if there is no file, and those of SDK_HYPERPARAMETERS over them."""
+    """Returns the hyperparameters of the file, None if there is no file. SDK_HYPERPARAMETERS overrides them."""
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
     settings = environ.get(SDK_HYPERPARAMETERS)
     return {**(raw or {}), **json.loads(settings)} if settings else raw

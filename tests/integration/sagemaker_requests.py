@@ -103,6 +103,8 @@ class FakeAws:
 
     def __init__(self) -> None:
         import boto3  # type: ignore[import-untyped]
+        from moto.core.exceptions import AccessDeniedError
+        from moto.iam.responses import IamResponse
         from moto.sagemaker.responses import SageMakerResponse  # slow to import
         from moto.server import ThreadedMotoServer
 
@@ -115,6 +117,12 @@ class FakeAws:
 
         SageMakerResponse.create_training_job = create_training_job  # type: ignore[method-assign]
         self._restore = functools.partial(setattr, SageMakerResponse, "create_training_job", original)
+
+        def simulate_principal_policy(_: IamResponse) -> Any:
+            """Denies what moto lacks: SDK 3 then checks the role less, and says so."""
+            raise AccessDeniedError(ROLE, "iam:SimulatePrincipalPolicy")
+
+        setattr(IamResponse, "simulate_principal_policy", simulate_principal_policy)  # noqa: B010
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()

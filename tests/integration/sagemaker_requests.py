@@ -58,9 +58,6 @@ CASES = (
     Case("2", "pytorch_modelparallel.py"),
     Case("2", "tensorflow_dataparallel.py"),
     Case("2", "channels_and_spot.py", (BUCKET, "fs-0123456789abcdef0", "subnet-0123", "sg-0123")),
-    Case("3", "modeltrainer.py", ("mpi",)),
-    Case("3", "modeltrainer.py", ("torchrun",)),
-    Case("3", "modeltrainer.py", ("train",)),
 )
 
 

@@ -21,7 +21,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,11 @@ faults: image ## break things in real containers, and check the results in docs/
 
 cluster-demo: setup ## show a Slurm job of 2 nodes on this machine: the queue, the log, the result (as root)
 	@$(BIN)/python -m tests.cluster.demo
+
+sagemaker: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
+sagemaker: image ## install the SageMaker SDKs, record their requests for examples/sagemaker, and run their local mode
+	@$(BIN)/python tests/integration/sagemaker_requests.py
+	@SHOAL_SAGEMAKER_SDK=1 $(BIN)/pytest tests/toolkit/test_sagemaker_requests.py tests/integration/test_sagemaker_sdks.py --timeout 1800
 
 soak: images ## run the random tests for hours; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600

@@ -91,6 +91,12 @@ class Host:
 StartHost = Callable[..., Host]
 
 
+def _mount(path: Path | str, target: str) -> tuple[str, str, str]:
+    """Returns the arguments of a mount; the target is a directory of the container, or `directory:ro`."""
+    directory, _, mode = target.partition(":")
+    return str(path), directory, mode or "rw"
+
+
 @pytest.fixture
 def start_host() -> Iterator[StartHost]:
     """Start training containers; they are removed at the end."""
@@ -113,7 +119,7 @@ def start_host() -> Iterator[StartHost]:
         if command is not None:
             container.with_command(command)
         mounts = [(str(tree), "/opt/ml", mode)] if tree is not None else []
-        for mount in (*mounts, *((str(path), target, "rw") for path, target in (volumes or {}).items())):
+        for mount in (*mounts, *(_mount(path, target) for path, target in (volumes or {}).items())):
             container.with_volume_mapping(*mount)
         for name, value in (env or {}).items():
             container.with_env(name, value)

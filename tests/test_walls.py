@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "shoal_toolkit": (
-        "errors light_typing",
+        "errors fallback light_typing",
         "command_line tables",
         "redact",
         "log",

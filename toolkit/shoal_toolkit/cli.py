@@ -223,7 +223,7 @@ def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
     If the hyperparameters are wrong, it is the order of the list of hosts.
     """
     try:
-        hosts = select_hosts(cluster, read_framework(paths))
+        hosts = select_hosts(cluster, read_framework(paths, os.environ))
     except TrainError:
         hosts = cluster.hosts
     return (*hosts, *(host for host in cluster.hosts if host not in hosts))

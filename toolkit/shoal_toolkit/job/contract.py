@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricDefinition
 
 DEFAULT_BASE = "/opt/ml"
+SDK_HYPERPARAMETERS = "SHOAL_SDK_HYPERPARAMETERS"  # set in place of SDK 3's MPI driver: see fallback/paramiko.py
 HYPERPARAMETERS = "hyperparameters.json"
 RESOURCE_CONFIG = "resourceconfig.json"
 INPUT_DATA_CONFIG = "inputdataconfig.json"
@@ -44,7 +45,8 @@ TOOLKIT_KEYS = frozenset(
         "default_user_module_name",
         "_tuning_objective_metric",
         "sagemaker_s3_output",
-        "sagemaker_store_true",  # only in this toolkit: see plan/arguments.py
+        "sagemaker_store_true",  # only in this toolkit, as the next: see plan/arguments.py
+        "sagemaker_json_arguments",
         "sagemaker_metric_definitions",  # only in this toolkit: see job/metrics.py
     }
 )
@@ -154,8 +156,14 @@ class Job(NamedTuple):
 
     @property
     def channels(self) -> dict[str, str]:
-        """The directory of each channel's data, by the channel's name."""
+        """The directory of each channel's data, by the channel's name. In Pipe mode it is the stem of FIFOs."""
         return {name: os.path.join(self.paths.data, name) for name in self.input_data_config}
+
+    @property
+    def pipe_channels(self) -> list[str]:
+        """The names of the channels in Pipe mode."""
+        modes = {name: config.get("TrainingInputMode") for name, config in self.input_data_config.items() if config}
+        return sorted(name for name, mode in modes.items() if mode == "Pipe")
 
 
 def read_paths(environ: Mapping[str, str]) -> Paths:
@@ -216,12 +224,12 @@ def _assume_one_host(paths: Paths, hostname: str) -> HostList:
     return HostList("none", (hostname,), 0, evidence, warnings=(note,))
 
 
-def read_framework(paths: Paths) -> dict[str, Any]:
+def read_framework(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the hyperparameters in LAUNCHER_KEYS, decoded; none without a file.
 
     Raises ContractError if it can't be read.
     """
-    raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS)) or {}
+    raw = _read_hyperparameters(paths, environ) or {}
     return {key: decode(value) for key, value in raw.items() if key in LAUNCHER_KEYS}
 
 
@@ -243,7 +251,7 @@ def read_job(
         ContractError: If the configuration is wrong or incomplete.
         LaunchError: If the code can't be fetched.
     """
-    raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
+    raw = _read_hyperparameters(paths, environ)
     decoded = {key: decode(value) for key, value in (raw or {}).items()}
     reserved = {key for key in decoded if key in TOOLKIT_KEYS or key.startswith("sagemaker_")}
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
@@ -329,6 +337,13 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1.")
     return int(text)
+
+
+def _read_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns the hyperparameters of the file, None if there is no file. SDK_HYPERPARAMETERS overrides them."""
+    raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
+    settings = environ.get(SDK_HYPERPARAMETERS)
+    return {**(raw or {}), **json.loads(settings)} if settings else raw
 
 
 def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricDefinition, ...]:

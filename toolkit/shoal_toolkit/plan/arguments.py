@@ -23,6 +23,7 @@ from shoal_toolkit.job.entry import COMMAND, FUNCTION, MODULE, Script
 from shoal_toolkit.light_typing import Any
 
 STORE_TRUE = "sagemaker_store_true"
+JSON_ARGUMENTS = "sagemaker_json_arguments"
 MAX_ARGUMENT_BYTES = 32 * os.sysconf("SC_PAGE_SIZE") - 1  # of one argument or variable on Linux (MAX_ARG_STRLEN)
 
 
@@ -55,12 +56,14 @@ def _call_function(target: str) -> str:
     )
 
 
-def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = None) -> list[str]:
+def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = None, as_json: bool = False) -> list[str]:
     """Returns the hyperparameters as arguments for the script.
 
     Args:
         hyperparameters: Names and decoded values.
         store_true: The value of sagemaker_store_true: a list of names, true for all booleans, or None.
+        as_json: Whether a value other than text is passed as JSON, and each name with two dashes, as by the drivers of
+            SageMaker SDK 3.
 
     Raises:
         ContractError: If sagemaker_store_true is wrong, or a value is too long for Linux.
@@ -69,7 +72,10 @@ def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = No
     words: list[str] = []
     for name in sorted(hyperparameters):
         value = hyperparameters[name]
-        if name not in flags:
+        if as_json and name not in flags:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += [f"--{name}", _check_length(name, text)]
+        elif name not in flags:
             words += [_format_option(name), _check_length(name, _format_value(value))]
         elif value:
             words.append(_format_option(name))

@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError, did_you_mean
-from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job
+from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import find_misspelt_variables
 from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
-from shoal_toolkit.plan.arguments import STORE_TRUE, build_script_command, format_arguments, shorten_for_mpirun
+from shoal_toolkit.plan.arguments import (
+    JSON_ARGUMENTS,
+    STORE_TRUE,
+    build_script_command,
+    format_arguments,
+    shorten_for_mpirun,
+)
 from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized
 from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
@@ -117,7 +123,8 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     hosts = select_hosts(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)
     ranks = count_ranks(job, machine, launcher, hosts)
-    arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE)), *job.extra_args]
+    as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
+    arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
     here = PROCESS if job.cluster.current_host in outside else launcher
     network = choose_network_variables(job, machine, here)
     variables = _build_environment(job, machine, here, ranks, hosts, arguments, free_port)
@@ -147,7 +154,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         hosts_source=job.cluster.found.source,
         hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
-        notes=(*notes, *network.notes, *mpi_notes, *size_notes),
+        notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *mpi_notes, *size_notes),
         reasons=network.reasons,
     )
 
@@ -319,6 +326,17 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
     return [
         f"outside the distribution over the instance groups {groups}: {', '.join(outside)}. The script runs once on "
         "each of these hosts, on its own; SM_CURRENT_INSTANCE_GROUP is the group of its host."
+    ]
+
+
+def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
+    """Returns a note for each channel in Pipe mode: where its data are, and that the ranks of a host share them."""
+    count = ranks.get(job.cluster.current_host, 1)
+    shared = f". The {count} ranks of this host share each FIFO: let one of them read it" if count > 1 else ""
+    return [
+        f"the channel {name} is in Pipe mode: its data are in the FIFO {job.channels[name]}_0, in the next epoch in "
+        f"{name}_1, and so on{shared}"
+        for name in job.pipe_channels
     ]
 
 

@@ -1,0 +1,262 @@
+"""Jobs as SageMaker runs them for the requests of the real SDKs (recordings), and the SDKs' own local mode.
+
+The SDKs take minutes to install, and their local mode needs Docker compose. `make sagemaker` does both, and runs the
+tests of local mode too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from testcontainers.core.network import Network
+
+from . import sagemaker_requests
+from .conftest import ROOT, Ended, Host, StartHost
+from .sagemaker_platform import build_command, build_environment, write_configuration
+from .sagemaker_requests import EXAMPLES, RECORDINGS, ROLE, SDKS, make_environment, sdk_variables
+
+RECORDED: dict[str, dict[str, Any]] = json.loads(RECORDINGS.read_text())
+SMALL = "pytorch-training:2.13.0-cpu-py311-debian12"
+DIGITS = ROOT / "examples" / "digits"
+HOSTS = ("algo-1", "algo-2")
+REHEARSAL = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}
+CODE_OF_SDK_3 = "/opt/ml/input/data/code"
+REPORT = (
+    "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+)
+with_sdks = pytest.mark.skipif(
+    "SHOAL_SAGEMAKER_SDK" not in os.environ, reason="installs the SDKs, which takes minutes: make sagemaker"
+)
+
+
+def wait_all(hosts: dict[str, Host]) -> dict[str, Ended]:
+    ended = {name: host.wait() for name, host in hosts.items()}
+    assert {name: end.code for name, end in ended.items()} == dict.fromkeys(hosts, 0), ended
+    return ended
+
+
+# SDK 3: its drivers
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The SDK's package, which has the scripts that it uploads to the channel sm_drivers."""
+    wheels = sagemaker_requests.ENVIRONMENTS / "wheels"
+    if not list(wheels.glob("*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", wheels, *SDKS["3"]]
+        subprocess.run(command, check=True)
+    directory = tmp_path_factory.mktemp("sagemaker-train")
+    (wheel,) = wheels.glob("sagemaker_train-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(directory, [name for name in archive.namelist() if name.startswith("sagemaker/train/")])
+    return directory / "sagemaker" / "train"
+
+
+def write_drivers(package: Path, target: Path, distributed: dict[str, Any]) -> None:
+    """Writes the channel sm_drivers as ModelTrainer does for the MPI driver, with the package's own templates."""
+    shutil.copytree(package / "container_drivers", target)
+    templates = runpy.run_path(str(package / "templates.py"))
+    driver = templates["EXEUCTE_DISTRIBUTED_DRIVER"].format(driver_name="MPI", driver_script="mpi_driver.py")
+    script = templates["TRAIN_SCRIPT_TEMPLATE"].format(
+        working_dir=f"cd {CODE_OF_SDK_3} \n", install_requirements="", execute_driver=driver
+    )
+    (target / "sm_train.sh").write_text(script)
+    (target / "sourcecode.json").write_text(json.dumps({"entry_script": "train.py"}))
+    (target / "distributed.json").write_text(json.dumps(distributed))
+
+
+def test_the_mpi_driver_of_sdk_3_trains_on_all_hosts(
+    start_host: StartHost, network: Network, drivers: Path, tmp_path: Path
+) -> None:
+    """The driver itself needs paramiko and sshd, and its mpirun starts ranks on the first host only."""
+    constants = runpy.run_path(str(drivers / "constants.py"))
+    command = {name: constants[f"DEFAULT_CONTAINER_{name.upper()}"] for name in ("Entrypoint", "Arguments")}
+    request = {
+        "TrainingJobName": "digits-mpi",
+        "AlgorithmSpecification": {
+            "TrainingInputMode": "File",
+            **{f"Container{name}": value for name, value in command.items()},
+        },
+        "HyperParameters": {"epochs": "3", "flag": "true"},
+        "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 2},
+        "InputDataConfig": [{"ChannelName": name, "DataSource": {}} for name in ("code", "sm_drivers")],
+    }
+    hosts = {}
+    for name in HOSTS:
+        tree = tmp_path / name
+        write_configuration(tree, request, HOSTS, name)
+        distributed = {"process_count_per_node": 2, "mpi_additional_options": ["-x", "NCCL_DEBUG=VERSION"]}
+        write_drivers(drivers, tree / "input" / "data" / "sm_drivers", distributed)
+        code = tree / "input" / "data" / "code"
+        code.mkdir()
+        (code / "train.py").write_text(f"{REPORT}assert os.environ['NCCL_DEBUG'] == 'VERSION'\n")
+        env = build_environment(request)
+        hosts[name] = start_host(SMALL, tree=tree, network=network, alias=name, env=env, **build_command(request))
+    output = wait_all(hosts)["algo-1"].output
+    for rank in range(4):
+        assert f"rank {rank} of 4 --epochs 3 --flag true" in output
+    assert all(host.path("output/success").exists() for host in hosts.values())
+
+
+# SDK 2: code in S3, and a file system as a channel
+
+
+@pytest.fixture
+def s3(client: docker.DockerClient, network: Network) -> Iterator[str]:
+    """An S3 server that the containers of the network reach."""
+    from moto.server import ThreadedMotoServer
+
+    gateway = client.networks.get(network.name).attrs["IPAM"]["Config"][0]["Gateway"]
+    server = ThreadedMotoServer(gateway, 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def upload_code(endpoint: str, address: str) -> None:
+    """Uploads examples/digits as an archive, as the SDK does, to an s3:// address."""
+    import boto3  # type: ignore[import-untyped]
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for file in sorted(DIGITS.glob("*.py")):
+            archive.add(file, file.name)
+    bucket, _, key = address.removeprefix("s3://").partition("/")
+    s3 = boto3.client(
+        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x"
+    )
+    s3.create_bucket(Bucket=bucket)
+    s3.put_object(Bucket=bucket, Key=key, Body=packed.getvalue())
+
+
+def test_a_data_parallel_request_with_code_in_s3_and_data_on_a_file_system(
+    start_host: StartHost, network: Network, s3: str, tmp_path: Path
+) -> None:
+    """FSx and EFS are mounted as the channel's directory, here read-only, as with file_system_access_mode="ro"."""
+    request = dict(RECORDED["pytorch_dataparallel"]["request"])
+    channels = RECORDED["channels_and_spot-bucket-of-data"]["request"]["InputDataConfig"]
+    request["InputDataConfig"] = [channel for channel in channels if "FileSystemDataSource" in channel["DataSource"]]
+    upload_code(s3, json.loads(request["HyperParameters"]["sagemaker_submit_directory"]))
+    file_system = tmp_path / "fsx"
+    subprocess.run([sys.executable, DIGITS / "prepare.py", file_system], check=True)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL_S3": s3}
+    hosts = {}
+    for name in HOSTS:
+        write_configuration(tmp_path / name, request, HOSTS, name)
+        hosts[name] = start_host(
+            SMALL,
+            tree=tmp_path / name,
+            network=network,
+            alias=name,
+            volumes={file_system: "/opt/ml/input/data/training:ro"},
+            env={**build_environment(request), **REHEARSAL, **keys},
+            **build_command(request),
+        )
+    wait_all(hosts)
+    metrics = json.loads(hosts["algo-1"].path("output/data/metrics.json").read_text())
+    assert (metrics["world_size"], metrics["epochs"]) == (4, 3)
+    assert hosts["algo-1"].path("model/model.pt").exists()
+
+
+# ContainerEntrypoint and ContainerArguments
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"ContainerArguments": ["train", "--epochs", "7"]},
+        {"ContainerEntrypoint": ["train"], "ContainerArguments": ["--epochs", "7"]},
+    ],
+)
+def test_entry_point_and_arguments_of_a_request(
+    start_host: StartHost, tmp_path: Path, algorithm: dict[str, list[str]]
+) -> None:
+    recorded = RECORDED["pytorch_dataparallel"]["request"]
+    request = {**recorded, "AlgorithmSpecification": {**recorded["AlgorithmSpecification"], **algorithm}}
+    request["ResourceConfig"] = {**recorded["ResourceConfig"], "InstanceCount": 1}
+    request["HyperParameters"] = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": "/opt/ml/input/data/digits",
+    }
+    write_configuration(tmp_path / "ml", request, ["algo-1"], "algo-1")
+    code = tmp_path / "ml" / "input" / "data" / "digits"
+    code.mkdir()
+    (code / "train.py").write_text(REPORT)
+    host = start_host(SMALL, tree=tmp_path / "ml", env=build_environment(request), **build_command(request))
+    assert "rank 0 of 1 --epochs 7" in wait_all({"algo-1": host})["algo-1"].output
+
+
+# Local mode
+
+
+@pytest.fixture(scope="session")
+def compose(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Docker compose from Debian 13, as a plugin of the docker command; the variables that select it."""
+    directory = sagemaker_requests.ENVIRONMENTS / "compose"
+    plugin = directory / "cli-plugins" / "docker-compose"
+    if not plugin.exists():
+        plugin.parent.mkdir(parents=True, exist_ok=True)
+        apt = tmp_path_factory.mktemp("apt")
+        (apt / "lists" / "partial").mkdir(parents=True)
+        keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+        (apt / "sources.list").write_text(f"deb [signed-by={keys}] http://deb.debian.org/debian trixie main\n")
+        settings = {"Etc::sourcelist": apt / "sources.list", "Etc::sourceparts": "-", "State::lists": apt / "lists"}
+        options = [word for name, value in settings.items() for word in ("-o", f"Dir::{name}={value}")]
+        subprocess.run(["apt-get", *options, "-o", "APT::Sandbox::User=root", "-qq", "update"], check=True)
+        subprocess.run(["apt-get", *options, "-qq", "download", "docker-compose"], cwd=apt, check=True)
+        (package,) = apt.glob("docker-compose_*.deb")
+        subprocess.run(["dpkg-deb", "-x", package, apt / "root"], check=True)
+        shutil.copy(apt / "root/usr/libexec/docker/cli-plugins/docker-compose", plugin)
+    return {"DOCKER_CONFIG": str(directory)}
+
+
+@pytest.fixture
+def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[None]:
+    """Removes the containers and the network that the SDKs leave."""
+    yield
+    for container in client.containers.list(all=True, filters={"label": "com.docker.compose.project"}):
+        if container.labels.get("com.docker.compose.project.working_dir", "").startswith(str(tmp_path)):
+            container.remove(force=True)
+    for network in client.networks.list(names=["sagemaker-local"]):
+        network.remove()
+
+
+@with_sdks
+@pytest.mark.usefixtures("left_by_compose")
+@pytest.mark.xdist_group("sagemaker-local")  # the SDKs' network has one name
+@pytest.mark.parametrize(
+    ("sdk", "script", "arguments", "instance_type"),
+    [
+        ("2", "pytorch_dataparallel.py", [], "local"),
+        ("3", "modeltrainer.py", ["mpi"], "local_cpu"),
+        ("3", "modeltrainer.py", ["torchrun"], "local_cpu"),
+        ("3", "modeltrainer.py", ["train"], "local_cpu"),
+    ],
+)
+def test_local_mode(
+    compose: dict[str, str], tmp_path: Path, sdk: str, script: str, arguments: list[str], instance_type: str
+) -> None:
+    """The script of the examples, unmodified, with the real SDK: two containers on this machine."""
+    (tmp_path / ".sagemaker").mkdir()
+    settings = f"local:\n  local_code: true\n  container_root: {tmp_path}\n"
+    (tmp_path / ".sagemaker" / "config.yaml").write_text(settings)
+    variables = sdk_variables(HOME=str(tmp_path), INSTANCE_TYPE=instance_type, RANKS="2", **compose)
+    command = [make_environment(sdk), EXAMPLES / script, SMALL, ROLE, *arguments]
+    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    assert "epoch 3/3" in output

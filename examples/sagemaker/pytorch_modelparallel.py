@@ -21,7 +21,8 @@ smp_options = {
         "ddp": True,
     },
 }
-# AWS's guide says that this option may fail in its containers, because their toolkit sets it too. `train` passes it once.
+# AWS's guide says that this option may fail in its containers, because their toolkit sets it too. In ours it is set
+# once.
 mpi_options = {
     "enabled": True,
     "processes_per_host": 8,

@@ -112,7 +112,7 @@ class FakeAws:
             self.requests.append(json.loads(response.body))
             return original(response)
 
-        SageMakerResponse.create_training_job = create_training_job  # type: ignore[method-assign]
+        SageMakerResponse.create_training_job = create_training_job  # type: ignore[method-assign, assignment]
         self._restore = functools.partial(setattr, SageMakerResponse, "create_training_job", original)
 
         def simulate_principal_policy(_: IamResponse) -> Any:
@@ -152,7 +152,7 @@ def record(case: Case) -> dict[str, Any]:
     python = make_environment(case.sdk)
     aws = FakeAws()
     try:
-        command = [python, REDIRECT, EXAMPLES / case.script, IMAGE, ROLE, *case.arguments]
+        command: list[str | Path] = [python, REDIRECT, EXAMPLES / case.script, IMAGE, ROLE, *case.arguments]
         output = _run_until_job(command, aws)
         uploads = aws.uploads()
     finally:

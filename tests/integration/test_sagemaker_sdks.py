@@ -56,7 +56,17 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The SDK's package, which has the scripts that it uploads to the channel sm_drivers."""
     wheels = sagemaker_requests.ENVIRONMENTS / "wheels"
     if not list(wheels.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", wheels, *SDKS["3"]]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            wheels,
+            *SDKS["3"],
+        ]
         subprocess.run(command, check=True)
     directory = tmp_path_factory.mktemp("sagemaker-train")
     (wheel,) = wheels.glob("sagemaker_train-*.whl")
@@ -255,7 +265,7 @@ def test_local_mode(
     settings = f"local:\n  local_code: true\n  container_root: {tmp_path}\n"
     (tmp_path / ".sagemaker" / "config.yaml").write_text(settings)
     variables = sdk_variables(HOME=str(tmp_path), INSTANCE_TYPE=instance_type, RANKS="2", **compose)
-    command = [make_environment(sdk), EXAMPLES / script, SMALL, ROLE, *arguments]
+    command: list[str | Path] = [make_environment(sdk), EXAMPLES / script, SMALL, ROLE, *arguments]
     ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output

@@ -25,7 +25,7 @@ def run_driver(tree: Tree, script: Path) -> subprocess.CompletedProcess[str]:
         SM_ENTRY_SCRIPT="train.py",
         SM_DISTRIBUTED_CONFIG=json.dumps(CONFIG),
     )
-    command = [sys.executable, script]
+    command: list[str | Path] = [sys.executable, script]
     return subprocess.run(command, cwd=tree.code, env=environment, capture_output=True, text=True, check=False)
 
 

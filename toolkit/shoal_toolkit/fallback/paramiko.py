@@ -24,7 +24,7 @@ def build_train_variables(environ: Mapping[str, str], code_dir: str) -> dict[str
         code_dir: The directory of the user's code, from which the SDK's script starts the driver.
     """
     config = json.loads(environ["SM_DISTRIBUTED_CONFIG"])
-    hyperparameters = {"sagemaker_mpi_enabled": True, "sagemaker_json_arguments": True}
+    hyperparameters: dict[str, object] = {"sagemaker_mpi_enabled": True, "sagemaker_json_arguments": True}
     if config.get("process_count_per_node"):
         hyperparameters["sagemaker_mpi_num_of_processes_per_host"] = config["process_count_per_node"]
     if config.get("mpi_additional_options"):

@@ -173,7 +173,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     try:
         if problem is not None:
             raise problem
-        plan = plan_host(paths, cluster, environ, words, fetch=not preflight)
+        plan = plan_host(paths, cluster, environ, words, not preflight)
         for note in (*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes):
             write_log(note)
     except TrainError as error:

@@ -148,7 +148,7 @@ class Agent:
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
         """Checks the first host's proof, and returns the answer: this host's own proof, or a refusal."""
         if message.hosts != transcript["hosts"]:
-            return self._refuse("its list of hosts is not this host's")
+            return self._refuse("it lists other hosts than this host")
         if not wire.equal_proofs(wire.make_proof(self._secret, "first", transcript), message.proof):
             return self._refuse("its SHOAL_JOB_SECRET is not this host's")
         return Welcome(wire.make_proof(self._secret, "worker", transcript))

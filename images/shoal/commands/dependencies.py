@@ -1,4 +1,7 @@
-"""Commands on the packages in images: `lock` pins them, `bundle` downloads them for offline builds."""
+"""Commands on the packages in images: `lock` and `bundle`.
+
+`lock` pins them and renders the Dockerfiles. `bundle` downloads them for offline builds.
+"""
 
 from __future__ import annotations
 

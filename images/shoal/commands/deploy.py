@@ -81,7 +81,7 @@ class KubernetesOptions:
     ] = None
 
     def to_request(self) -> KubernetesRequest:
-        """Return the job, checked. Raises `UsageError`."""
+        """Return the job. Raises `UsageError` if an option is wrong, or no image of the matrix matches."""
         tag = resolve_tag(self.image) if "/" not in self.image else self.image
         image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
         is_directory = self.source is not None and not self.source.startswith("s3://")

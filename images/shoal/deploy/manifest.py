@@ -38,7 +38,9 @@ _WARNING = "It contains the job's secret: do not commit it, and write a new one 
 
 
 def build_objects(request: KubernetesRequest) -> list[Object]:
-    """Return all objects of a job, with a new secret, in the order in which to create them.
+    """Return all objects of a job, in the order in which to create them.
+
+    They contain a secret unless the environment names a file with it: SHOAL_JOB_SECRET there, otherwise a new one.
 
     Args:
         request: The job, which the caller has checked.
@@ -63,7 +65,10 @@ def _build_object(request: KubernetesRequest, kind: str, part: str, **content: A
 
 
 def _build_config_map(request: KubernetesRequest) -> Object:
-    """Return the files of /opt/ml/input/config, and the archive of the source. Raises `UsageError`."""
+    """Return the files of /opt/ml/input/config, and the archive of the source.
+
+    Raises `UsageError` if the source cannot be read, or all that does not fit into a ConfigMap.
+    """
     files = {
         "hyperparameters.json": request.encode_hyperparameters(),
         "inputdataconfig.json": job.describe_channels(request.channels),
@@ -91,7 +96,7 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
 
 
 def pack_source(directory: Path) -> bytes:
-    """Return a directory as .tar.gz: the same bytes for the same files. Caches are left out.
+    """Return a directory as .tar.gz: the same bytes for the same files. `__pycache__` and `.git` are left out.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.

@@ -84,7 +84,7 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 
 
 def _build_environment(request: KubernetesRequest) -> list[Object]:
-    """Return the variables of the container. `--env` overrides all but the name of the job."""
+    """Return the variables of the container. `--env` overrides all but the job's name; a secret in it is left out."""
     values: dict[str, str] = {"SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
     if request.entry_point:
         values["SAGEMAKER_PROGRAM"] = request.entry_point
@@ -127,7 +127,7 @@ def _build_resources(request: KubernetesRequest) -> Object:
 
 
 def format_quantity(size: int) -> str:
-    """Return a size in bytes as Kubernetes writes it."""
+    """Return a size in bytes for Kubernetes: 2Gi or 512Mi if it is a multiple of these units, otherwise 1000."""
     return next(
         (f"{size // unit}{name}" for name, unit in (("Gi", 2**30), ("Mi", 2**20)) if size % unit == 0), str(size)
     )

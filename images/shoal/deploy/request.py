@@ -216,5 +216,5 @@ def suggest_name(source: Path | str | None, image: str) -> str:
 
 
 def _suggest_label(text: str) -> str:
-    """Return the closest valid name."""
+    """Return the closest valid name; `train` if the text has no letter."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_LABEL].strip("-") or "train"

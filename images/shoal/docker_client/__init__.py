@@ -1,4 +1,4 @@
-"""Connects to Docker, and checks what a build needs of it."""
+"""Connects to Docker, and checks its BuildKit, its GPUs and the free space on its disk."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def make_pool() -> ThreadPoolExecutor:
 
 
 def _compressed(block: bytes, window: bytes, is_last: bool) -> int:
-    """Return the compressed bytes of a block. Runs in a thread of the pool."""
+    """Return the number of bytes of a compressed block. Runs in a thread of the pool."""
     compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=window)
     size = len(compressor.compress(block))
     return size + len(compressor.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH))

@@ -242,7 +242,10 @@ class BuildSpec:
     images: tuple[ImageSpec, ...]
 
     def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
-        """Return the images that match `wanted` and not `skip`. Raises `UsageError` as `selectors.choose_tags` does."""
+        """Return the images that match `wanted` (if empty: all images) and not `skip`.
+
+        Raises `UsageError` if a word matches no image, or no image is left.
+        """
         by_tag = {image.tag: image for image in self.images}
         return [by_tag[tag] for tag in selectors.choose_tags(by_tag, self.defaults, wanted, skip)]
 

@@ -41,7 +41,7 @@ def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str =
 
 
 def _parse_file(path: Path) -> configparser.RawConfigParser:
-    """Read one file of pip; a missing one is empty. Raises `SpecError` if it is not valid."""
+    """Read one file of pip; a missing or unreadable one is empty. Raises `SpecError` if it is not valid."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(path)

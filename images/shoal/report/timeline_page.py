@@ -161,7 +161,10 @@ def _choose_marks(report: RankReport, window: Interval) -> Iterator[Span]:
 
 
 def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
-    """Yield spans of at least `shortest` nanoseconds: neighbours that are shorter, and so invisible, become one."""
+    """Yield the spans, joined where neighbours lie within less than `shortest` nanoseconds, and so are invisible.
+
+    Longer spans stay as they are.
+    """
     run: list[Span] = []
     for span in spans:
         if run and span.end - run[0].begin >= shortest:

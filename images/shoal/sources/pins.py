@@ -46,7 +46,10 @@ def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
 
 
 def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
-    """Yield the pins of all that is installed in an image, its parents' first. Raises `SpecError` as `read_lock`."""
+    """Yield the pins of all that is installed in an image, its parents' first.
+
+    Raises `SpecError` if a lock is missing, wrong, or made for other requirements.
+    """
     if parent := spec.parent(image):
         yield from list_installed(project, spec, parent)
     for pins in read_image_pins(project, spec, image).values():
@@ -56,7 +59,7 @@ def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Itera
 def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
     """Return the first line of a lock file: its requirements, and for a child image a digest of its parent's pins.
 
-    Raises `SpecError` as `read_lock` if a parent's lock is missing or wrong.
+    Raises `SpecError` if a parent's lock is missing or wrong.
     """
     if parent := spec.parent(image):
         installed = "\n".join(map(str, list_installed(project, spec, parent)))

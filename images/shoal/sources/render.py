@@ -64,7 +64,10 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
 
 
 def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:
-    """Return the Dockerfile of `image`, of its steps as `read_steps` returns them. Raises `SpecError` as that does."""
+    """Return the Dockerfile of `image`, made of `steps` or else of its template's steps.
+
+    Raises `SpecError` if the template is missing or wrong.
+    """
     base = image.extends or image.system.upstream
     steps = read_steps(project, image) if steps is None else steps
     return write_dockerfile(steps, f"dockerfiles/{image.framework}.j2", base)

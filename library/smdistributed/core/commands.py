@@ -55,9 +55,9 @@ def smddprun() -> NoReturn:
 
 
 def smddpsinglenode() -> NoReturn:
-    """Replaces this process by the command, or by mpirun with a rank for each GPU: see `_single_node`.
+    """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
 
-    `-x` is passed to mpirun.
+    The first happens in a rank, and on a host with fewer than two GPUs. `-x` is passed to mpirun.
     """
     _single_node("smddpsinglenode")
 

@@ -1,8 +1,10 @@
-"""Finds out which ranks are late if a group spans several hosts; the ranks tell each other through a store.
+"""Finds out why a collective of a group on several hosts does not end; the ranks tell each other through a store.
 
-A thread on each rank checks now and then whether another rank requests a report, and answers. A rank requests
-reports of all others when it has waited for SMDDP_STALL_SECONDS, or when its collective failed. It compares their
-collectives and logs the result, as does one rank of each other host. Collectives themselves send nothing to the store.
+A thread on each rank checks now and then whether another rank requests a report, and answers. The first rank that has
+waited for SMDDP_STALL_SECONDS requests reports of all others and compares their collectives. It logs the result, as
+does one rank of each other host. If a collective fails, the first rank to notice ends the group: its explanation
+becomes the text of the error on all ranks. The thread also compares the hosts' clocks (`clocks`). Collectives
+themselves send nothing to the store.
 """
 
 from __future__ import annotations

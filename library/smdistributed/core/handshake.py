@@ -134,9 +134,10 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
 
 
 def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
-    """Authenticates both sides of a connection that the other side has made.
+    """Authenticates both sides of a connection that the other side has made, as rank `rank`; returns its key.
 
-    Args, result and errors: see `initiate_handshake`.
+    Raises HandshakeError if the other side does not have the job's key. Raises OSError if the connection fails or
+    `deadline` passes, and EOFError if the other side ends it.
     """
     responder = Responder(key, rank)
     while not responder.session:

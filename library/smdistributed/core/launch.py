@@ -149,7 +149,10 @@ def set_torch_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def set_local_rank(environ: MutableMapping[str, str]) -> None:
-    """Sets SMDATAPARALLEL_LOCAL_RANK if a launcher started this process. Raises LaunchError as `read_launch` does."""
+    """Sets SMDATAPARALLEL_LOCAL_RANK in `environ` if a launcher started this process.
+
+    Raises LaunchError if a launcher's variable is invalid or missing, or they contradict each other.
+    """
     launch = read_launch(environ)
     if launch.launched:
         environ["SMDATAPARALLEL_LOCAL_RANK"] = str(launch.local_rank)

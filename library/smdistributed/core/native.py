@@ -95,7 +95,10 @@ def engine_problem() -> str:
 
 
 def supports_reduction(dtype: str, op: str) -> bool:
-    """Whether the C engine reduces `dtype` with `op`; False for unknown names. Raises OSError as `load` does."""
+    """Whether the C engine reduces `dtype` with `op`; False for unknown names.
+
+    Raises OSError if it was not compiled, or not for this machine.
+    """
     if dtype not in DTYPE_NUMBERS or op not in OP_NUMBERS:
         return False
     return bool(load().supports_reduction(DTYPE_NUMBERS[dtype], OP_NUMBERS[op]))

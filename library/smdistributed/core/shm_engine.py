@@ -67,7 +67,7 @@ class ShmEngine(Engine):
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
         """Reduces `source`, or `flat` itself, to `flat` in the C engine; with a root only on that rank.
 
-        See `_check` for errors.
+        If that fails, aborts the group and raises CollectiveError, or the interrupt.
         """
         address, count, dtype, _ = flat
         given = source.address if source else address
@@ -89,7 +89,10 @@ class ShmEngine(Engine):
         self._check(self._native.engine_scatter(self._open_engine(), given, flat.address, flat.bytes, root))
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
-        """Reduces this rank's part of all inputs to `flat` in the C engine. See `_check` for errors."""
+        """Combines `inputs[r]` over all ranks into rank r's `flat`, in the C engine.
+
+        If that fails, aborts the group and raises CollectiveError, or the interrupt.
+        """
         dtype = DTYPE_NUMBERS[flat.dtype]
         self._check(
             self._native.engine_reduce_scatter(

@@ -75,7 +75,11 @@ def set_user_timeout(sock: socket.socket, seconds: float) -> None:
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Reads the next `size` bytes of a connection; for `deadline` and errors see `read_some`."""
+    """Reads the next `size` bytes of a connection.
+
+    `deadline` is by time.monotonic; None: the socket's timeout applies. Raises TimeoutError after it (another OSError
+    before Python 3.10), and EOFError if the connection ends first.
+    """
     found = bytearray()
     while len(found) < size:
         found += read_some(sock, size - len(found), deadline)

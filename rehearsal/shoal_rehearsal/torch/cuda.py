@@ -89,7 +89,7 @@ def _replace(module: Any, names: dict[str, Any]) -> None:
 
 
 def _ordinal(device: Any) -> int:
-    """Returns the ordinal of a device. Raises as `devices.resolve`."""
+    """Returns the ordinal of a device. Raises ValueError for another type, RuntimeError if there is no such device."""
     return int(devices.resolve(device).index)
 
 

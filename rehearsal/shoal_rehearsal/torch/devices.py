@@ -83,7 +83,7 @@ def resolve(device: DeviceLike = None) -> torch.device:
 
     Raises:
         ValueError: For a device of another type.
-        RuntimeError: As `require_ordinal`.
+        RuntimeError: If this host has no emulated GPU with that ordinal.
     """
     if device is None:
         return torch.device("cuda", current())

@@ -32,7 +32,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
 
 
 def _secret(environ: Mapping[str, str]) -> str:
-    """Returns how Kubernetes gives pods a secret, on Kubernetes."""
+    """Returns a sentence on how Kubernetes gives pods a secret; empty on other platforms."""
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         return ""
     from shoal_toolkit.discovery.kubernetes import SECRET
@@ -41,7 +41,10 @@ def _secret(environ: Mapping[str, str]) -> str:
 
 
 def _find_rank(hosts: Sequence[str], hostname: str) -> int:
-    """Returns the index of this host by its name, with or without its domain; 0 for a job of one host."""
+    """Returns the index of this host by its name, with or without its domain; 0 for a job of one host.
+
+    Raises ContractError if no host or several have this name.
+    """
     if len(hosts) == 1:
         return 0
     same = [rank for rank, host in enumerate(hosts) if host == hostname]

@@ -1,4 +1,4 @@
-"""The hosts of a job as a platform describes them, and checks that the sources share."""
+"""The hosts of a job as a platform describes them, and the functions by which sources read and check variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def read_number(environ: Mapping[str, str], name: str, least: int = 0) -> int | 
 
 
 def require(environ: Mapping[str, str], name: str, source: str, least: int = 0) -> int:
-    """Returns a variable that is a whole number, as `read_number`. Raises ContractError if it is not set."""
+    """Returns a variable that is a whole number.
+
+    Raises ContractError if it is missing, something else, or below `least`.
+    """
     number = read_number(environ, name, least)
     if number is None:
         raise ContractError(

@@ -19,7 +19,11 @@ _VARIABLES = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")
 
 
 def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns the pods of the job. Raises ContractError if their number may change, or a variable is missing."""
+    """Returns the pods of the job.
+
+    Raises:
+        ContractError: If their number may change, a variable is missing or wrong, or the first name lacks -0.
+    """
     if ":" in environ.get("PET_NNODES", ""):
         raise ContractError(
             f"{_SOURCE}: {show(environ, 'PET_NNODES')} is an elastic job. `train` needs a fixed number of hosts. Fix: "

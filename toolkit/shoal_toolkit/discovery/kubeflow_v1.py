@@ -17,7 +17,10 @@ _MASTER = "-master-0"
 
 
 def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns the pods of the job; None if MASTER_ADDR is not of a PyTorchJob. Raises ContractError if one is wrong."""
+    """Returns the pods of the job; None if MASTER_ADDR is not of a PyTorchJob, or PET_NNODES is set.
+
+    Raises ContractError if WORLD_SIZE or RANK is missing or wrong.
+    """
     if environ.get("PET_NNODES") or not environ.get("MASTER_ADDR"):
         return None
     first = environ["MASTER_ADDR"]

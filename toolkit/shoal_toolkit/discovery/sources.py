@@ -50,6 +50,8 @@ def remove_launch_variables(environ: MutableMapping[str, str]) -> None:
 def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> HostList | None:
     """Returns the hosts of this job from the variables of a platform; None if there is no such platform.
 
+    A platform of `HINTS`, which names no hosts, gives this host alone and a warning.
+
     Args:
         environ: The environment of `train`.
         hostname: The name of this host.
@@ -79,7 +81,10 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
 
 
 def warn_about_other_hosts(hosts: tuple[str, ...], environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
-    """Returns a warning if the variables of a platform name more or fewer hosts than resourceconfig.json."""
+    """Returns a warning if the variables of a platform name more or fewer hosts than resourceconfig.json.
+
+    There is none if these variables are wrong.
+    """
     if not _present(SOURCES, environ):
         return ()
     try:
@@ -99,7 +104,10 @@ def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str])
 
 
 def _ask(name: str, environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Imports the module of a source, and returns the hosts that it finds, checked."""
+    """Imports the module of a source, and returns the hosts that it finds; None if it finds none.
+
+    Raises ContractError if its variables or the hosts are wrong.
+    """
     from importlib import import_module
 
     found: HostList | None = import_module(f"shoal_toolkit.discovery.{name}").find(environ, hostname, root)

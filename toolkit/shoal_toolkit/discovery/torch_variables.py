@@ -12,7 +12,7 @@ from shoal_toolkit.discovery.host_list import HostList, show
 
 
 def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns this host alone, with a warning; None if these variables describe one process."""
+    """Returns this host alone, with a warning; None if WORLD_SIZE is 1, or it or RANK is not set."""
     if environ.get("WORLD_SIZE", "1") == "1" or not environ.get("RANK"):
         return None
     evidence = show(environ, "MASTER_ADDR", "WORLD_SIZE", "RANK")

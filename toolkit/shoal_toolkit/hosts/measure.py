@@ -26,7 +26,10 @@ _CHUNK = bytes(1 << 18)
 
 
 class Meter:
-    """Measures the way to other hosts, and lets them measure the way to this one, from its creation until `close`."""
+    """Measures the way to other hosts, and lets them measure the way to this one, until `close`.
+
+    Creating it opens a port, and starts a thread that accepts connections.
+    """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -72,7 +75,7 @@ class Meter:
 
 
 def _serve(sock: socket.socket) -> None:
-    """Body of a thread: answers pings with this host's clock, then counts the data of one connection."""
+    """Body of a thread: answers pings with this host's clock, then counts the data and sends the number of bytes."""
     try:
         with sock:
             sock.settimeout(_TIMEOUT_SECONDS)

@@ -32,7 +32,8 @@ def register_hosts(found: HostList, settings: Settings) -> HostList:
         settings: The secret, the port and the time limit.
 
     Raises:
-        LaunchError: If a host is missing after the time limit, or the port is taken.
+        LaunchError: If a host is missing after the time limit, the port is taken, or the first host refuses this one
+            or is lost.
     """
     assert found.registration is not None
     loop = Loop()
@@ -91,7 +92,10 @@ class _Visitor:
 
 
 class _Desk:
-    """The first host: listens, and sends all addresses when every rank has registered."""
+    """The first host: listens from its creation, and sends all addresses when every rank has registered.
+
+    Raises LaunchError if the port is taken.
+    """
 
     def __init__(self, loop: Loop, found: HostList, settings: Settings) -> None:
         assert found.registration is not None
@@ -182,7 +186,10 @@ class _Visit:
             raise ProtocolError("a message that is wrong at this time")
 
     def _answer(self, message: Prove) -> None:
-        """Proves the secret too, if the visitor's proof is right; otherwise refuses and closes the connection."""
+        """Proves the secret too, and seals the channel from then on, if the visitor's job and proof are right.
+
+        Otherwise refuses and closes the connection.
+        """
         secret = self._desk.secret
         transcript = wire.make_transcript((self._desk.job, self.own), self.own, message.nonce, self._nonce)
         if message.hosts != transcript["hosts"]:

@@ -1,4 +1,7 @@
-"""Reads the settings of `train` itself from SHOAL_* variables."""
+"""Reads the settings of `train` itself from SHOAL_* variables, and removes the job's secret from them.
+
+Also derives the secret that ranks get instead, and finds misspelt variables.
+"""
 
 from __future__ import annotations
 

@@ -128,7 +128,10 @@ class Sink:
         self._flow.report(self, self._held)
 
     def _write_now(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Writes without blocking; returns the number of bytes written."""
+        """Writes without blocking; returns the number of bytes written, 0 if none can be.
+
+        After another error, which is logged, all output is discarded.
+        """
         fd = self._descriptor()
         return self._try_write(fd, pieces) if fd >= 0 else 0
 

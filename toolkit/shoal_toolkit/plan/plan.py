@@ -182,7 +182,11 @@ def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
 def _build_command(
     job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log."""
+    """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log.
+
+    The command is empty if mpirun on the first host starts the ranks here. Raises LaunchError if mpirun is needed, and
+    missing or not Open MPI's.
+    """
     if launcher in BY_MPIRUN:
         return _build_mpirun(job, machine, launcher, ranks, script)
     if launcher == TORCH_DISTRIBUTED:

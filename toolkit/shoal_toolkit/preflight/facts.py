@@ -80,7 +80,7 @@ def _read_driver(root: str) -> str:
 
 
 def _read_gpu_models(root: str) -> str:
-    """Returns the models of the GPUs, sorted, each once."""
+    """Returns the models of the GPUs, sorted, each once; empty if there are none."""
     directory = os.path.join(root, "proc/driver/nvidia/gpus")
     texts = (read_text(directory, name, "information") for name in list_names(directory))
     lines = (line.partition(":") for text in texts for line in text.splitlines())
@@ -100,7 +100,10 @@ def _read_number(root: str, *path: str) -> int | None:
 
 
 def _measure_disk(path: str) -> tuple[int | None, int | None]:
-    """Returns the size of the file system of a path and its free bytes, 0 without free inodes; None if unknown."""
+    """Returns the size of the file system of a path and its free bytes, 0 without free inodes; None if unknown.
+
+    If the path doesn't exist, its nearest existing parent counts.
+    """
     while path not in ("/", "") and not os.path.exists(path):
         path = os.path.dirname(path)
     try:
@@ -112,7 +115,7 @@ def _measure_disk(path: str) -> tuple[int | None, int | None]:
 
 
 def _checksum(path: str) -> str:
-    """Returns a checksum of the begin of a file, as text; empty if it can't be read. Not safe against an attacker."""
+    """Returns a checksum of a file's first 16 MiB, as text; empty if it can't be read. Not safe against an attacker."""
     import zlib
 
     try:

@@ -85,7 +85,10 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
 
 
 def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[Finding]:
-    """Returns a finding for each value of a fact other than the most frequent one, of equals the first host's."""
+    """Returns a finding for each value of a fact other than the most frequent one; none if all hosts have the same.
+
+    If several values are equally frequent, the value of the earliest host counts as usual.
+    """
     groups: dict[object, list[str]] = {}
     for host, each in facts.items():
         groups.setdefault(each.get(name), []).append(host)
@@ -153,7 +156,9 @@ class Way(Protocol):
 
 
 def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Finding]:
-    """Returns the hosts that can't reach each other, pairs that are much slower than others, and wrong clocks.
+    """Returns a finding for each way that failed or carries less than a third of the median, and each wrong clock.
+
+    Rates are compared if at least six ways were measured, as between three hosts.
 
     Args:
         first: The first host: its clock counts.

@@ -406,7 +406,7 @@ class FirstHost(Host):
             self.set_result(Result.from_signal(self.stopped_by))
 
     def set_result(self, result: Result) -> None:
-        """Ends the job as `Host.set_result` does.
+        """Ends the job with a result, and kills what still runs here. Only the first result counts.
 
         Before, notes `training_seconds`, and writes the last line of mpirun.
         """

@@ -60,7 +60,10 @@ def _find_memory_groups(root: str) -> list[str]:
 
 
 def _read_limit(root: str) -> int:
-    """Returns the lowest memory limit of this process's control groups, in bytes; 0 without one."""
+    """Returns the memory limit of this process's own control group, in bytes; 0 without one.
+
+    With cgroup versions 1 and 2, the lower limit counts. Limits of parent groups are not read.
+    """
     texts = (read_text(path, name).strip() for path in _find_memory_groups(root) for name in _LIMITS)
     return min((limit for text in texts if text.isdigit() and (limit := int(text)) < _UNLIMITED), default=0)
 

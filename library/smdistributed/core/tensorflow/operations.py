@@ -77,7 +77,10 @@ def all_reduce(tensors: Sequence[Any], reduction: str) -> list[Any]:
 
 
 def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
-    """Returns the tensors of the rank `root` on every rank. Dtypes, shapes and errors as in `all_reduce`."""
+    """Returns the tensors of the rank `root` on every rank: any shapes, one dtype of `DTYPES`.
+
+    Raises SMDDPError in a function that XLA compiles.
+    """
     return _run_collective(load().module.smddp_broadcast, tensors, root=root)
 
 

@@ -494,7 +494,10 @@ def _find_operation(dtype: torch.dtype, kind: Any) -> str:
 
 
 def _operation(dtype: torch.dtype, operation: Any) -> tuple[str, Any]:
-    """Returns a reduction's name, and the factor of a premultiplied sum or None; raises as `_find_operation`."""
+    """Returns a reduction's name, and the factor of a premultiplied sum or None.
+
+    Raises SMDDPError if the reduction is not supported for the dtype.
+    """
     kind = getattr(operation, "op", operation)
     return _find_operation(dtype, kind), premultiplied_by(operation) if kind == dist.ReduceOp.PREMUL_SUM else None
 

@@ -1,4 +1,4 @@
-"""Joins the job, and returns this process's rank."""
+"""Joins and leaves the job; returns this process's rank, the sizes and the communication engine."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def is_available() -> bool:
     """Returns whether a launcher started this process as a rank of a job (AWS developer guide).
 
     Raises:
-        LaunchError: As `init_process_group`.
+        LaunchError: If the launch environment is incomplete, invalid or contradicts itself.
     """
     return read_launch().launched
 

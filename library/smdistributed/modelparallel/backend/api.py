@@ -215,7 +215,10 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Waits until all ranks of a group have called it. Raises SMPRuntimeError as `allgather` does."""
+    """Waits until all ranks of a group have called it.
+
+    Raises SMPRuntimeError if a connection is lost, or a rank does not call it within SMP_TIMEOUT_SECONDS.
+    """
     allgather(None, group)
 
 

@@ -162,7 +162,11 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
 
 
 def check(given: dict[str, Any]) -> Config:
-    """Checks `mp_parameters` and fills in defaults. It warns and raises as `read_config` does."""
+    """Checks `mp_parameters` and fills in defaults. It warns of keys that have no effect here.
+
+    Raises SMPConfigError if `partitions` is missing or a key or value is wrong, SMPUnsupportedError for a key that is
+    not implemented.
+    """
     given = _resolve_aliases(given)
     _check_names(given)
     known = {name: value for name, value in given.items() if name in _KEYS}

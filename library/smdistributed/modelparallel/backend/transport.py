@@ -322,7 +322,10 @@ class Transport:
             os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """Returns the connection to a rank. Connects if there is none; raises OSError as `_connect` does."""
+        """Returns the connection to a rank. Connects if there is none.
+
+        Raises OSError if that fails; it is a HandshakeError if the rank has another key.
+        """
         found = self._out.get(to)
         if found is None:
             with self._connect_locks[to]:

@@ -62,7 +62,7 @@ def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_gradients`: gradients are combined first, see `_combine_gradients`."""
+    """Wraps `apply_gradients`: gradients are averaged over replicas and clipped by the norm over stages before."""
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(self, _combine_gradients(self, grads_and_vars), *args, **kwargs)
@@ -107,7 +107,7 @@ def _anchors() -> list[Any]:
 
 
 def _with_anchors(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps GradientTape.gradient: adds the anchors to its sources, see `_anchors`."""
+    """Wraps GradientTape.gradient: in a step the anchor is one more source. Its gradient is left out of the result."""
 
     @functools.wraps(gradient)
     def of_tape(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class Splitter(splitting.Splitter):
         return parts
 
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
-        """Splits a tensor. If the size of its axis is unknown, adds an assertion that the graph runs."""
+        """Splits a tensor. If its size along the axis is unknown, the graph asserts that `count` divides it."""
         if value.shape.rank and -value.shape.rank <= axis < value.shape.rank and value.shape[axis] is None:
             complaint = f"{name} has a size along axis {axis} that is not a multiple of 'microbatches', {count}."
             with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(value)[axis] % count, 0, complaint)]):

@@ -52,13 +52,18 @@ class State(Context):
     def init(self, argument: Mapping[str, Any] | None) -> None:
         """Reads the configuration, connects to the other ranks, and gives TensorFlow only this rank's GPU.
 
-        Calling it again does nothing.
+        With SMP_TIMELINE it starts a recording. Calling it again does nothing.
 
         Args:
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: As `smp.init`; so are the other errors.
+            SMPConfigError: If a key or value is not allowed.
+            SMPUnsupportedError: If a key is not supported for TensorFlow.
+            LaunchError: If the environment does not say which rank this is, or gives no address to meet at.
+            SMDDPError: If TensorFlow already uses other GPUs.
+            StoreError: If rank 0 is not reached.
+            TimelineError: If the file of SMP_TIMELINE cannot be written.
         """
         if self.initialized:
             return

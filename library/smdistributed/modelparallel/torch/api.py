@@ -11,7 +11,8 @@ from smdistributed.modelparallel.torch.state_mod import state
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Reads the configuration and connects to the other ranks (AWS API). Every rank calls it, before anything else.
 
-    It also makes torch's process groups, and selects this rank's GPU. Calling it again does nothing.
+    It also makes torch's process groups, and selects this rank's GPU. Under mpirun it sets torch's environment
+    variables, and removes LOCAL_RANK: use `smp.local_rank()`. Calling it again does nothing.
 
     Args:
         config: `mp_parameters`. Keys of the launch (SM_HP_MP_PARAMETERS) win over it.

@@ -55,7 +55,7 @@ class Carrier:
         )
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns contiguous copies, which modules cannot change in place. Waits until they are computed."""
+        """Returns detached, contiguous copies, which modules cannot change in place. Waits until they are computed."""
         copies = [
             tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
             for tensor in tensors
@@ -72,7 +72,11 @@ class Carrier:
             return [torch.empty(meta[1], dtype=meta[0], device=self.device) for meta in metas]
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, stopped: threading.Event, seconds: float) -> None:
-        """Sends contiguous tensors to a stage, and waits until they are sent. For errors see `receive`."""
+        """Sends contiguous tensors to a stage, and waits until they are sent.
+
+        Raises InterruptedError if `stopped` is set, TimeoutError after `seconds`, RuntimeError if the process group
+        fails.
+        """
         self._exchange(self.group.send, tensors, to, stopped, seconds)
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int, stopped: threading.Event, seconds: float) -> None:
@@ -126,9 +130,10 @@ class Carrier:
         stopped: threading.Event,
         seconds: float,
     ) -> None:
-        """Starts a message for each tensor, and waits for all of them. For errors see `receive`.
+        """Starts a message for each tensor, and waits for all of them.
 
-        If `stopped` is set while it waits for the device, it aborts the group.
+        Raises InterruptedError if `stopped` is set, TimeoutError after `seconds`, RuntimeError if the process group
+        fails. If `stopped` is set while it waits for the device, it aborts the group.
         """
         deadline = time.monotonic() + seconds
         with self._on_stream():

@@ -86,7 +86,9 @@ class State(Context):
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: As `smp.init`; so are the other errors.
+            SMPConfigError: If a key is unknown or its value is not allowed.
+            SMPUnsupportedError: If a key is not implemented.
+            TimelineError: If the file of SMP_TIMELINE cannot be written.
             LaunchError: If the environment does not say which rank this is.
         """
         if self.initialized:

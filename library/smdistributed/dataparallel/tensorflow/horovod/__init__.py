@@ -45,7 +45,11 @@ __all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 def init() -> None:
-    """Joins the job, if this process has not joined it yet. Raises as `sdp.init` does, also after `shutdown`."""
+    """Joins the job, and gives TensorFlow only this rank's GPU, if this process has not joined the job yet.
+
+    Raises SMDDPError after `shutdown`, or if TensorFlow already uses other GPUs. Raises LaunchError if the environment
+    contradicts itself or gives no address to meet at, and StoreError if rank 0 is not reached.
+    """
     if not is_initialized():
         sdp.init()
 

@@ -298,7 +298,10 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
 
 
 def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
-    """Return the sources of images by tag. Our packages are installed once for each Python."""
+    """Return the sources of images by tag. Our packages are installed once for each Python.
+
+    Raises `SpecError` if a lock or template is wrong.
+    """
     install = functools.cache(functools.partial(context.install_own_packages, project))
     return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}
 

@@ -141,7 +141,11 @@ def load_matrix() -> spec.BuildSpec | None:
 
 
 def resolve_tag(name: str) -> str:
-    """Return the tag of an image of the matrix; a name with a colon is a tag already."""
+    """Return the tag of an image of the matrix; a name with a colon is a tag already.
+
+    Raises `UsageError` if the name matches none or several, or there is no checkout, `SpecError` if its buildspec is
+    wrong.
+    """
     return name if ":" in name else open_project()[1].select(name).tag
 
 

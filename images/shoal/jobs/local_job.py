@@ -59,7 +59,10 @@ def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
 
 
 def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
-    """Return the request with all ranks on one host; print a line if that changes it."""
+    """Return the request with all ranks on one host; print a line if that changes it.
+
+    Raises `UsageError` if `distribution` contradicts `procs_per_host`.
+    """
     if request.hosts == 1:
         return request
     launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)

@@ -68,7 +68,10 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Return the pins of an image that extends no other, by layer. Runs pip, for the aws layer a second time."""
+    """Return the pins of an image that extends no other, by layer. Runs pip, for the aws layer a second time.
+
+    Raises `SpecError` if pip fails.
+    """
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
@@ -83,6 +86,8 @@ def _resolve_on(
     installed: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
 ) -> list[Pin]:
     """Return the files, sorted by name, that pip adds to `installed`, which stays as it is.
+
+    Raises `SpecError` if pip fails.
 
     pip sees empty wheels with the names and versions of `installed`, so that it downloads none of them.
     """

@@ -111,7 +111,10 @@ def _environment(project: Project) -> jinja2.Environment:
 
 
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
-    """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors."""
+    """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors.
+
+    Raises `SpecError` if a template is missing or wrong.
+    """
     schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
     return {project.rendered(image): render_dockerfile(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()

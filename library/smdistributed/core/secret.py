@@ -42,7 +42,10 @@ def derive_key(secret: bytes, purpose: str) -> bytes:
 
 
 def sign(data: bytes, purpose: str) -> bytes:
-    """Returns the data after a signature that only ranks can make; without one if the job has no secret."""
+    """Returns the data after a signature that only ranks can make; without one if the job has no secret.
+
+    Raises LaunchError if the secret is too short.
+    """
     key = job_key(purpose)
     return data if key is None else hmac.digest(key, data, "sha256") + data
 

@@ -141,7 +141,10 @@ class _Parser:
         return spelled is not None and bool(self._find(spelled["name"])[1])
 
     def _add(self, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]) -> None:
-        """Adds an option to the named ones, the MCA parameters or the exports. Of two, the last counts."""
+        """Adds an option to the named ones, the MCA parameters or the exports. Of two, the last counts.
+
+        Raises ContractError if it would break the job, sets a SHOAL_ variable, or only another series has it.
+        """
         if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
             self._add_export(f"NCCL_DEBUG={values[0]}")
         elif name == "x":

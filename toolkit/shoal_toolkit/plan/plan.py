@@ -160,7 +160,10 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
 
 
 def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
-    """Returns the machine to plan for, and variables and notes of a rehearsal; nothing is added without one."""
+    """Returns the machine to plan for, and variables and notes of a rehearsal; nothing is added without one.
+
+    Raises ContractError if SHOAL_REHEARSE or SHOAL_REHEARSE_GPUS is wrong.
+    """
     if not job.environ.get("SHOAL_REHEARSE"):
         return machine, {}, []
     from shoal_toolkit.plan import rehearsal
@@ -241,7 +244,10 @@ def _build_torchrun(
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
-    """Returns the commands before the launch: they install what the code needs, and make output/intermediate."""
+    """Returns the commands before the launch: they install what the code needs, and make output/intermediate.
+
+    Raises ContractError if sagemaker_s3_output is wrong.
+    """
     if not (job.code.requirements or job.code.package or job.toolkit.get("sagemaker_s3_output")):
         return []
     from shoal_toolkit.plan import sidecars

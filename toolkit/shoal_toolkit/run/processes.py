@@ -173,7 +173,10 @@ class HostProcesses:
         self._events.on_rank_started(rank)
 
     def prepare_ranks(self) -> None:
-        """Makes the run directory and its FIFOs, in which the ranks of this host report and write."""
+        """Makes the run directory and its FIFOs, in which the ranks of this host report and write.
+
+        Raises LaunchError if there is no directory for temporary files.
+        """
         self.directory = make_run_directory()
         count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(self._loop, self._flow, self.directory, count, self._events)

@@ -165,7 +165,7 @@ def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
 
 
 def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
-    """Writes a regular file, which replaces an earlier one.
+    """Writes a regular file, which replaces an earlier one. Raises ContractError if a directory has its name.
 
     Set-user-ID bits and write access for others are dropped.
     """

@@ -95,7 +95,7 @@ class ObjectExchange:
             Every rank's object, in the order of `ranks`.
 
         Raises:
-            SMPRuntimeError: As `receive`.
+            SMPRuntimeError: If a connection is lost, or an object does not arrive within the limit.
         """
         for rank in ranks:
             if rank != self._rank:
@@ -109,7 +109,7 @@ class ObjectExchange:
             On the first rank, every rank's object in the order of `ranks`; an empty list elsewhere.
 
         Raises:
-            SMPRuntimeError: As `receive`.
+            SMPRuntimeError: If a connection is lost, or an object does not arrive within the limit.
         """
         if self._rank != ranks[0]:
             self.send(obj, ranks[0], channel)

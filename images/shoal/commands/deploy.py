@@ -117,7 +117,7 @@ class KubernetesOptions:
 @deploy.command("kubernetes")
 @takes_fields_of(KubernetesOptions)
 def deploy_kubernetes(options: KubernetesOptions) -> None:
-    """Write a YAML file with which `kubectl create` runs a job. The file has a new secret for the job.
+    """Write a YAML file with which `kubectl create` runs a job. The file has the secret for the job.
 
     Example: shoal deploy kubernetes pytorch --source examples/digits --entry-point train.py --hosts 2 --results models
     """

@@ -213,6 +213,21 @@ def test_only_peers_and_dns_are_reached(source: Path) -> None:
     assert policy["egress"] == [{"to": [peers]}, dns, {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]
 
 
+def test_networks_have_their_prefix(source: Path) -> None:
+    """The API server refuses a policy with an address alone, and `kubectl create` then creates the other objects."""
+    egress = ("10.0.0.1", "10.0.0.0/255.0.0.0", "2001:DB8::1")
+    policy = build(make_request(source, egress=egress))["NetworkPolicy"]["spec"]
+    networks = [rule["to"][0]["ipBlock"]["cidr"] for rule in policy["egress"][2:]]
+    assert networks == ["10.0.0.1/32", "10.0.0.0/8", "2001:db8::1/128"]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_pods_are_created_last(source: Path, kind: Kind) -> None:
+    kinds = list(build(make_request(source, kind=kind)))
+    assert kinds[:3] == ["NetworkPolicy", "ConfigMap", "Secret"]
+    assert kinds[-1].lower() == kind
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_pods_meet_the_restricted_standard(source: Path, kind: Kind) -> None:
     """The rules of Kubernetes' Pod Security Standard "restricted"."""
@@ -301,6 +316,8 @@ def test_the_configuration_is_the_contract(source: Path) -> None:
         ({"cpus": "four"}, "--cpus four"),
         ({"environment": {"A-B": "1"}}, "--env A-B"),
         ({"egress": ("10.0.0.1/8",)}, "--egress 10.0.0.1/8"),
+        ({"egress": ("fe80::1%eth0",)}, "--egress fe80::1%eth0"),
+        ({"egress": ("::ffff:10.0.0.1",)}, "--egress ::ffff:10.0.0.1"),
         ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
         ({"entry_point": None}, "Fix: --entry-point"),
         ({"distribution": {"mpi": {"enabeld": True}}}, "unknown key 'enabeld'"),
@@ -386,6 +403,7 @@ def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: P
     assert container["image"] == "registry.example.org/team/pytorch-training:1-cpu-py311"
     assert result.stdout.splitlines() == [
         f"wrote {path}",
+        f"check: kubectl create -n ml --dry-run=server -f {path}",
         f"start: kubectl create -n ml -f {path}",
         "logs:  kubectl logs -n ml -f --prefix --tail=-1 --max-log-requests=3 -l app.kubernetes.io/instance="
         "my-digits-2",

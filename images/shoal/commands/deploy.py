@@ -132,6 +132,7 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
     manifest.write_manifest(path, text)
     print_written([path])
     namespace = f" -n {request.namespace}" if request.namespace else ""
+    print_line(f"check: kubectl create{namespace} --dry-run=server -f {path}", console)
     print_line(f"start: kubectl create{namespace} -f {path}", console)
     follow = f"-f --prefix --tail=-1 --max-log-requests={request.hosts} -l app.kubernetes.io/instance={request.name}"
     print_line(f"logs:  kubectl logs{namespace} {follow}", console)

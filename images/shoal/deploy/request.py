@@ -105,10 +105,7 @@ class KubernetesRequest:
             job.check_channel_name(name)
         self._check_limits()
         for network in self.egress:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise UsageError(f"--egress {network}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+            parse_network(network)
         self.encode_hyperparameters()
 
     def _check_limits(self) -> None:
@@ -206,6 +203,18 @@ class KubernetesRequest:
         reserved = {**program, "sagemaker_job_name": self.name}
         launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
         return job.encode_hyperparameters(self.hyperparameters, launch, reserved)
+
+
+def parse_network(text: str) -> str:
+    """Return a network as Kubernetes accepts it: with its prefix, also for one address. Raises `UsageError`."""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise UsageError(f"--egress {text}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+    first = network.network_address
+    if isinstance(first, ipaddress.IPv6Address) and (first.scope_id or first.ipv4_mapped):
+        raise UsageError(f"--egress {text}: Kubernetes takes no interface and no IPv4 address in an IPv6 network")
+    return str(network)
 
 
 def suggest_name(source: Path | str | None, image: str) -> str:

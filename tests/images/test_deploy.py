@@ -195,8 +195,8 @@ def test_the_secret_is_new_and_only_in_its_object(source: Path, kind: Kind) -> N
 
 
 def test_the_secret_of_the_user_counts(source: Path) -> None:
-    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET": "hunter2-hunter2"}))
-    assert objects["Secret"]["stringData"] == {"job-secret": "hunter2-hunter2"}
+    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET": "hunter2-hunter2-hunter2"}))
+    assert objects["Secret"]["stringData"] == {"job-secret": "hunter2-hunter2-hunter2"}
     assert "hunter2" not in json.dumps(objects["Job"])
     objects = build(make_request(source, environment={"SHOAL_JOB_SECRET_FILE": "/mine"}))
     assert "Secret" not in objects
@@ -314,7 +314,35 @@ def test_the_configuration_is_the_contract(source: Path) -> None:
         ({"memory": "1g"}, "--shm-size 1g: does not fit into --memory 1g"),
         ({"memory": "lots"}, "--memory lots: expected a size"),
         ({"cpus": "four"}, "--cpus four"),
+        ({"cpus": "0"}, "--cpus 0"),
+        ({"cpus": "0.00"}, "--cpus 0.00"),
+        ({"cpus": "0m"}, "--cpus 0m"),
+        ({"cpus": "10m"}, None),
+        ({"memory": "0"}, "--memory 0: expected a size"),
+        ({"memory": "-1g"}, "--memory -1g: expected a size"),
+        ({"memory": "infg"}, "--memory infg: expected a size"),
+        ({"shm_size": "0g"}, "--shm-size 0g: expected a size"),
+        ({"user": 2**31}, "--user 2147483648"),
+        ({"user": 2**31 - 1}, None),
+        ({"service_account": "My_Account"}, "--service-account 'My_Account'"),
+        ({"service_account": ""}, "--service-account ''"),
+        ({"service_account": "a..b"}, "--service-account 'a..b'"),
+        ({"service_account": "a" * 254}, "kubectl get serviceaccounts"),
+        ({"service_account": "team.trainer-1"}, None),
+        ({"channels": {".": Storage("c", "")}}, "--channel '.'"),
+        ({"channels": {"..": Storage("c", "")}}, "--channel '..'"),
+        ({"channels": {"a/b": Storage("c", "")}}, "--channel 'a/b'"),
         ({"environment": {"A-B": "1"}}, "--env A-B"),
+        ({"environment": {"A": "\udcff"}}, "--env A: '\\udcff' is not UTF-8"),
+        ({"environment": {"SHOAL_JOB_SECRET": "short"}}, "16 to 4096 characters"),
+        ({"environment": {"SHOAL_JOB_SECRET": "  short" + " " * 20}}, "16 to 4096 characters"),
+        ({"environment": {"SHOAL_JOB_SECRET": "x" * 16, "SHOAL_JOB_SECRET_FILE": "/x"}}, "`train` refuses both"),
+        ({"environment": {"SHOAL_HOST_RANK": "0"}}, "--env SHOAL_HOST_RANK: it tells the hosts of a job apart"),
+        ({"environment": {"JOB_COMPLETION_INDEX": "0"}}, "--env JOB_COMPLETION_INDEX"),
+        ({"environment": {"HOST_INDEX": "0"}}, "--env HOST_INDEX"),
+        ({"environment": {"PET_NODE_RANK": "0"}}, "--env PET_NODE_RANK"),
+        ({"environment": {"SHOAL_HOSTS": "a,b"}}, "Fix: --hosts"),
+        ({"environment": {"TRAINING_JOB_NAME": "a"}}, "Fix: --name"),
         ({"egress": ("10.0.0.1/8",)}, "--egress 10.0.0.1/8"),
         ({"egress": ("fe80::1%eth0",)}, "--egress fe80::1%eth0"),
         ({"egress": ("::ffff:10.0.0.1",)}, "--egress ::ffff:10.0.0.1"),
@@ -335,8 +363,10 @@ def test_errors_name_the_option_and_a_fix(source: Path, options: Object, message
 
 def test_code_that_pods_could_not_get_is_an_error(source: Path) -> None:
     with pytest.raises(UsageError, match="Fix: --egress"):
-        make_request("s3://bucket/sourcedir.tar.gz").check()
-    make_request("s3://bucket/sourcedir.tar.gz", egress=("0.0.0.0/0",)).check()
+        make_request("s3://bucket/sourcedir.tar.gz", entry_point="train.py").check()
+    make_request("s3://bucket/sourcedir.tar.gz", entry_point="train.py", egress=("0.0.0.0/0",)).check()
+    with pytest.raises(UsageError, match=r"Fix: --entry-point train\.py"):
+        make_request("s3://bucket/sourcedir.tar.gz", egress=("0.0.0.0/0",)).check()
     (source / "requirements.txt").write_text("x\n")
     with pytest.raises(UsageError, match="requirements"):
         make_request(source, egress=("0.0.0.0/0",)).check()
@@ -357,6 +387,8 @@ def test_a_source_that_is_too_large_is_an_error(source: Path) -> None:
         ("/mnt/data", Storage("", "/mnt/data")),
         ("Data", None),
         ("data/../x", None),
+        ("a..b", None),
+        ("data/\udcff", None),
         ("", None),
     ],
 )

@@ -165,5 +165,5 @@ def _quote(value: Any) -> Any:
 def write_manifest(path: Path, text: str) -> None:
     """Write the file, which only its owner can read. An existing file is replaced."""
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

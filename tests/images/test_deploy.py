@@ -109,6 +109,7 @@ FULL: dict[str, Any] = {
     "memory": "8g",
     "cpus": "4",
     "retries": 3,
+    "max_seconds": 3600,
     "egress": ("10.0.0.0/8",),
     "service_account": "trainer",
 }
@@ -253,6 +254,31 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     job_set = build(make_request(source, kind=Kind.jobset, retries=2))["JobSet"]["spec"]
     assert job_set["failurePolicy"]["maxRestarts"] == 2
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (Kind.job, ()),
+        (Kind.jobset, ("replicatedJobs", 0, "template", "spec")),
+        (Kind.trainjob, ()),
+        (Kind.mpijob, ("runPolicy",)),
+    ],
+)
+def test_a_job_can_have_a_deadline(kind: Kind, place: tuple[str | int, ...]) -> None:
+    for seconds in (None, 60):
+        *_, workload = build(make_request(None, kind=kind, max_seconds=seconds)).values()
+        limited: Any = workload["spec"]
+        for key in place:
+            limited = limited[key]
+        assert limited.get("activeDeadlineSeconds") == seconds
+
+
+def test_a_job_set_does_not_start_again_after_its_deadline() -> None:
+    spec = build(make_request(None, kind=Kind.jobset, max_seconds=60, retries=3))["JobSet"]["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert "DeadlineExceeded" in rule["onJobFailureReasons"]
 
 
 def test_sizes_channels_and_gpus(source: Path) -> None:

@@ -106,6 +106,8 @@ class KubernetesRequest:
     cpus: str | None = None
     retries: int = 0
     """How often a failed job starts again from its checkpoint."""
+    max_seconds: int | None = None
+    """When Kubernetes stops the job; None: never. For a JobSet it counts from each start that `retries` allows."""
     user: int = 1000
     """The user and group that the pods run as."""
     egress: tuple[str, ...] = ()

@@ -24,6 +24,8 @@ from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
 
+from .. import kubelet
+
 assert deploy  # it adds the command to `app`
 Object = dict[str, Any]
 VERSIONS = ("1.31", "1.37")
@@ -424,6 +426,25 @@ def test_storage_is_a_claim_or_a_directory(text: str, expected: Storage | None) 
         return
     with pytest.raises(UsageError, match="--channel a"):
         Storage.parse("--channel a", text)
+
+
+def test_a_note_says_how_pods_can_write_to_a_directory_of_a_node() -> None:
+    fix = "chgrp 1000 /mnt/models && chmod 2775 /mnt/models"
+    options: list[Object] = [{}, {"user": 0}, {"results": Storage("models", "")}]
+    notes = [
+        " ".join(make_request(None, **{"results": Storage("", "/mnt/models"), **each}).list_notes()) for each in options
+    ]
+    assert [fix in each for each in notes] == [True, False, False]
+
+
+def test_the_simulated_kubelet_makes_directories_with_the_mode_of_their_volume(tmp_path: Path) -> None:
+    for mode in (0o755, 0o2775):
+        volume = tmp_path / oct(mode)
+        volume.mkdir()
+        volume.chmod(mode)
+        place = kubelet.make_sub_path(volume, "digits/host-0")
+        assert place == volume / "digits" / "host-0"
+        assert [path.stat().st_mode & 0o7777 for path in (place.parent, place)] == [mode, mode]
 
 
 def test_names_are_suggested(source: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -235,6 +236,12 @@ class KubernetesRequest:
             notes.append("without --results, the model is lost when the pods end")
         if self.gpus and "-cpu-" in self.image:
             notes.append(f"--gpus {self.gpus}: {self.image} is a CPU image by its name, and will not use them")
+        if self.results and not self.results.claim and self.user:
+            path = shlex.quote(self.results.path)
+            notes.append(
+                f"--results {path}: Kubernetes makes directories there as root, with the mode of {path}, and pods run"
+                f" as user {self.user}. Fix, on each node: chgrp {self.user} {path} && chmod 2775 {path}"
+            )
         if self.hosts > 1 and any(not storage.claim for storage in self._storages):
             notes.append("directories of nodes must exist, with the same content, on each node that runs a pod")
         return notes

@@ -145,6 +145,7 @@ def test_batchs_children_know_the_main_node_and_it_knows_no_child() -> None:
     [
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, "Ray (RAY_ADDRESS=10.0.0.1:6379) names no hosts in variables"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2, RANK=1 are set, and do not name the hosts of the job"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "RAY_JOB_ID": "1"}, "Ray (RAY_JOB_ID=1) names no hosts in variables"),
     ],
 )
 def test_variables_that_name_no_hosts_are_a_warning(environ: dict[str, str], says: str) -> None:
@@ -154,7 +155,16 @@ def test_variables_that_name_no_hosts_are_a_warning(environ: dict[str, str], say
     assert "a single host is assumed. Fix, for several hosts: " in found.warnings[0]
 
 
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1"},
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
+        {"MASTER_ADDR": "n1"},
+    ],
+)
 def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
     assert find_hosts(environ, "box") is None
 
@@ -207,6 +217,12 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"SKYPILOT_NODE_RANK": "1"}, "SkyPilot: SKYPILOT_NODE_RANK=1, and SKYPILOT_NODE_IPS is not set"),
         (without(SKYPILOT, "SKYPILOT_NODE_RANK"), "SkyPilot: the variable SKYPILOT_NODE_RANK is missing"),
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "4"}, "SKYPILOT_NUM_NODES=4, SKYPILOT_NODE_IPS=10.0.0.1 10.0.0.2: these"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "started `train` as one of several ranks (OMPI_COMM_WORLD_SIZE=2)"),
+        ({"PMI_SIZE": "2", "RAY_JOB_ID": "1"}, "started `train` as one of several ranks (PMI_SIZE=2)"),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}, "several ranks (LOCAL_WORLD_SIZE=2)"),
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2"}, "several ranks (TORCHELASTIC_RUN_ID=a, WORLD_SIZE=2)"),
+        ({"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"}, "do not name the hosts of the job. Fix, for sev"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "MASTER_ADDR=n1, WORLD_SIZE=2, RANK=0 are set, and do"),
         ({**SLURM, **SKYPILOT, "SKYPILOT_NODE_RANK": "0"}, "Slurm gives 2 hosts and the rank 1"),
     ],
 )
@@ -224,6 +240,10 @@ def test_a_step_on_some_nodes_of_a_slurm_job_is_a_warning() -> None:
 
 
 # Several sources
+
+
+def test_a_source_that_names_the_hosts_counts_before_the_variables_of_ranks() -> None:
+    assert find({**SLURM, "PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}).source == "Slurm"
 
 
 def test_shoal_hosts_counts_before_a_platform_that_agrees_disagrees_or_is_broken() -> None:

@@ -3,7 +3,7 @@
 To add a source, write a module in this package with `find(environ, hostname, root) -> HostList | None`, and add a row
 to `SOURCES`: the name of the module and the variables that show its platform. The module is imported only if one of
 these is set. It cites the documentation of its variables, and raises ContractError if only some of them are there.
-Rows of `HINTS` are asked last: these platforms name no hosts, and a host there trains alone with a warning.
+Rows of `HINTS` are asked last, and all of them: these name no hosts, and a host there trains alone with a warning.
 docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py has cases for each.
 """
 
@@ -28,7 +28,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "aws_batch": ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"),
     "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
 }
-HINTS: dict[str, tuple[str, ...]] = {"ray": ("RAY_ADDRESS", "RAY_JOB_ID"), "torch_variables": ("WORLD_SIZE",)}
+HINTS: dict[str, tuple[str, ...]] = {
+    "ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
+    "rank_variables": (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ),
+}
 
 
 # With these the MPI Operator makes mpirun in the launcher use ssh and its hostfile.
@@ -69,7 +75,7 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
         else:
             found += [hosts] if hosts is not None else []
     if not found:
-        hints = (_ask(name, environ, hostname, root) for name in _present(HINTS, environ))
+        hints = [_ask(name, environ, hostname, root) for name in _present(HINTS, environ)]
         return next((hosts for hosts in hints if hosts is not None), None)
     first = found[0]
     for other in found[1:]:

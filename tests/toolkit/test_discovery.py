@@ -42,7 +42,13 @@ TRAINJOB = {
     "PET_MASTER_PORT": "29400",
     "JOB_COMPLETION_INDEX": "1",
 }
-PYTORCHJOB = {"MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
+PYTORCHJOB = {
+    "MASTER_ADDR": "digits-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+}
 BATCH = {
     "AWS_BATCH_JOB_ID": "0aaa#1",
     "AWS_BATCH_JOB_NUM_NODES": "3",
@@ -123,7 +129,8 @@ def test_hosts_of_each_platform(
 def test_hosts_of_the_mpi_operator(tmp_path: Path, lines: str) -> None:
     (tmp_path / "etc/mpi").mkdir(parents=True)
     (tmp_path / "etc/mpi/hostfile").write_text(lines)
-    for environ in (MPI, {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}):
+    assert find_hosts({"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}, "x", str(tmp_path)) is None, "a user's"
+    for environ in (MPI, {**MPI, "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}):
         found = find(environ, "digits-worker-0", str(tmp_path))
         assert found.hosts == ("digits-launcher.digits.default.svc", "digits-worker-0.digits.default.svc")
         assert (found.source, found.rank) == ("MPI Operator", 1)
@@ -176,6 +183,9 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
     ("environ", "says"),
     [
         ({"SHOAL_HOST_RANK": "0"}, "The variable SHOAL_HOST_RANK is '0', and SHOAL_HOSTS is not set"),
+        ({"SHOAL_HOSTS": ""}, "The variable SHOAL_HOSTS is ''. Fix: set SHOAL_HOSTS to all hosts of the job"),
+        ({"SHOAL_HOSTS": "", "SHOAL_HOST_RANK": "1"}, "SHOAL_HOST_RANK is '1' and SHOAL_HOSTS is ''. Fix: set SHOAL_"),
+        ({"SHOAL_HOST_RANK": ""}, "The variable SHOAL_HOST_RANK is '', and SHOAL_HOSTS is not set"),
         ({"SHOAL_HOSTS": "a,b"}, "none of them have this host's name box. Fix: set SHOAL_HOST_RANK"),
         ({"SHOAL_HOSTS": "box.a,box.b"}, "several of them have this host's name box"),
         (
@@ -188,6 +198,8 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"}, "'fe80::1' is wrong: write names or IPv4 addresses"),
         ({"SHOAL_HOSTS": ",", "SHOAL_HOST_RANK": "0"}, "SHOAL_HOSTS is not a list of host names"),
         ({"SLURM_NODEID": "1"}, "Slurm: SLURM_NODEID=1 is set, and no SLURM_STEP_NODELIST"),
+        ({"SLURM_JOB_ID": "3", "SLURM_NNODES": "2"}, "SLURM_NNODES=2, SLURM_JOB_ID=3 is set, and no SLURM_STEP_NODELIS"),
+        ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID=0 is set, and no SLURM_STEP_NODELIST"),
         (without(SLURM, "SLURM_NODEID"), "Slurm: the variable SLURM_NODEID is missing"),
         ({**SLURM, "SLURM_NODEID": "2"}, "the rank 2, and the job has 2 hosts"),
         (
@@ -214,6 +226,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         (without(BATCH, "AWS_BATCH_JOB_NODE_INDEX"), "AWS Batch: the variable AWS_BATCH_JOB_NODE_INDEX is missing"),
         (without(BATCH, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"), "this is a child node, and the variable"),
         ({**BATCH, "AWS_BATCH_JOB_NODE_INDEX": "3"}, "an index is below the number"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SkyPilot: SKYPILOT_NUM_NODES=2, and SKYPILOT_NODE_IPS is not set"),
         ({"SKYPILOT_NODE_RANK": "1"}, "SkyPilot: SKYPILOT_NODE_RANK=1, and SKYPILOT_NODE_IPS is not set"),
         (without(SKYPILOT, "SKYPILOT_NODE_RANK"), "SkyPilot: the variable SKYPILOT_NODE_RANK is missing"),
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "4"}, "SKYPILOT_NUM_NODES=4, SKYPILOT_NODE_IPS=10.0.0.1 10.0.0.2: these"),
@@ -221,6 +234,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"PMI_SIZE": "2", "RAY_JOB_ID": "1"}, "started `train` as one of several ranks (PMI_SIZE=2)"),
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}, "several ranks (LOCAL_WORLD_SIZE=2)"),
         ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2"}, "several ranks (TORCHELASTIC_RUN_ID=a, WORLD_SIZE=2)"),
+        (without(PYTORCHJOB, "KUBERNETES_SERVICE_HOST"), "MASTER_ADDR=digits-master-0, WORLD_SIZE=3, RANK=2 are set"),
         ({"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"}, "do not name the hosts of the job. Fix, for sev"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "MASTER_ADDR=n1, WORLD_SIZE=2, RANK=0 are set, and do"),
         ({**SLURM, **SKYPILOT, "SKYPILOT_NODE_RANK": "0"}, "Slurm gives 2 hosts and the rank 1"),

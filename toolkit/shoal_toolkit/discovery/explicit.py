@@ -18,9 +18,11 @@ _LIST, _RANK, _INDEX = "SHOAL_HOSTS", "SHOAL_HOST_RANK", "JOB_COMPLETION_INDEX"
 def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
     """Returns the hosts of SHOAL_HOSTS. Raises ContractError if the list is missing or wrong, or the rank unknown."""
     if not environ.get(_LIST):
+        values = " and ".join(f"{name} is {environ[name]!r}" for name in (_RANK, _LIST) if name in environ)
+        missing = "" if _LIST in environ else f", and {_LIST} is not set"
         raise ContractError(
-            f"The variable {_RANK} is {environ[_RANK]!r}, and {_LIST} is not set. Fix: set {_LIST} to all hosts of the "
-            "job, in the same order on every host, such as node[1-2]."
+            f"The variable {values}{missing}. Fix: set {_LIST} to all hosts of the job, in the same order on every "
+            f"host, such as node[1-2]. For one host, unset {_LIST} and {_RANK}."
         )
     hosts = expand_hosts(environ[_LIST], _LIST)
     name = _RANK if environ.get(_RANK) or not environ.get(_INDEX) else _INDEX

@@ -18,6 +18,7 @@ _SECRET = (
     'On Slurm, write `export SHOAL_JOB_SECRET="$(openssl rand -hex 32)"` into the batch script before `srun`, which '
     "passes it to every node."
 )
+_OTHERS = ("SLURM_NODEID", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _SRUN = "srun --ntasks-per-node=1 train"
 
 
@@ -30,7 +31,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     variable = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(name)), "")
     if not variable:
         raise ContractError(
-            f"Slurm: {show(environ, 'SLURM_NODEID', 'SLURM_JOB_NUM_NODES')} is set, and no SLURM_STEP_NODELIST. "
+            f"Slurm: {show(environ, *_OTHERS)} is set, and no SLURM_STEP_NODELIST. "
             f"Fix: pass all SLURM_* variables into the container, or {EXPLICIT}."
         )
     if (read_number(environ, "SLURM_HET_SIZE") or 1) > 1:

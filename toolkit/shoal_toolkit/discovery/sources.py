@@ -20,13 +20,16 @@ if TYPE_CHECKING:  # most jobs have none of the variables below
 _EXPLICIT = "explicit"
 SOURCES: dict[str, tuple[str, ...]] = {
     _EXPLICIT: ("SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    "slurm": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+    "slurm": (
+        *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+        *("SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
     "kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
     "kubeflow_v1": ("MASTER_ADDR",),
-    "mpi_operator": ("K_MPI_JOB_ROLE", "OMPI_MCA_orte_default_hostfile"),
+    "mpi_operator": ("K_MPI_JOB_ROLE",),
     "indexed_job": ("JOB_COMPLETION_INDEX",),
     "aws_batch": ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"),
-    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
 }
 HINTS: dict[str, tuple[str, ...]] = {
     "ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
@@ -101,7 +104,12 @@ def warn_about_other_hosts(hosts: tuple[str, ...], environ: Mapping[str, str], h
 
 
 def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:
-    return [name for name, variables in sources.items() if any(map(environ.get, variables))]
+    """Returns the sources of which a variable is set. An empty one counts only if the user sets it: see `explicit`."""
+    return [
+        name
+        for name, variables in sources.items()
+        if any(variable in environ if name == _EXPLICIT else environ.get(variable) for variable in variables)
+    ]
 
 
 def _ask(name: str, environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:

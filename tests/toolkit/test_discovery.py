@@ -34,6 +34,16 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURMD_NODENAME": "n2",
 }
+INTERACTIVE = {
+    **SLURM,
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_NODEID": "0",
+    "SLURMD_NODENAME": "n1",
+}
+JOB_SET = {"SHOAL_HOSTS": "js-w-[0-1]-[0-1].js", "JOB_COMPLETION_INDEX": "1"}
 TRAINJOB = {
     "PET_NNODES": "2",
     "PET_NODE_RANK": "1",
@@ -88,10 +98,17 @@ def find(environ: dict[str, str], hostname: str = "box", root: str = "/nowhere")
         ({"SHOAL_HOSTS": "a,b"}, "b.cluster.local", "SHOAL_HOSTS", ("a", "b"), 1),
         ({"SHOAL_HOSTS": "localhost", "JOB_COMPLETION_INDEX": "0"}, "p-0", "SHOAL_HOSTS", ("localhost",), 0),
         ({"SHOAL_HOSTS": "p-[0-1].s", "JOB_COMPLETION_INDEX": "1"}, "x", "SHOAL_HOSTS", ("p-0.s", "p-1.s"), 1),
+        ({"SHOAL_HOSTS": "N1.x.,n2"}, "n1.x", "SHOAL_HOSTS", ("N1.x.", "n2"), 0),
+        ({"SHOAL_HOSTS": "n1,N2"}, "n2.X.", "SHOAL_HOSTS", ("n1", "N2"), 1),
+        ({"SHOAL_HOSTS": "10.0.0.1,10.0.0.2"}, "10.0.0.2", "SHOAL_HOSTS", ("10.0.0.1", "10.0.0.2"), 1),
+        (JOB_SET, "js-w-1-1", "SHOAL_HOSTS", ("js-w-0-0.js", "js-w-0-1.js", "js-w-1-0.js", "js-w-1-1.js"), 3),
+        (JOB_SET, "js-w-0-1", "SHOAL_HOSTS", ("js-w-0-0.js", "js-w-0-1.js", "js-w-1-0.js", "js-w-1-1.js"), 1),
         ({**EXPLICIT, "JOB_COMPLETION_INDEX": "0"}, "box", "SHOAL_HOSTS", ("a", "b"), 1),
         (SLURM, "box", "Slurm", ("n1", "n2"), 1),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": ""}, "box", "Slurm", ("n1", "n2"), 1),
-        ({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "box", "Slurm", ("n7",), 0),
+        ({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "n7.x", "Slurm", ("n7",), 0),
+        ({"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7"}, "box", "Slurm", ("n7",), 0),
+        ({**INTERACTIVE, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}, "n1", "Slurm", ("n1",), 0),
         (TRAINJOB, "box", "Kubeflow", ("digits-node-0-0.digits", "digits-node-0-1.digits"), 1),
         ({"PET_NNODES": "1"}, "box", "Kubeflow", ("box",), 0),
         (PYTORCHJOB, "x", "Kubeflow", ("digits-master-0", "digits-worker-0", "digits-worker-1"), 2),
@@ -194,6 +211,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ),
         ({"SHOAL_HOSTS": "a,b", "SHOAL_HOST_RANK": "-1"}, "The variable SHOAL_HOST_RANK is '-1'"),
         ({"SHOAL_HOSTS": "a,a", "SHOAL_HOST_RANK": "0"}, "names the host 'a' twice"),
+        ({"SHOAL_HOSTS": "node1,NODE1.", "SHOAL_HOST_RANK": "0"}, "names the host 'node1' twice"),
         ({"SHOAL_HOSTS": "a;b", "SHOAL_HOST_RANK": "0"}, "'a;b' is wrong"),
         ({"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"}, "'fe80::1' is wrong: write names or IPv4 addresses"),
         ({"SHOAL_HOSTS": ",", "SHOAL_HOST_RANK": "0"}, "SHOAL_HOSTS is not a list of host names"),
@@ -214,6 +232,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
             without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
             "this job has 2 nodes (n[1-2]), and `train` was not started by srun",
         ),
+        (INTERACTIVE, "this job has 2 nodes (n[1-2]), and `train` was not started by srun"),
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "this job is heterogeneous"),
         (without(TRAINJOB, "PET_NODE_RANK"), "Kubeflow: the variable PET_NODE_RANK is missing"),
         (without(TRAINJOB, "PET_NNODES"), "Kubeflow: the variable PET_NNODES is missing"),
@@ -251,6 +270,12 @@ def test_a_step_on_some_nodes_of_a_slurm_job_is_a_warning() -> None:
     found = find({**one, "SLURM_NODEID": "0"})
     assert found.hosts == ("n2",)
     assert "runs on 1 of its 2 nodes, n2" in found.warnings[0]
+
+
+def test_a_job_of_one_slurm_node_warns_on_another_host() -> None:
+    (warning,) = find({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "login1").warnings
+    assert "the node n7, and this host is login1" in warning
+    assert "`srun --ntasks-per-node=1 train`" in warning
 
 
 # Several sources

@@ -216,7 +216,10 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"}, "'fe80::1' is wrong: write names or IPv4 addresses"),
         ({"SHOAL_HOSTS": ",", "SHOAL_HOST_RANK": "0"}, "SHOAL_HOSTS is not a list of host names"),
         ({"SLURM_NODEID": "1"}, "Slurm: SLURM_NODEID=1 is set, and no SLURM_STEP_NODELIST"),
-        ({"SLURM_JOB_ID": "3", "SLURM_NNODES": "2"}, "SLURM_NNODES=2, SLURM_JOB_ID=3 is set, and no SLURM_STEP_NODELIS"),
+        (
+            {"SLURM_JOB_ID": "3", "SLURM_NNODES": "2"},
+            "SLURM_NNODES=2, SLURM_JOB_ID=3 is set, and no SLURM_STEP",
+        ),
         ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID=0 is set, and no SLURM_STEP_NODELIST"),
         (without(SLURM, "SLURM_NODEID"), "Slurm: the variable SLURM_NODEID is missing"),
         ({**SLURM, "SLURM_NODEID": "2"}, "the rank 2, and the job has 2 hosts"),
@@ -342,6 +345,14 @@ def test_train_says_where_its_hosts_come_from(tree: Tree, run: Run) -> None:
     assert json.loads(plan["environment"]["SM_HOSTS"]) == ["n1", "n2"]
     assert (plan["environment"]["SM_CURRENT_HOST"], plan["environment"]["RANK"]) == ("n2", "1")
     assert any("On Slurm, write `export SHOAL_JOB_SECRET=" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize(("address", "noted"), [("zzz", 1), ("n1.domain", 0), ("N1", 0), ("127.0.0.1", 0)])
+def test_an_address_that_is_not_the_first_hosts_is_a_note(tree: Tree, run: Run, address: str, noted: int) -> None:
+    tree.script("")
+    plan = json.loads(run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", MASTER_ADDR=address, **SLURM).out)
+    assert plan["environment"]["MASTER_ADDR"] == address
+    assert sum("the first host is n1: the ranks meet at zzz" in note for note in plan["notes"]) == noted
 
 
 def test_half_a_platform_ends_train_with_its_error(tree: Tree, run: Run) -> None:

@@ -46,6 +46,11 @@ def shorten(name: str) -> str:
     return folded if re.fullmatch(r"[0-9.]+", folded) else folded.partition(".")[0]
 
 
+def is_local(address: str) -> bool:
+    """Returns whether MASTER_ADDR is a loopback address, or empty."""
+    return address in ("", "localhost", "::1") or address.startswith("127.")
+
+
 def read_number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
     """Returns a variable that is a whole number; None if it is not set or empty.
 

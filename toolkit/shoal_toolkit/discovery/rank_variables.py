@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, read_number, show
+from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, is_local, read_number, show
 from shoal_toolkit.errors import ContractError
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LOCAL_WORLD_SIZE")
@@ -39,11 +39,6 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
         f"{EXPLICIT}. `train` sets these variables for the script itself."
     )
     return HostList("torch.distributed", (hostname,), 0, evidence, warnings=(warning,))
-
-
-def is_local(address: str) -> bool:
-    """Returns whether MASTER_ADDR is a loopback address, or empty."""
-    return address in ("", "localhost", "::1") or address.startswith("127.")
 
 
 def _check_launcher(environ: Mapping[str, str], several: bool) -> None:

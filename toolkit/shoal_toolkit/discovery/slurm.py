@@ -3,8 +3,8 @@
 The variables are in Slurm's manual pages: srun and sbatch, "OUTPUT ENVIRONMENT VARIABLES". srun sets
 SLURM_STEP_NODELIST, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS, SLURM_NODEID and SLURM_LOCALID for each task.
 SLURMD_NODENAME is the name of its node. sbatch and salloc set SLURM_JOB_NODELIST and SLURM_JOB_NUM_NODES, and start
-nothing on other nodes. With LaunchParameters=use_interactive_step (slurm.conf), salloc's shell is in a step of its own on
-the first node. SLURM_STEP_ID of this step and of other special ones is at least 0xFFFFFFFA (slurm.h).
+nothing on other nodes. With LaunchParameters=use_interactive_step (slurm.conf), salloc's shell is in a step of its own
+on the first node. SLURM_STEP_ID of this step and of other special ones is at least 0xFFFFFFFA (slurm.h).
 """
 
 from __future__ import annotations

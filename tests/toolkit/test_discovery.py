@@ -296,7 +296,11 @@ def test_shoal_hosts_counts_before_a_platform_that_agrees_disagrees_or_is_broken
     assert "SHOAL_HOSTS gives 3 hosts" in warning
     assert "Slurm gives 2 hosts" in warning
     assert warning.endswith("SHOAL_HOSTS counts.")
-    assert find({"SLURM_NODEID": "1", **EXPLICIT}).source == "SHOAL_HOSTS"
+    (warning,) = find({"SLURM_NODEID": "1", **EXPLICIT}).warnings
+    assert warning == (
+        "SHOAL_HOSTS counts, and a platform's variables are not used: Slurm: SLURM_NODEID=1 is set, and no "
+        "SLURM_STEP_NODELIST."
+    )
 
 
 def test_resourceconfig_counts_before_everything_and_warns(tree: Tree) -> None:
@@ -304,9 +308,14 @@ def test_resourceconfig_counts_before_everything_and_warns(tree: Tree) -> None:
     paths = Paths(str(tree.base))
     found = read_cluster(paths, "box", SLURM).found
     assert (found.source, found.hosts) == ("resourceconfig.json", ("algo-1",))
-    assert "resourceconfig.json lists 1 hosts and Slurm 2" in found.warnings[0]
-    for silent in ({}, {"SLURM_NODEID": "1"}, {"SHOAL_HOSTS": "a"}):
+    assert "resourceconfig.json gives 1 hosts and the rank 0, and Slurm 2 hosts and the rank 1" in found.warnings[0]
+    (warning,) = read_cluster(paths, "box", {"SLURM_NODEID": "1"}).found.warnings
+    assert "resourceconfig.json counts, and a platform's variables are not used: Slurm: SLURM_NODEID=1" in warning
+    for silent in ({}, {"SHOAL_HOSTS": "a"}, {"MASTER_ADDR": "algo-1", "WORLD_SIZE": "8", "RANK": "0"}):
         assert read_cluster(paths, "box", silent).found.warnings == ()
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    (warning,) = read_cluster(paths, "box", SLURM).found.warnings
+    assert "2 hosts and the rank 0, and Slurm 2 hosts and the rank 1" in warning
 
 
 @pytest.mark.parametrize("environ", [EXPLICIT, SLURM, TRAINJOB, PYTORCHJOB, BATCH, SKYPILOT])

@@ -96,7 +96,7 @@ def _warn_about_idle_nodes(environ: Mapping[str, str], hosts: tuple[str, ...], v
 def _warn_about_login_node(environ: Mapping[str, str], hosts: tuple[str, ...], hostname: str) -> tuple[str, ...]:
     """Returns a warning if this host is not the node of a job of one node, as in salloc's shell on a login node.
 
-    It is no error, because a container on the node can have a name of its own.
+    It is not an error, because a container on the node can have a name of its own.
     """
     names = {shorten(name) for name in (environ.get("SLURMD_NODENAME", ""), hostname)}
     if names & {shorten(host) for host in hosts}:

@@ -66,41 +66,66 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
 
     Raises:
         ContractError: If a platform's variables are incomplete or wrong, or two platforms disagree. SHOAL_HOSTS
-            decides such cases: with it, another platform that disagrees is only a warning.
+            decides such cases: with it, another platform that is incomplete or disagrees is only a warning.
     """
+    found = _ask_sources(environ, hostname, root)
+    if found is not None:
+        return found
+    hints = [_ask(name, environ, hostname, root) for name in _present(HINTS, environ)]
+    return next((hosts for hosts in hints if hosts is not None), None)
+
+
+def _ask_sources(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
+    """Returns the hosts of the first source that names them. Raises ContractError as `find_hosts`."""
     found: list[HostList] = []
+    broken: tuple[str, ...] = ()
     for name in _present(SOURCES, environ):
         try:
             hosts = _ask(name, environ, hostname, root)
-        except ContractError:
+        except ContractError as error:
             if not (found and environ.get("SHOAL_HOSTS")):
                 raise
+            broken += (_describe_error(error, found[0].source),)
         else:
             found += [hosts] if hosts is not None else []
     if not found:
-        hints = [_ask(name, environ, hostname, root) for name in _present(HINTS, environ)]
-        return next((hosts for hosts in hints if hosts is not None), None)
-    first = found[0]
+        return None
+    first = found[0]._replace(warnings=(*found[0].warnings, *broken))
     for other in found[1:]:
         if (len(other.hosts), other.rank) != (len(first.hosts), first.rank):
             first = first._replace(warnings=(*first.warnings, _describe_disagreement(first, other, environ)))
     return first
 
 
-def warn_about_other_hosts(hosts: tuple[str, ...], environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
-    """Returns a warning if the variables of a platform name more or fewer hosts than resourceconfig.json."""
-    if not _present(SOURCES, environ):
-        return ()
+def warn_about_other_hosts(
+    hosts: tuple[str, ...], rank: int, environ: Mapping[str, str], hostname: str
+) -> tuple[str, ...]:
+    """Returns a warning if the variables of a platform name another number of hosts than resourceconfig.json, or rank.
+
+    Variables that are incomplete or wrong are a warning too.
+
+    Args:
+        hosts: The hosts of resourceconfig.json.
+        rank: The index of this host in them.
+        environ: The environment of `train`.
+        hostname: The name of this host.
+    """
     try:
-        found = find_hosts(environ, hostname)
-    except ContractError:
-        return ()
-    if found is None or len(found.hosts) == len(hosts):
+        found = _ask_sources(environ, hostname, "/")
+    except ContractError as error:
+        return (_describe_error(error, "resourceconfig.json"),)
+    if found is None or (len(found.hosts), found.rank) == (len(hosts), rank):
         return ()
     return (
-        f"resourceconfig.json lists {len(hosts)} hosts and {found.source} {len(found.hosts)} ({found.evidence}): "
-        "resourceconfig.json counts. Fix: remove it if it is not of this job.",
+        f"resourceconfig.json gives {len(hosts)} hosts and the rank {rank}, and {found.source} {len(found.hosts)} "
+        f"hosts and the rank {found.rank} ({found.evidence}): resourceconfig.json counts. Fix: remove it if it is not "
+        "of this job.",
     )
+
+
+def _describe_error(error: ContractError, counts: str) -> str:
+    """Returns a warning about a platform that does not count, from its error without the fix."""
+    return f"{counts} counts, and a platform's variables are not used: {str(error).partition(' Fix: ')[0]}"
 
 
 def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:

@@ -34,6 +34,16 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURMD_NODENAME": "n2",
 }
+INTERACTIVE = {
+    **SLURM,
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_NODEID": "0",
+    "SLURMD_NODENAME": "n1",
+}
+JOB_SET = {"SHOAL_HOSTS": "js-w-[0-1]-[0-1].js", "JOB_COMPLETION_INDEX": "1"}
 TRAINJOB = {
     "PET_NNODES": "2",
     "PET_NODE_RANK": "1",
@@ -42,7 +52,13 @@ TRAINJOB = {
     "PET_MASTER_PORT": "29400",
     "JOB_COMPLETION_INDEX": "1",
 }
-PYTORCHJOB = {"MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
+PYTORCHJOB = {
+    "MASTER_ADDR": "digits-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+}
 BATCH = {
     "AWS_BATCH_JOB_ID": "0aaa#1",
     "AWS_BATCH_JOB_NUM_NODES": "3",
@@ -82,10 +98,17 @@ def find(environ: dict[str, str], hostname: str = "box", root: str = "/nowhere")
         ({"SHOAL_HOSTS": "a,b"}, "b.cluster.local", "SHOAL_HOSTS", ("a", "b"), 1),
         ({"SHOAL_HOSTS": "localhost", "JOB_COMPLETION_INDEX": "0"}, "p-0", "SHOAL_HOSTS", ("localhost",), 0),
         ({"SHOAL_HOSTS": "p-[0-1].s", "JOB_COMPLETION_INDEX": "1"}, "x", "SHOAL_HOSTS", ("p-0.s", "p-1.s"), 1),
+        ({"SHOAL_HOSTS": "N1.x.,n2"}, "n1.x", "SHOAL_HOSTS", ("N1.x.", "n2"), 0),
+        ({"SHOAL_HOSTS": "n1,N2"}, "n2.X.", "SHOAL_HOSTS", ("n1", "N2"), 1),
+        ({"SHOAL_HOSTS": "10.0.0.1,10.0.0.2"}, "10.0.0.2", "SHOAL_HOSTS", ("10.0.0.1", "10.0.0.2"), 1),
+        (JOB_SET, "js-w-1-1", "SHOAL_HOSTS", ("js-w-0-0.js", "js-w-0-1.js", "js-w-1-0.js", "js-w-1-1.js"), 3),
+        (JOB_SET, "js-w-0-1", "SHOAL_HOSTS", ("js-w-0-0.js", "js-w-0-1.js", "js-w-1-0.js", "js-w-1-1.js"), 1),
         ({**EXPLICIT, "JOB_COMPLETION_INDEX": "0"}, "box", "SHOAL_HOSTS", ("a", "b"), 1),
         (SLURM, "box", "Slurm", ("n1", "n2"), 1),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": ""}, "box", "Slurm", ("n1", "n2"), 1),
-        ({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "box", "Slurm", ("n7",), 0),
+        ({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "n7.x", "Slurm", ("n7",), 0),
+        ({"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7"}, "box", "Slurm", ("n7",), 0),
+        ({**INTERACTIVE, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}, "n1", "Slurm", ("n1",), 0),
         (TRAINJOB, "box", "Kubeflow", ("digits-node-0-0.digits", "digits-node-0-1.digits"), 1),
         ({"PET_NNODES": "1"}, "box", "Kubeflow", ("box",), 0),
         (PYTORCHJOB, "x", "Kubeflow", ("digits-master-0", "digits-worker-0", "digits-worker-1"), 2),
@@ -123,7 +146,8 @@ def test_hosts_of_each_platform(
 def test_hosts_of_the_mpi_operator(tmp_path: Path, lines: str) -> None:
     (tmp_path / "etc/mpi").mkdir(parents=True)
     (tmp_path / "etc/mpi/hostfile").write_text(lines)
-    for environ in (MPI, {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}):
+    assert find_hosts({"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}, "x", str(tmp_path)) is None, "a user's"
+    for environ in (MPI, {**MPI, "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}):
         found = find(environ, "digits-worker-0", str(tmp_path))
         assert found.hosts == ("digits-launcher.digits.default.svc", "digits-worker-0.digits.default.svc")
         assert (found.source, found.rank) == ("MPI Operator", 1)
@@ -145,6 +169,7 @@ def test_batchs_children_know_the_main_node_and_it_knows_no_child() -> None:
     [
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, "Ray (RAY_ADDRESS=10.0.0.1:6379) names no hosts in variables"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2, RANK=1 are set, and do not name the hosts of the job"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "RAY_JOB_ID": "1"}, "Ray (RAY_JOB_ID=1) names no hosts in variables"),
     ],
 )
 def test_variables_that_name_no_hosts_are_a_warning(environ: dict[str, str], says: str) -> None:
@@ -154,7 +179,16 @@ def test_variables_that_name_no_hosts_are_a_warning(environ: dict[str, str], say
     assert "a single host is assumed. Fix, for several hosts: " in found.warnings[0]
 
 
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1"},
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
+        {"MASTER_ADDR": "n1"},
+    ],
+)
 def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
     assert find_hosts(environ, "box") is None
 
@@ -166,6 +200,9 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
     ("environ", "says"),
     [
         ({"SHOAL_HOST_RANK": "0"}, "The variable SHOAL_HOST_RANK is '0', and SHOAL_HOSTS is not set"),
+        ({"SHOAL_HOSTS": ""}, "The variable SHOAL_HOSTS is ''. Fix: set SHOAL_HOSTS to all hosts of the job"),
+        ({"SHOAL_HOSTS": "", "SHOAL_HOST_RANK": "1"}, "SHOAL_HOST_RANK is '1' and SHOAL_HOSTS is ''. Fix: set SHOAL_"),
+        ({"SHOAL_HOST_RANK": ""}, "The variable SHOAL_HOST_RANK is '', and SHOAL_HOSTS is not set"),
         ({"SHOAL_HOSTS": "a,b"}, "none of them have this host's name box. Fix: set SHOAL_HOST_RANK"),
         ({"SHOAL_HOSTS": "box.a,box.b"}, "several of them have this host's name box"),
         (
@@ -174,10 +211,16 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ),
         ({"SHOAL_HOSTS": "a,b", "SHOAL_HOST_RANK": "-1"}, "The variable SHOAL_HOST_RANK is '-1'"),
         ({"SHOAL_HOSTS": "a,a", "SHOAL_HOST_RANK": "0"}, "names the host 'a' twice"),
+        ({"SHOAL_HOSTS": "node1,NODE1.", "SHOAL_HOST_RANK": "0"}, "names the host 'node1' twice"),
         ({"SHOAL_HOSTS": "a;b", "SHOAL_HOST_RANK": "0"}, "'a;b' is wrong"),
         ({"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"}, "'fe80::1' is wrong: write names or IPv4 addresses"),
         ({"SHOAL_HOSTS": ",", "SHOAL_HOST_RANK": "0"}, "SHOAL_HOSTS is not a list of host names"),
         ({"SLURM_NODEID": "1"}, "Slurm: SLURM_NODEID=1 is set, and no SLURM_STEP_NODELIST"),
+        (
+            {"SLURM_JOB_ID": "3", "SLURM_NNODES": "2"},
+            "SLURM_NNODES=2, SLURM_JOB_ID=3 is set, and no SLURM_STEP",
+        ),
+        ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID=0 is set, and no SLURM_STEP_NODELIST"),
         (without(SLURM, "SLURM_NODEID"), "Slurm: the variable SLURM_NODEID is missing"),
         ({**SLURM, "SLURM_NODEID": "2"}, "the rank 2, and the job has 2 hosts"),
         (
@@ -192,6 +235,7 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
             without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
             "this job has 2 nodes (n[1-2]), and `train` was not started by srun",
         ),
+        (INTERACTIVE, "this job has 2 nodes (n[1-2]), and `train` was not started by srun"),
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "this job is heterogeneous"),
         (without(TRAINJOB, "PET_NODE_RANK"), "Kubeflow: the variable PET_NODE_RANK is missing"),
         (without(TRAINJOB, "PET_NNODES"), "Kubeflow: the variable PET_NNODES is missing"),
@@ -204,9 +248,17 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         (without(BATCH, "AWS_BATCH_JOB_NODE_INDEX"), "AWS Batch: the variable AWS_BATCH_JOB_NODE_INDEX is missing"),
         (without(BATCH, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"), "this is a child node, and the variable"),
         ({**BATCH, "AWS_BATCH_JOB_NODE_INDEX": "3"}, "an index is below the number"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SkyPilot: SKYPILOT_NUM_NODES=2, and SKYPILOT_NODE_IPS is not set"),
         ({"SKYPILOT_NODE_RANK": "1"}, "SkyPilot: SKYPILOT_NODE_RANK=1, and SKYPILOT_NODE_IPS is not set"),
         (without(SKYPILOT, "SKYPILOT_NODE_RANK"), "SkyPilot: the variable SKYPILOT_NODE_RANK is missing"),
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "4"}, "SKYPILOT_NUM_NODES=4, SKYPILOT_NODE_IPS=10.0.0.1 10.0.0.2: these"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "started `train` as one of several ranks (OMPI_COMM_WORLD_SIZE=2)"),
+        ({"PMI_SIZE": "2", "RAY_JOB_ID": "1"}, "started `train` as one of several ranks (PMI_SIZE=2)"),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}, "several ranks (LOCAL_WORLD_SIZE=2)"),
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2"}, "several ranks (TORCHELASTIC_RUN_ID=a, WORLD_SIZE=2)"),
+        (without(PYTORCHJOB, "KUBERNETES_SERVICE_HOST"), "MASTER_ADDR=digits-master-0, WORLD_SIZE=3, RANK=2 are set"),
+        ({"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"}, "do not name the hosts of the job. Fix, for sev"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "MASTER_ADDR=n1, WORLD_SIZE=2, RANK=0 are set, and do"),
         ({**SLURM, **SKYPILOT, "SKYPILOT_NODE_RANK": "0"}, "Slurm gives 2 hosts and the rank 1"),
     ],
 )
@@ -223,7 +275,17 @@ def test_a_step_on_some_nodes_of_a_slurm_job_is_a_warning() -> None:
     assert "runs on 1 of its 2 nodes, n2" in found.warnings[0]
 
 
+def test_a_job_of_one_slurm_node_warns_on_another_host() -> None:
+    (warning,) = find({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_NUM_NODES": "1"}, "login1").warnings
+    assert "the node n7, and this host is login1" in warning
+    assert "`srun --ntasks-per-node=1 train`" in warning
+
+
 # Several sources
+
+
+def test_a_source_that_names_the_hosts_counts_before_the_variables_of_ranks() -> None:
+    assert find({**SLURM, "PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}).source == "Slurm"
 
 
 def test_shoal_hosts_counts_before_a_platform_that_agrees_disagrees_or_is_broken() -> None:
@@ -234,7 +296,11 @@ def test_shoal_hosts_counts_before_a_platform_that_agrees_disagrees_or_is_broken
     assert "SHOAL_HOSTS gives 3 hosts" in warning
     assert "Slurm gives 2 hosts" in warning
     assert warning.endswith("SHOAL_HOSTS counts.")
-    assert find({"SLURM_NODEID": "1", **EXPLICIT}).source == "SHOAL_HOSTS"
+    (warning,) = find({"SLURM_NODEID": "1", **EXPLICIT}).warnings
+    assert warning == (
+        "SHOAL_HOSTS counts, and a platform's variables are not used: Slurm: SLURM_NODEID=1 is set, and no "
+        "SLURM_STEP_NODELIST."
+    )
 
 
 def test_resourceconfig_counts_before_everything_and_warns(tree: Tree) -> None:
@@ -242,9 +308,14 @@ def test_resourceconfig_counts_before_everything_and_warns(tree: Tree) -> None:
     paths = Paths(str(tree.base))
     found = read_cluster(paths, "box", SLURM).found
     assert (found.source, found.hosts) == ("resourceconfig.json", ("algo-1",))
-    assert "resourceconfig.json lists 1 hosts and Slurm 2" in found.warnings[0]
-    for silent in ({}, {"SLURM_NODEID": "1"}, {"SHOAL_HOSTS": "a"}):
+    assert "resourceconfig.json gives 1 hosts and the rank 0, and Slurm 2 hosts and the rank 1" in found.warnings[0]
+    (warning,) = read_cluster(paths, "box", {"SLURM_NODEID": "1"}).found.warnings
+    assert "resourceconfig.json counts, and a platform's variables are not used: Slurm: SLURM_NODEID=1" in warning
+    for silent in ({}, {"SHOAL_HOSTS": "a"}, {"MASTER_ADDR": "algo-1", "WORLD_SIZE": "8", "RANK": "0"}):
         assert read_cluster(paths, "box", silent).found.warnings == ()
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    (warning,) = read_cluster(paths, "box", SLURM).found.warnings
+    assert "2 hosts and the rank 0, and Slurm 2 hosts and the rank 1" in warning
 
 
 @pytest.mark.parametrize("environ", [EXPLICIT, SLURM, TRAINJOB, PYTORCHJOB, BATCH, SKYPILOT])
@@ -283,6 +354,14 @@ def test_train_says_where_its_hosts_come_from(tree: Tree, run: Run) -> None:
     assert json.loads(plan["environment"]["SM_HOSTS"]) == ["n1", "n2"]
     assert (plan["environment"]["SM_CURRENT_HOST"], plan["environment"]["RANK"]) == ("n2", "1")
     assert any("On Slurm, write `export SHOAL_JOB_SECRET=" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize(("address", "noted"), [("zzz", 1), ("n1.domain", 0), ("N1", 0), ("127.0.0.1", 0)])
+def test_an_address_that_is_not_the_first_hosts_is_a_note(tree: Tree, run: Run, address: str, noted: int) -> None:
+    tree.script("")
+    plan = json.loads(run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", MASTER_ADDR=address, **SLURM).out)
+    assert plan["environment"]["MASTER_ADDR"] == address
+    assert sum("the first host is n1: the ranks meet at zzz" in note for note in plan["notes"]) == noted
 
 
 def test_half_a_platform_ends_train_with_its_error(tree: Tree, run: Run) -> None:

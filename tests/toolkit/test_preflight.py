@@ -17,6 +17,7 @@ from shoal_toolkit.job.contract import Paths, read_cluster, read_job
 from shoal_toolkit.plan.plan import make_plan
 from shoal_toolkit.preflight.facts import FREE, collect_facts
 from shoal_toolkit.preflight.findings import check_network, compare_facts, describe_network
+from shoal_toolkit.run.measuring import plan_rounds
 
 from ..repeats import SEED, times
 from .conftest import Finished, Run, Tree
@@ -260,6 +261,18 @@ def test_planted_faults_are_found_at_the_start_of_a_job_and_it_runs(hosts: list[
     assert sorted(line[: len(says)] for line, says in zip(sorted(found), sorted(planted))) == sorted(planted), found
     assert len(found) == len(planted)
     assert "preflight" not in worker.err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64])
+def test_each_pair_measures_both_ways_once_and_a_host_once_at_a_time(count: int) -> None:
+    hosts = [f"algo-{number}" for number in range(count)]
+    rounds = list(plan_rounds(hosts))
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == sorted((one, other) for one in hosts for other in hosts if one != other)
+    assert len(rounds) == (0 if count == 1 else 2 * (count - 1 + count % 2))
+    for each in rounds:
+        busy = [host for pair in each for host in pair]
+        assert len(busy) == len(set(busy)) == count - count % 2
 
 
 @in_namespaces

@@ -35,6 +35,22 @@ class HostList(NamedTuple):
         return self.hosts[self.rank]
 
 
+def fold(name: str) -> str:
+    """Returns the name of a host as DNS compares it: in lower case, without the dot at the end."""
+    return name.rstrip(".").lower()
+
+
+def shorten(name: str) -> str:
+    """Returns the folded name of a host without its domain. An IPv4 address stays whole."""
+    folded = fold(name)
+    return folded if re.fullmatch(r"[0-9.]+", folded) else folded.partition(".")[0]
+
+
+def is_local(address: str) -> bool:
+    """Returns whether MASTER_ADDR is a loopback address, or empty."""
+    return address in ("", "localhost", "::1") or address.startswith("127.")
+
+
 def read_number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
     """Returns a variable that is a whole number; None if it is not set or empty.
 
@@ -75,8 +91,9 @@ def check_hosts(hosts: Sequence[str], rank: int, source: str) -> None:
             f"{source} gives the hosts {list(hosts)}. {'There are none' if not wrong else f'{wrong[0]!r} is wrong'}: "
             "write names or IPv4 addresses."
         )
-    if len(set(hosts)) != len(hosts):
-        twice = next(host for host in hosts if hosts.count(host) > 1)
+    folded = [fold(host) for host in hosts]
+    if len(set(folded)) != len(hosts):
+        twice = next(host for host in hosts if folded.count(fold(host)) > 1)
         raise ContractError(f"{source} names the host {twice!r} twice: {list(hosts)}. Each host takes part once.")
     if not 0 <= rank < len(hosts):
         raise ContractError(

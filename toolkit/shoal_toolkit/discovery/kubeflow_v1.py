@@ -3,6 +3,7 @@
 Kubeflow's training operator sets these variables. It makes a headless service for each pod with the pod's name:
 <job>-master-0, <job>-worker-0, <job>-worker-1. See "PyTorch Training (PyTorchJob)" in Kubeflow's documentation. The
 master has the rank 0, and the first worker the rank 1. With nprocPerNode, the PET_* variables count: see `kubeflow`.
+Kubernetes sets KUBERNETES_SERVICE_HOST in every container: elsewhere a host may have such a name by chance.
 """
 
 from __future__ import annotations
@@ -17,14 +18,9 @@ _MASTER = "-master-0"
 
 
 def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns the pods of the job; None if MASTER_ADDR is not of a PyTorchJob, or PET_NNODES is set.
-
-    Raises ContractError if WORLD_SIZE or RANK is missing or wrong.
-    """
-    if environ.get("PET_NNODES") or not environ.get("MASTER_ADDR"):
-        return None
-    first = environ["MASTER_ADDR"]
-    if not name_replicas(first, 1, hostname):
+    """Returns the pods of the job; None if MASTER_ADDR is not of a PyTorchJob. Raises ContractError if one is wrong."""
+    first = environ.get("MASTER_ADDR", "")
+    if environ.get("PET_NNODES") or not environ.get("KUBERNETES_SERVICE_HOST") or not name_replicas(first, 1, hostname):
         return None
     count = require(environ, "WORLD_SIZE", _SOURCE, 1)
     hosts = name_replicas(first, count, hostname)

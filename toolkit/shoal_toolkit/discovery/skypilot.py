@@ -24,8 +24,8 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     """Returns the nodes of the task. Raises ContractError if a variable is missing, or their number differs."""
     if not environ.get(_LIST):
         raise ContractError(
-            f"{_SOURCE}: {show(environ, _RANK)}, and {_LIST} is not set. Fix: pass all SKYPILOT_* variables into the "
-            f"container, or {EXPLICIT}."
+            f"{_SOURCE}: {show(environ, _RANK, _COUNT)}, and {_LIST} is not set. Fix: pass all SKYPILOT_* variables "
+            f"into the container, or {EXPLICIT}."
         )
     hosts = expand_hosts(environ[_LIST], _LIST)
     count = read_number(environ, _COUNT, 1)

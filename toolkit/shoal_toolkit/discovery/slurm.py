@@ -3,14 +3,15 @@
 The variables are in Slurm's manual pages: srun and sbatch, "OUTPUT ENVIRONMENT VARIABLES". srun sets
 SLURM_STEP_NODELIST, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS, SLURM_NODEID and SLURM_LOCALID for each task.
 SLURMD_NODENAME is the name of its node. sbatch and salloc set SLURM_JOB_NODELIST and SLURM_JOB_NUM_NODES, and start
-nothing on other nodes.
+nothing on other nodes. With LaunchParameters=use_interactive_step (slurm.conf), salloc's shell is in a step of its own
+on the first node. SLURM_STEP_ID of this step and of other special ones is at least 0xFFFFFFFA (slurm.h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, read_number, require, show
+from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, read_number, require, shorten, show
 from shoal_toolkit.discovery.host_names import expand_hosts
 from shoal_toolkit.errors import ContractError
 
@@ -18,6 +19,8 @@ _SECRET = (
     'On Slurm, write `export SHOAL_JOB_SECRET="$(openssl rand -hex 32)"` into the batch script before `srun`, which '
     "passes it to every node."
 )
+_OTHERS = ("SLURM_NODEID", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_FIRST_SPECIAL_STEP = 0xFFFFFFFA
 _SRUN = "srun --ntasks-per-node=1 train"
 
 
@@ -27,10 +30,12 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     Raises:
         ContractError: If `train` does not run once on each of them, or the variables are incomplete.
     """
+    if (read_number(environ, "SLURM_STEP_ID") or 0) >= _FIRST_SPECIAL_STEP:
+        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_STEP_")}
     variable = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(name)), "")
     if not variable:
         raise ContractError(
-            f"Slurm: {show(environ, 'SLURM_NODEID', 'SLURM_JOB_NUM_NODES')} is set, and no SLURM_STEP_NODELIST. "
+            f"Slurm: {show(environ, *_OTHERS)} is set, and no SLURM_STEP_NODELIST. "
             f"Fix: pass all SLURM_* variables into the container, or {EXPLICIT}."
         )
     if (read_number(environ, "SLURM_HET_SIZE") or 1) > 1:
@@ -47,7 +52,9 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     rank = 0 if len(hosts) == 1 else require(environ, "SLURM_NODEID", "Slurm")
     _check_name(environ, hosts, rank)
     evidence = show(environ, variable, "SLURM_NODEID", "SLURM_JOB_ID")
-    return HostList("Slurm", hosts, rank, evidence, _SECRET, _warn_about_idle_nodes(environ, hosts, variable))
+    warnings = _warn_about_idle_nodes(environ, hosts, variable)
+    warnings += () if in_step else _warn_about_login_node(environ, hosts, hostname)
+    return HostList("Slurm", hosts, rank, evidence, _SECRET, warnings)
 
 
 def _check_counts(environ: Mapping[str, str], hosts: tuple[str, ...], variable: str) -> None:
@@ -83,6 +90,20 @@ def _warn_about_idle_nodes(environ: Mapping[str, str], hosts: tuple[str, ...], v
     return (
         f"this step of the Slurm job runs on {len(hosts)} of its {count} nodes, {environ[variable]}: the others take "
         "no part in this training.",
+    )
+
+
+def _warn_about_login_node(environ: Mapping[str, str], hosts: tuple[str, ...], hostname: str) -> tuple[str, ...]:
+    """Returns a warning if this host is not the node of a job of one node, as in salloc's shell on a login node.
+
+    It is not an error, because a container on the node can have a name of its own.
+    """
+    names = {shorten(name) for name in (environ.get("SLURMD_NODENAME", ""), hostname)}
+    if names & {shorten(host) for host in hosts}:
+        return ()
+    return (
+        f"Slurm gives this job the node {hosts[0]}, and this host is {hostname}: the training runs here, without srun. "
+        f"Fix: `{_SRUN}`. In a container on {hosts[0]}, pass SLURMD_NODENAME into the container.",
     )
 
 

@@ -3,7 +3,7 @@
 To add a source, write a module in this package with `find(environ, hostname, root) -> HostList | None`, and add a row
 to `SOURCES`: the name of the module and the variables that show its platform. The module is imported only if one of
 these is set. It cites the documentation of its variables, and raises ContractError if only some of them are there.
-Rows of `HINTS` are asked last: these platforms name no hosts, and a host there trains alone with a warning.
+Rows of `HINTS` are asked last, and all of them: these name no hosts, and a host there trains alone with a warning.
 docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py has cases for each.
 """
 
@@ -20,15 +20,24 @@ if TYPE_CHECKING:  # most jobs have none of the variables below
 _EXPLICIT = "explicit"
 SOURCES: dict[str, tuple[str, ...]] = {
     _EXPLICIT: ("SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    "slurm": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+    "slurm": (
+        *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+        *("SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
     "kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
     "kubeflow_v1": ("MASTER_ADDR",),
-    "mpi_operator": ("K_MPI_JOB_ROLE", "OMPI_MCA_orte_default_hostfile"),
+    "mpi_operator": ("K_MPI_JOB_ROLE",),
     "indexed_job": ("JOB_COMPLETION_INDEX",),
     "aws_batch": ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"),
-    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
 }
-HINTS: dict[str, tuple[str, ...]] = {"ray": ("RAY_ADDRESS", "RAY_JOB_ID"), "torch_variables": ("WORLD_SIZE",)}
+HINTS: dict[str, tuple[str, ...]] = {
+    "ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
+    "rank_variables": (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ),
+}
 
 
 # With these the MPI Operator makes mpirun in the launcher use ssh and its hostfile.
@@ -50,8 +59,6 @@ def remove_launch_variables(environ: MutableMapping[str, str]) -> None:
 def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> HostList | None:
     """Returns the hosts of this job from the variables of a platform; None if there is no such platform.
 
-    A platform of `HINTS`, which names no hosts, gives this host alone and a warning.
-
     Args:
         environ: The environment of `train`.
         hostname: The name of this host.
@@ -59,55 +66,79 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
 
     Raises:
         ContractError: If a platform's variables are incomplete or wrong, or two platforms disagree. SHOAL_HOSTS
-            decides such cases: with it, another platform that disagrees is only a warning.
+            decides such cases: with it, another platform that is incomplete or disagrees is only a warning.
     """
+    found = _ask_sources(environ, hostname, root)
+    if found is not None:
+        return found
+    hints = [_ask(name, environ, hostname, root) for name in _present(HINTS, environ)]
+    return next((hosts for hosts in hints if hosts is not None), None)
+
+
+def _ask_sources(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
+    """Returns the hosts of the first source that names them. Raises ContractError as `find_hosts`."""
     found: list[HostList] = []
+    broken: tuple[str, ...] = ()
     for name in _present(SOURCES, environ):
         try:
             hosts = _ask(name, environ, hostname, root)
-        except ContractError:
+        except ContractError as error:
             if not (found and environ.get("SHOAL_HOSTS")):
                 raise
+            broken += (_describe_error(error, found[0].source),)
         else:
             found += [hosts] if hosts is not None else []
     if not found:
-        hints = (_ask(name, environ, hostname, root) for name in _present(HINTS, environ))
-        return next((hosts for hosts in hints if hosts is not None), None)
-    first = found[0]
+        return None
+    first = found[0]._replace(warnings=(*found[0].warnings, *broken))
     for other in found[1:]:
         if (len(other.hosts), other.rank) != (len(first.hosts), first.rank):
             first = first._replace(warnings=(*first.warnings, _describe_disagreement(first, other, environ)))
     return first
 
 
-def warn_about_other_hosts(hosts: tuple[str, ...], environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
-    """Returns a warning if the variables of a platform name more or fewer hosts than resourceconfig.json.
+def warn_about_other_hosts(
+    hosts: tuple[str, ...], rank: int, environ: Mapping[str, str], hostname: str
+) -> tuple[str, ...]:
+    """Returns a warning if the variables of a platform name another number of hosts than resourceconfig.json, or rank.
 
-    There is none if these variables are wrong.
+    Variables that are incomplete or wrong are a warning too.
+
+    Args:
+        hosts: The hosts of resourceconfig.json.
+        rank: The index of this host in them.
+        environ: The environment of `train`.
+        hostname: The name of this host.
     """
-    if not _present(SOURCES, environ):
-        return ()
     try:
-        found = find_hosts(environ, hostname)
-    except ContractError:
-        return ()
-    if found is None or len(found.hosts) == len(hosts):
+        found = _ask_sources(environ, hostname, "/")
+    except ContractError as error:
+        return (_describe_error(error, "resourceconfig.json"),)
+    if found is None or (len(found.hosts), found.rank) == (len(hosts), rank):
         return ()
     return (
-        f"resourceconfig.json lists {len(hosts)} hosts and {found.source} {len(found.hosts)} ({found.evidence}): "
-        "resourceconfig.json counts. Fix: remove it if it is not of this job.",
+        f"resourceconfig.json gives {len(hosts)} hosts and the rank {rank}, and {found.source} {len(found.hosts)} "
+        f"hosts and the rank {found.rank} ({found.evidence}): resourceconfig.json counts. Fix: remove it if it is not "
+        "of this job.",
     )
 
 
+def _describe_error(error: ContractError, counts: str) -> str:
+    """Returns a warning about a platform that does not count, from its error without the fix."""
+    return f"{counts} counts, and a platform's variables are not used: {str(error).partition(' Fix: ')[0]}"
+
+
 def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:
-    return [name for name, variables in sources.items() if any(map(environ.get, variables))]
+    """Returns the sources of which a variable is set. An empty one counts only if the user sets it: see `explicit`."""
+    return [
+        name
+        for name, variables in sources.items()
+        if any(variable in environ if name == _EXPLICIT else environ.get(variable) for variable in variables)
+    ]
 
 
 def _ask(name: str, environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Imports the module of a source, and returns the hosts that it finds; None if it finds none.
-
-    Raises ContractError if its variables or the hosts are wrong.
-    """
+    """Imports the module of a source, and returns the hosts that it finds, checked."""
     from importlib import import_module
 
     found: HostList | None = import_module(f"shoal_toolkit.discovery.{name}").find(environ, hostname, root)

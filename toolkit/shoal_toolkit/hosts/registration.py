@@ -20,7 +20,7 @@ from shoal_toolkit.job.settings import Settings
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.system.loop import READ, Loop
 
-_MAX_UNPROVED = 32  # connections that have not proved the secret; then the oldest one is closed
+_MIN_UNPROVED = 32  # the limit of connections that have not proved the secret, for a job of few hosts
 _FAREWELL_SECONDS = 5.0
 
 
@@ -106,6 +106,7 @@ class _Desk:
         self._seconds = settings.hosts_timeout
         self._loop = loop
         self._unproved: dict[_Visit, None] = {}  # the oldest is first
+        self._max_unproved = max(_MIN_UNPROVED, 2 * len(found.hosts))  # all hosts may connect at the same time
         self._registered: dict[int, _Visit] = {}
         self._listener = listen(settings.port)
         loop.watch(self._listener.fileno(), READ, self._on_connection)
@@ -116,7 +117,7 @@ class _Desk:
             sock, peer = self._listener.accept()
         except OSError:  # it was closed already
             return
-        if len(self._unproved) >= _MAX_UNPROVED:
+        if len(self._unproved) >= self._max_unproved:
             next(iter(self._unproved)).end()
         self._unproved[_Visit(self, self._loop, sock, _strip(peer[0]))] = None
 
@@ -164,7 +165,7 @@ class _Desk:
 
 
 class _Visit:
-    """A connection to the first host. Creating it sends a Hello; without a proof it is closed after 10 s."""
+    """A connection to the first host. Creating it sends a Hello. It is closed if it has not registered after 10 s."""
 
     def __init__(self, desk: _Desk, loop: Loop, sock: socket.socket, address: str) -> None:
         self.address = address
@@ -182,6 +183,7 @@ class _Visit:
             self._answer(message)
         elif isinstance(message, Register) and self._proved:
             self._desk.register(self, message.rank)
+            self._deadline.cancel()
         else:
             raise ProtocolError("a message that is wrong at this time")
 
@@ -198,7 +200,6 @@ class _Visit:
             self._refuse("its SHOAL_JOB_SECRET is not this host's")
         else:
             self._proved = True
-            self._deadline.cancel()
             self._desk.prove(self)
             self.channel.send(Welcome(wire.make_proof(secret, "worker", transcript)))
             self.channel.start(wire.make_seals(secret, "worker", transcript))

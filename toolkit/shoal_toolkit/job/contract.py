@@ -206,7 +206,7 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
             hosts,
             hosts.index(current),
             path,
-            warnings=warn_about_other_hosts(hosts, environ, hostname),
+            warnings=warn_about_other_hosts(hosts, hosts.index(current), environ, hostname),
         ),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shoal_toolkit.discovery.host_list import is_local, shorten
 from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.machine import Machine
@@ -136,7 +137,13 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     rank_command, command_variables = shorten_for_mpirun(script) if here in BY_MPIRUN else (script, {})
     env.update(command_variables)
     command, daemon, mpi_notes = _build_command(job, machine, here, ranks, rank_command, env)
-    notes = (*rehearsal_notes, *_job_notes(job, machine), *launcher_notes, *_outside_notes(job, outside))
+    notes = (
+        *rehearsal_notes,
+        *_job_notes(job, machine),
+        *_address_notes(job, hosts),
+        *launcher_notes,
+        *_outside_notes(job, outside),
+    )
     return LaunchPlan(
         launcher=launcher,
         hosts=(*hosts, *outside),
@@ -326,6 +333,17 @@ def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
         "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
         "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
     }
+
+
+def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
+    """Returns a note if the user's MASTER_ADDR is neither the first host nor local."""
+    address, first = job.environ.get("MASTER_ADDR", ""), hosts[0]
+    if is_local(address) or shorten(address) == shorten(first) or job.cluster.found.registration is not None:
+        return []
+    return [
+        f"MASTER_ADDR={address} is set, and the first host is {first}: the ranks meet at {address}. Fix: unset "
+        "MASTER_ADDR, unless it is another address of the first host."
+    ]
 
 
 def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.measure import Meter
@@ -40,12 +41,12 @@ class MeasuringWorker(Worker):
 
 
 class MeasuringFirstHost(FirstHost):
-    """The first host of a preflight. When all are ready, each pair measures both ways, a host once at a time."""
+    """The first host of a preflight. When all are ready, each pair measures both ways, in rounds."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._meter = Meter(self.loop)
-        self._waiting = [(one, other) for one in task.hosts for other in task.hosts if one != other]
+        self._rounds = plan_rounds(task.hosts)
         self._running: dict[str, str] = {}  # measuring host → measured host
         self._measured: dict[tuple[str, str], Measured] = {}
         self._ports = {self.name: self._meter.port}
@@ -60,15 +61,15 @@ class MeasuringFirstHost(FirstHost):
         self._measure_next()
 
     def _measure_next(self) -> None:
-        """Starts every measurement between two idle hosts. After the last one, ends with the report."""
-        busy = {*self._running, *self._running.values()}
-        for pair in list(self._waiting):
-            if not busy.intersection(pair):
-                busy.update(pair)
-                self._waiting.remove(pair)
-                self._measure(*pair)
-        if not self._running:
+        """Starts the next round if no measurement is running. After the last round, ends with the report."""
+        if self._running:
+            return
+        pairs = next(self._rounds, None)
+        if pairs is None:
             self._report()
+            return
+        for one, other in pairs:
+            self._measure(one, other)
 
     def _measure(self, one: str, other: str) -> None:
         self._running[one] = other
@@ -105,6 +106,21 @@ class MeasuringFirstHost(FirstHost):
     def close(self) -> None:
         super().close()
         self._meter.close()
+
+
+def plan_rounds(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yields rounds of pairs: each host is once in a round, and each ordered pair is in one round (circle method).
+
+    If the number of hosts is odd, one host rests in each round.
+    """
+    circle: list[str | None] = [*hosts, *[None] * (len(hosts) % 2)]
+    for _ in range(len(circle) - 1):
+        ends = zip(circle[: len(circle) // 2], reversed(circle))
+        pairs = [(one, other) for one, other in ends if one is not None and other is not None]
+        if pairs:
+            yield pairs
+            yield [(other, one) for one, other in pairs]
+        circle.insert(1, circle.pop())
 
 
 def _format(finding: Finding) -> str:

@@ -21,7 +21,9 @@ def mpi_network(group: RankGroup) -> Network:
 
 
 def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
-    """Connects `ranks` of a group by MPI; all of them call this.
+    """Connects `ranks` of a group by MPI, in a communicator of their own; all of them call this.
+
+    They wait for each other, and exchange their MPI ranks through the group's store.
 
     Raises:
         SMDDPError: If mpi4py is missing, or mpirun has not started this process.

@@ -53,7 +53,7 @@ def sign(data: bytes, purpose: str) -> bytes:
 def verify(data: bytes, purpose: str) -> bytes:
     """Returns the data that another rank signed, without the signature. Raises ValueError if it has changed since.
 
-    If the job has no secret, nothing is checked or removed.
+    If the job has no secret, nothing is checked or removed. Raises LaunchError if the secret is too short.
     """
     key = job_key(purpose)
     if key is None:

@@ -386,7 +386,7 @@ class TcpStore(JobStore):
 
 
 def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
-    """Opens the job's store, once in each process: rank 0 serves it, or it is in memory if there is one rank.
+    """Opens the job's store; call it once in each process. Rank 0 serves it; with one rank it is in memory.
 
     Args:
         launch: This process's place in its job.

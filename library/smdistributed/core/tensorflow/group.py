@@ -93,13 +93,13 @@ class Group:
             at += result.bytes
 
     def close(self) -> None:
-        """Leaves the group. No collective can run after that."""
+        """Closes the communication engine and the store. No collective can run after that; the thread stays."""
         self._engine.close()
         self._store.close()
 
 
 def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[int] | None = None) -> Group:
-    """Opens the communication engine of a group. All its ranks call this, once.
+    """Opens the communication engine of a group. All its ranks call this, once. Raises the errors of `open_engine` too.
 
     Args:
         launch: This process's place in the job.

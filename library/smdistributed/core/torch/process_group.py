@@ -400,7 +400,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See torch.distributed.distributed_c10d._set_pg_timeout."""
+        """Sets how long ranks wait for each other, in the communication engine and in gloo.
+
+        A carrier of CUDA tensors that is open already keeps its timeout.
+        """
         self._timeout = timeout
         self._torchs["gloo"].set_timeout(timeout)
         self._engine.set_timeout(timeout.total_seconds())
@@ -433,7 +436,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return record_collective(name, collective, about, self._queue)
 
     def _cuda(self) -> Any:
-        """Returns the carrier of CUDA tensors; the first call opens it."""
+        """Returns the carrier of CUDA tensors; the first call opens it, and raises the errors of `open_cuda`."""
         if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
             requested = "cuda:nccl" if self._others.get("cuda") == "nccl" else ""

@@ -1,4 +1,4 @@
-"""A gradient tape that reduces gradients over the ranks."""
+"""A gradient tape that reduces gradients over the ranks, and the check of arguments that optimizers have too."""
 
 from __future__ import annotations
 

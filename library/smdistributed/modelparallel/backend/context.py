@@ -36,6 +36,8 @@ class Context:
     def configure(self, argument: Mapping[str, Any] | None) -> Launch:
         """Reads the configuration and the launch environment; sets `cfg`, `rank`, `local_rank` and `local_size`.
 
+        If the launcher does not say how many ranks this host has, `local_size` is the number of all ranks.
+
         Args:
             argument: `mp_parameters` of the script.
 

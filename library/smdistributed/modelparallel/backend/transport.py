@@ -262,7 +262,7 @@ class Transport:
     def _connection_ended(self, incoming: _Incoming, error: Exception) -> None:
         """Closes a connection that has ended. If it was authenticated, reports its rank as lost and ends sending to it.
 
-        A damaged message is logged.
+        A damaged message is logged. After `close`, nothing is reported.
         """
         if isinstance(error, FrameError):
             _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)

@@ -176,7 +176,10 @@ def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAs
 
 
 def _losses_of_this_stage(model: Any) -> list[Any]:
-    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights."""
+    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights.
+
+    In a graph, losses of other graphs are left out.
+    """
     graph = tf.compat.v1.get_default_graph()
     found = []
     for layer in model._flatten_layers():

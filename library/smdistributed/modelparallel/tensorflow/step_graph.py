@@ -121,9 +121,9 @@ class StepGraph:
     def call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this stage's part of the model, and returns the model's outputs on every stage.
 
-        The first call of a position in the step plans the transfers. Raises SMPRuntimeError if the model does other
-        than when it was traced. Raises SMPUnsupportedError in another graph than the step's, or if inputs depend on a
-        model's outputs.
+        The first call of a position in the step plans the transfers. With one stage, the model then runs unchanged.
+        Raises SMPRuntimeError if the model does other than when it was traced. Raises SMPUnsupportedError in another
+        graph than the step's, or if inputs depend on a model's outputs.
         """
         self.require_own_graph(f"The model {model.name!r}")
         call, self._calls = self._calls, self._calls + 1
@@ -256,8 +256,9 @@ class StepGraph:
     def finish(self) -> None:
         """Orders the messages by the pipeline's schedule, by control dependencies, after the previous step.
 
-        All stages call this, exchange their lists of messages, and add missing ones. One stage alone has nothing to do.
-        Raises SMPRuntimeError if the messages of the stages do not match.
+        All stages call this, exchange their lists of messages, and add missing ones. TensorFlow's own order of messages
+        is removed. One stage alone has nothing to do. Raises SMPRuntimeError if the messages of the stages do not
+        match.
         """
         if len(self.context.ranks) == 1:
             return
@@ -346,7 +347,10 @@ class StepGraph:
     # --- losses that layers add
 
     def share_losses(self, mine: Sequence[Any]) -> list[Any]:
-        """Returns the losses of this stage's layers, and the losses of each other stage as one constant."""
+        """Returns the losses of this stage's layers, and the losses of each other stage as one constant.
+
+        With one stage, or before the model's call in the microbatch, only this stage's.
+        """
         if len(self.context.ranks) == 1 or not self._calls:
             return list(mine)
         self.require_own_graph("losses")
@@ -386,8 +390,8 @@ class _StageCall:
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer of this stage and sends its outputs, or receives the outputs of another stage's layer.
 
-        Raises SMPRuntimeError for another layer, or number of tensors, than in the trace, and SMPUnsupportedError
-        inside a loop, a branch or another tf.function.
+        A layer that is split runs, and the layers in it come here. Raises SMPRuntimeError for another layer, or number
+        of tensors, than in the trace, and SMPUnsupportedError inside a loop, a branch or another tf.function.
         """
         placed = self._expected
         if placed is None or placed.call.layer is not layer:

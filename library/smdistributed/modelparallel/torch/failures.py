@@ -68,7 +68,10 @@ class Failures:
             self._record(self._peers.lost_error(rank))
 
     def explain_send_error(self, to: int, error: OSError) -> BaseException:
-        """Finds out why a message could not be sent. Notes the other stage as lost, and waits a moment for its report.
+        """Finds out why a message could not be sent.
+
+        After a time-out, or if the key is wrong, it says so at once. Otherwise it notes the other stage as lost, and
+        waits a moment for its report.
 
         Returns:
             The error to raise instead of `error`.

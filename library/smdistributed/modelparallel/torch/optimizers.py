@@ -38,7 +38,7 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have gradients. All stages of a model call it.
+        """Updates all parameters that have gradients, and counts the step in each group. All stages of a model call it.
 
         Args:
             closure: Computes the loss again; called with gradients enabled.

@@ -86,6 +86,8 @@ def load_partial(
 ) -> Path:
     """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
 
+    A checkpoint that a killed job has renamed and not replaced is restored first.
+
     Args:
         state: The script's model and optimizer.
         directory: The directory of checkpoints.

@@ -26,6 +26,8 @@ def choose_stages(
 ) -> dict[str, int]:
     """Decides which stage has which module. With `auto_partition` it may trace the model and print the partition.
 
+    It then warns if the script has used `smp.partition` or `smp.set_partition`.
+
     Args:
         state: The configuration; its `is_tracing` is set during a trace.
         manager: The modules of the model.

@@ -150,7 +150,10 @@ class Reducer:
         return accumulator
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Counts a gradient, on autograd's threads. If they overlap, sends the buckets that are complete now."""
+        """Counts a gradient, on autograd's threads. If its bucket was sent already, notes that this was too early.
+
+        With `overlap`, in the last of `every` steps, it sends the buckets that are complete now.
+        """
         with self._lock:
             self._seen[parameter] += 1
             bucket = self._bucket_of[parameter]

@@ -55,7 +55,8 @@ def _replace(original: Any, patched: Any) -> None:
 def _patch_norm(original: Any) -> Any:
     """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them.
 
-    Then all stages must call it, because they exchange norms.
+    Then all stages must call it, because they exchange norms. With `error_if_nonfinite` it raises RuntimeError if that
+    norm is not finite. Otherwise torch's function clips the parameters that the next update uses.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,7 @@
-"""MPI as the transport between hosts, through mpi4py."""
+"""MPI as the transport between hosts, through mpi4py, which is imported when ranks connect.
+
+mpirun must have started the ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The communication engines of ranks on several hosts: messages, with or without shared memory."""
+"""The communication engines of ranks on several hosts: messages, with or without shared memory.
+
+Long reductions run in pieces that overlap. `MonitoredEngine` lets a `GroupMonitor` watch the collectives of either.
+"""
 
 from __future__ import annotations
 

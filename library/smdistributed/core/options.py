@@ -1,4 +1,4 @@
-"""Checks the arguments of published interfaces: unknown names are errors, and options without effect warn."""
+"""Checks the arguments of published interfaces: unknown names are errors with a hint, options without effect warn."""
 
 from __future__ import annotations
 

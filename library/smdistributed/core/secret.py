@@ -1,6 +1,7 @@
 """The job's secret, which only its ranks know: from the environment, if the launcher sets one.
 
-A key is derived for each purpose; the secret itself is never sent.
+A key is derived for each purpose; the secret itself is never sent. Also signs data for other ranks, and checks
+signatures.
 """
 
 from __future__ import annotations

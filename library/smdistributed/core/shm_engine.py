@@ -253,7 +253,10 @@ class ShmEngine(Engine):
         return late or self._others()
 
     def _describe_laggards(self, mine: CollectiveDesc) -> str:
-        """Asks late ranks where their scripts are, and waits a moment for the reports."""
+        """Returns for each late rank its last collective and where its script is.
+
+        Asks these ranks, and waits a moment for their reports.
+        """
         requests = {rank: self._native.engine_request_report(self._engine, rank) for rank in self._late_ranks(mine)}
         deadline = time.monotonic() + SETTINGS["report_seconds"]
         stacks: dict[int, str] = {}

@@ -119,13 +119,13 @@ class Recorder:
         self._write(f",\n{json.dumps(self._metadata_event(micros))}")
 
     def flush(self) -> None:
-        """Writes the events recorded until now to the file."""
+        """Writes the events recorded until now to the file. An error is logged, and ends the recording."""
         with self._lock:
             events = [self._events.popleft() for _ in range(len(self._events))]
             self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome_events(events)))
 
     def close(self) -> None:
-        """Writes the remaining events and closes the file; later events are dropped."""
+        """Writes the remaining events, closes the file and ends the thread; later events are dropped."""
         self._stopping.set()
         if self._writer is not threading.current_thread():
             self._writer.join()

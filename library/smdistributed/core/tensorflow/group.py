@@ -64,7 +64,10 @@ class Group:
                 self._run_batch(kind, operation, batch)
 
     def _run_batch(self, kind: str, operation: PendingOperation, batch: list[Pair]) -> None:
-        """Runs a collective on one tensor directly, or on several that are packed into one."""
+        """Runs an all_reduce or broadcast on one tensor directly, or on several that are packed into one.
+
+        The results are then in the memory of the operation's results.
+        """
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None

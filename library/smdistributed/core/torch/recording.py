@@ -78,7 +78,10 @@ def record_collective(
 
 
 def _record(name: str, began: int, args: Mapping[str, Any], queue: CollectiveQueue, backward: _Backward | None) -> None:
-    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's."""
+    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's.
+
+    Without a recording it does nothing.
+    """
     running, ended = timeline.recorder, timeline.now()
     if running is None:
         return

@@ -1,4 +1,7 @@
-"""Collectives of tensors, of nested structures of tensors, and of variables."""
+"""Collectives of tensors, of nested structures of tensors, and of variables (AWS API).
+
+Also the reductions and broadcasts in buckets on which tapes, optimizers and other collectives are built.
+"""
 
 from __future__ import annotations
 

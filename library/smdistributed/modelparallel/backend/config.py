@@ -233,7 +233,11 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys."""
+    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys.
+
+    Contradictions: `default_partition` is missing without `auto_partition`, or too high. `ddp_port` is set without
+    `ddp`. `ddp` is set with `horovod`, or `fp16` with `bf16`.
+    """
     stages = values["pipeline_parallel_degree"]
     if not values.get("auto_partition", True) and "default_partition" not in values:
         raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")

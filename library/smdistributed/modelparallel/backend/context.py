@@ -1,4 +1,7 @@
-"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it."""
+"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it.
+
+Also starts the timeline that SMP_TIMELINE asks for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Intercepts calls of Keras layers, so that an observer can record them or replace their outputs."""
+"""Intercepts calls of Keras layers, so that an observer can record them or replace their outputs.
+
+Also has `smp.partition`, and finds and replaces the tensors in nested structures, with their Keras masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`smp.DistributedModel`: a Keras model with its layers on stages."""
+"""`smp.DistributedModel`: a Keras model with its layers on stages, and `smp.register_post_partition_hook`.
+
+Its first call in a step assigns layers to stages, gives variables their values and plans the transfers.
+"""
 
 from __future__ import annotations
 

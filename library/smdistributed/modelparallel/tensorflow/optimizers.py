@@ -1,4 +1,7 @@
-"""Patches Keras' optimizers: version 1 methods, gradients averaged over replicas, and decisions of all stages."""
+"""Patches Keras' optimizers: version 1 methods, gradients averaged over replicas, and decisions of all stages.
+
+Also patches optimizers of TensorFlow 1, tf.GradientTape, and TensorFlow's global norm and its clipping.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,10 @@ def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
 
 
 def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
-    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite."""
+    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite.
+
+    All stages call it.
+    """
     squares = [tf.reduce_sum(tf.square(tf.cast(tensor, tf.float32))) for tensor in gradients.values()]
     norm = tf.sqrt(_sum_over_stages(tf.add_n(squares) if squares else tf.zeros([])))
     factor = tf.ones([]) if limit is None else limit / tf.maximum(norm, limit)
@@ -168,7 +174,11 @@ def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[in
 
 
 def _sum_over_stages(scalar: Any) -> Any:
-    """Sums a scalar over the stages. All stages of a pipeline call this, in the same order."""
+    """Sums a scalar over the stages, by messages between all of them.
+
+    All stages of a pipeline call this, in the same order. Its messages come after the messages of earlier steps, and
+    before the messages of later steps.
+    """
     state.sums += 1
     label = f"sum/{state.sums}"
     others = [rank for rank in state.group("PP_GROUP") if rank != state.rank]

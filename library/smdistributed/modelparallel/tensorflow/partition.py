@@ -1,4 +1,7 @@
-"""Assigns layers to stages: as the script requests, and the others so that all stages cost the same."""
+"""Assigns layers to stages: as the script requests, and the others so that stages cost about the same.
+
+Without `auto_partition`, the others are on `default_partition`.
+"""
 
 from __future__ import annotations
 

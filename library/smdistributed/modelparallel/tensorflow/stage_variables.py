@@ -102,7 +102,10 @@ def is_of_distributed_model(variable: Any) -> bool:
 
 @contextmanager
 def create_stage_variables(created: list[StageVariable]) -> Iterator[None]:
-    """Makes variables that are created inside this context StageVariables, and appends them to `created`."""
+    """Makes variables that are created inside this context StageVariables, and appends them to `created`.
+
+    They get no value yet. If shape or dtype is missing, the initializer runs in a graph that is thrown away.
+    """
 
     def create(_: Callable[..., Any], **attributes: Any) -> StageVariable:
         given = attributes["initial_value"]

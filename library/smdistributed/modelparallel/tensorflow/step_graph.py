@@ -104,7 +104,10 @@ class StepGraph:
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Traces one microbatch inside this context. Raises StepUsageError inside another step."""
+        """Traces one microbatch inside this context, in which this is the current step. Counts of calls begin at 0.
+
+        Raises StepUsageError inside another step.
+        """
         global _current
         if _current is not None:
             raise StepUsageError("A function under smp.step is called inside a step: steps cannot be nested.")
@@ -170,7 +173,11 @@ class StepGraph:
         return self._begin_backward(shared, stage_call, plan.output_stage)
 
     def _begin_backward(self, tensors: list[Any], stage_call: _StageCall, output_stage: int) -> list[Any]:
-        """Returns the same tensors. Their gradient begins this stage's backward pass, and reaches its sent tensors."""
+        """Returns the same tensors. The gradient of the float ones begins this stage's backward pass.
+
+        It reaches the tensors that this stage has sent. Only on the stage of the outputs, it also reaches the layers
+        that computed them.
+        """
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
         call = (self._microbatch, stage_call.number)
 
@@ -189,7 +196,10 @@ class StepGraph:
         return [next(tied) if tensor.dtype.is_floating else tensor for tensor in tensors]
 
     def _mark_begin(self, key: MessageKey, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the same tensors once the schedule lets this pass begin."""
+        """Returns the same tensors, with their Keras masks, once the schedule lets this pass begin.
+
+        Notes that for `finish`.
+        """
         found: list[Any] = tf.identity_n(list(map(tf.convert_to_tensor, tensors)))
         self._mark(Message(key, "begin", None), found[0].op)
         for tensor, given in zip(found, tensors):

@@ -1,4 +1,4 @@
-"""`smp.amp`: automatic mixed precision over stages."""
+"""`smp.amp`: a GradScaler for automatic mixed precision, over stages."""
 
 from __future__ import annotations
 

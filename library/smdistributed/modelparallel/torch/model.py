@@ -1,4 +1,7 @@
-"""`smp.DistributedModel`: a model with its modules on several stages."""
+"""`smp.DistributedModel`: a model with its modules on several stages.
+
+It runs calls and backward, places the modules, and has the model's parameters, state dicts and hooks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages."""
+"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages.
+
+It adds the loss scale, single-precision copies, sharded state, clipping, and state dicts of all stages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which stage has which module of the script's model, and what happens to the modules when that is decided."""
+"""Which stage has which module of the script's model, and what happens to the modules when that is decided.
+
+Parameters that were constructed without memory are made, and this stage's tensors move to its GPU.
+"""
 
 from __future__ import annotations
 

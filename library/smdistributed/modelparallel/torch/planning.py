@@ -239,7 +239,10 @@ def _batch(given: Sequence[Any]) -> int:
 
 
 def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
-    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch."""
+    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch.
+
+    There are at most 8 for each partition. With `uneven_microbatches` they are powers of two.
+    """
     most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
     if str(given.get("uneven_microbatches")).lower() == "true":
         return _powers(most)

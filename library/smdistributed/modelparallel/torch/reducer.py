@@ -108,7 +108,11 @@ class Reducer:
             self._average()
 
     def _average(self) -> None:
-        """Replaces gradients by their averages, in place; all replicas call it and wait for each other."""
+        """Replaces gradients by their averages, in place; all replicas call it and wait for each other.
+
+        It sends the buckets that are left, and again those that were sent too early. The number of steps begins at 0
+        again.
+        """
         self._steps = 0
         if not self._buckets:
             return

@@ -106,7 +106,10 @@ class Scheduler:
     # --- tasks
 
     def submit(self, task: Task, run: Callable[[], None]) -> None:
-        """Runs a task in a worker thread as soon as it is granted a turn. Its errors end the step on all stages."""
+        """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
+
+        Its errors end the step on all stages.
+        """
         step = self.step
 
         def run_in_turn() -> None:

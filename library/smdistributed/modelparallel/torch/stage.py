@@ -276,7 +276,10 @@ class Stage:
             self.failures.fail(error)
 
     def _handle(self, message: Message) -> None:
-        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it."""
+        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
+
+        The end of a microbatch drops its inputs. A partition and the end of the step go to the script's thread.
+        """
         if message.kind is Kind.FORWARD:
             task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))

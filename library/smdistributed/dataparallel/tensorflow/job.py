@@ -31,7 +31,10 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. No collective can run after that, nor another `init`. Raises SMDDPError before `init`."""
+    """Leaves the job. No collective can run after that, nor another `init`. Raises SMDDPError before `init`.
+
+    On rank 0 it ends the job's store for all ranks.
+    """
     global _left
     _group().close()
     _left = True

@@ -210,13 +210,15 @@ class StepGraph:
     # --- messages
 
     def send(self, tensor: Any, key: MessageKey, transfer: Transfer) -> Any:
-        """Sends a tensor to the other end of a transfer, and returns a scalar token."""
+        """Sends a tensor to the other end of a transfer, and returns a scalar token. Notes that for `finish`."""
         token = operations.send(tensor, self.context.ranks[transfer.other(self.context.stage)], self._label(key))
         self._mark(Message(key, "send", transfer), token.op)
         return token
 
     def receive(self, anchors: Sequence[Any], like: Any, key: MessageKey, transfer: Transfer) -> Any:
         """Receives a tensor from the other end of a transfer.
+
+        Notes that for `finish`, and names the message for errors.
 
         Args:
             anchors: Tensors that the result depends on; see the property `anchors`.
@@ -464,7 +466,10 @@ def _gradient_of_send(operation: Any, token: Any) -> Any:
 
 @tf.RegisterGradient("SmpReceive")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(operation: Any, gradient: Any) -> list[Any]:
-    """Sends the gradient back to the sender. Anchors have none: they only cause this call."""
+    """Sends the gradient back to the sender. Anchors have none: they only cause this call.
+
+    Nothing is sent without a gradient or anchors, or for a tensor that is not float.
+    """
     if gradient is not None and operation.outputs[0].dtype.is_floating and operation.inputs:
         step, label = _step_and_label(operation)
         step.send_gradient(label, gradient)

@@ -187,7 +187,11 @@ class DistributedModel(WrappedModel):
     # --- outside a step, with one partition
 
     def _begin_outside(self) -> None:
-        """Prepares the model for a call outside a step. Raises StepUsageError if there are several partitions."""
+        """Prepares the model for a call outside a step, as `before_step` does.
+
+        Calls with gradients up to the next `backward` count as one step. Raises StepUsageError if there are several
+        partitions.
+        """
         self._require_one_partition("The model is called")
         self.before_step(is_new=not self.gradients.was_called_outside)
         self.gradients.was_called_outside |= torch.is_grad_enabled()

@@ -196,7 +196,7 @@ class Scheduler:
         self._observer.turn_begins(task)
 
     def receive_reply(self, call: int, message: Message) -> None:
-        """Hands an answer to the thread that waits for it."""
+        """Hands an answer to the thread that waits for it, which continues at once or when it is granted a turn."""
         step = self.step
         reply = step.replies.pop(call)
         reply.message = message
@@ -274,7 +274,7 @@ class Scheduler:
     # --- the script's thread
 
     def add_event(self, event: Message | None) -> None:
-        """Hands an event to the script's thread. None: the pipeline has failed."""
+        """Hands an event to the script's thread, and wakes it if it is idle. None: the pipeline has failed."""
         self._events.put(event)
         with self._lock:
             idle, self._idle = self._idle, None

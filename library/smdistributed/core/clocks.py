@@ -35,7 +35,7 @@ class Clocks:
         self._known = True
 
     def compare(self) -> None:
-        """Finds and sets the timeline's clock offset, once for each new recording.
+        """Finds and sets the timeline's clock offset, once for each new recording. On rank 0's host it sets none.
 
         Called periodically; it may wait for seconds.
         """

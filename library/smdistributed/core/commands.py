@@ -57,7 +57,8 @@ def smddprun() -> NoReturn:
 def smddpsinglenode() -> NoReturn:
     """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
 
-    The first happens in a rank, and on a host with fewer than two GPUs. `-x` is passed to mpirun.
+    The first happens in a rank, and on a host with fewer than two GPUs. In a rank it sets SMDATAPARALLEL_LOCAL_RANK.
+    `-x` is passed to mpirun. Exits with 2 if the options or the launch environment are invalid.
     """
     _single_node("smddpsinglenode")
 
@@ -68,7 +69,10 @@ def smddp_singlenode_dev() -> NoReturn:
 
 
 def smddpmprun() -> NoReturn:
-    """Replaces this process by the command. The options concern AWS's library and are ignored."""
+    """Replaces this process by the command. `-i` and `--allow-bypass` concern AWS's library and are ignored.
+
+    `--rehearse` sets SHOAL_REHEARSE=1.
+    """
     parser = _parser("smddpmprun", "[-i INSTANCE_TYPE] [--allow-bypass] ")
     parser.add_argument("-i", metavar="INSTANCE_TYPE")
     parser.add_argument("--allow-bypass", action="store_true")
@@ -78,7 +82,8 @@ def smddpmprun() -> NoReturn:
 def _single_node(name: str) -> NoReturn:
     """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
 
-    The first happens in a rank, and on a host with fewer than two GPUs.
+    The first happens in a rank, and on a host with fewer than two GPUs. In a rank it sets SMDATAPARALLEL_LOCAL_RANK.
+    `-x` is passed to mpirun. Exits with 2 if the options or the launch environment are invalid.
     """
     parser = _parser(name, "[-x VARIABLE ...] ")
     parser.add_argument("-x", metavar="VARIABLE", action="append", default=[])

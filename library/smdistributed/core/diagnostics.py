@@ -1,4 +1,7 @@
-"""Messages about a collective that cannot end: which ranks, their collectives, and where their scripts are."""
+"""Messages about a collective that cannot end: which ranks, their collectives, and where their scripts are.
+
+Also has the errors of collectives, finds stalls, and reads numbers of seconds from the environment.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def read_seconds(name: str, default: float) -> float:
 
 
 def main_thread_stack() -> str:
-    """Returns the last 8 calls of the main thread with their source lines, innermost last."""
+    """Returns the last 8 calls of the main thread with their source lines, innermost last; a note if it has ended."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident if ident is not None else 0)
     if frame is None:

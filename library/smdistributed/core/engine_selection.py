@@ -45,7 +45,8 @@ class RankGroup(NamedTuple):
 def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> tuple[Engine, str]:
     """Opens the communication engine of a group; all its ranks call this and wait for each other.
 
-    If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
+    Ranks of one host get the shm engine. If several hosts take part, or no memory is shared, a `GroupMonitor` watches
+    the group in a thread. An invalid SMDDP_STALL_SECONDS raises CollectiveError.
 
     Args:
         group: The ranks.

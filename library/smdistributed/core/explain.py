@@ -1,4 +1,7 @@
-"""The output of `smddprun --explain`: this rank, and its communication engine as far as one rank knows it."""
+"""The output of `smddprun --explain`: this rank, and its communication engine as far as one rank knows it.
+
+Also lists the values of SMDDP_ENGINE (CHOICES), by which `engine_selection` checks it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ def explain() -> str:
 
 
 def _rank() -> tuple[str, str]:
-    """Returns the name and the fact about this rank: its place in the job, or the error in the launch's variables."""
+    """Returns the name and the fact about this rank: its place in the job, or that no launcher started it.
+
+    If the launch's variables are wrong, the fact is the error.
+    """
     try:
         launch = read_launch()
     except LaunchError as error:

@@ -161,7 +161,10 @@ class GroupMonitor:
         return 1.5 * self._poll_seconds + 0.5
 
     def _run_forever(self) -> None:
-        """Thread: checks the store until the monitor is closed. If the store is lost, `_run_without_store` goes on."""
+        """Thread: checks the store until the monitor is closed. If the store is lost, `_run_without_store` goes on.
+
+        After an abort it checks only when this rank's collective fails.
+        """
         while not self._closed:
             self._wakeup.wait(self._poll_seconds if self._aborted is None else None)  # no requests after an abort
             self._wakeup.clear()
@@ -174,7 +177,7 @@ class GroupMonitor:
                 return
 
     def _run_without_store(self, error: Exception) -> None:
-        """Gives each failure a text about the lost store until the monitor is closed.
+        """Gives each failure a text about the lost store, or about an abort that was read, until the monitor is closed.
 
         Mostly the job has ended normally.
         """
@@ -248,7 +251,7 @@ class GroupMonitor:
     def _request_reports(self, log: StoreLog) -> dict[int, _Report]:
         """Asks all other ranks for reports, waits for them, and returns those that arrive in time.
 
-        Notes the silent ranks.
+        Meanwhile it reads messages and answers other ranks. It notes the silent ranks.
         """
         number = log.append("messages", {"kind": "request", "rank": self._rank})
         reports: dict[int, _Report] = {}
@@ -281,7 +284,7 @@ class GroupMonitor:
     def _abort_group(self, log: StoreLog, failure: _Failure) -> None:
         """Ends the group for all ranks. The first rank to fail asks the others, explains it and sends the text.
 
-        The others wait for this explanation and repeat it.
+        The others wait for this explanation and repeat it. If none arrives in time, their error keeps its text.
         """
         if self._aborted is None and not log.read("aborting") and log.append("aborting", self._rank) == 1:
             failure.text = self._explain_failure(log, failure)
@@ -315,7 +318,10 @@ class GroupMonitor:
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), report)
 
     def _wait_for_readers(self, log: StoreLog) -> None:
-        """Keeps rank 0 until all ranks have read the reason: the store may end with its process."""
+        """Keeps rank 0, for a short time at most, until the ranks that answer have read the reason.
+
+        The store may end with its process. Meanwhile it reads messages and answers them.
+        """
         deadline = time.monotonic() + self._answer_seconds
         readers = len(self._members) - len(self._silent)
         while len(log.read("abort-read")) < readers and time.monotonic() < deadline:  # also when closed: close() waits

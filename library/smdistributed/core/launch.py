@@ -159,9 +159,9 @@ def set_local_rank(environ: MutableMapping[str, str]) -> None:
 
 
 def is_launched_as_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of several ranks started this process; a script that `train` starts once per host is not one.
+    """Whether mpirun or torchrun (of any number of ranks), or another launcher of several ranks, started this process.
 
-    Raises LaunchError as `read_launch` does.
+    A script that `train` starts once per host is not a rank. Raises LaunchError as `read_launch` does.
     """
     if "TORCHELASTIC_RUN_ID" in environ or _rank_and_size(environ, _MPI_NAMES) is not None:
         return True
@@ -269,7 +269,10 @@ def _read_first_integer(env: Mapping[str, str], names: Iterable[str], lowest: in
 
 
 def _local_rank_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the variables of the local rank and the local world size, in order of precedence."""
+    """Returns the variables of the local rank and the local world size, in order of precedence.
+
+    `named` and `mpi` say whether the first and the second family of variables count.
+    """
     ranks = (_LOCAL_RANK_NAMES if named else ()) + (("OMPI_COMM_WORLD_LOCAL_RANK",) if mpi else ())
     sizes = (("LOCAL_WORLD_SIZE",) if named else ()) + (("OMPI_COMM_WORLD_LOCAL_SIZE",) if mpi else ())
     return ranks, sizes
@@ -285,7 +288,7 @@ def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
 def _is_leftover(env: Mapping[str, str], named: tuple[int, int] | None, mpi: tuple[int, int] | None) -> bool:
     """Whether the first family is left over from the process that called mpirun, the only one of its job or host.
 
-    It is not if torchrun runs inside mpirun and has set it again.
+    It is not if both families agree, or torchrun runs inside mpirun and has set it again.
     """
     if named is None or mpi is None or "TORCHELASTIC_RUN_ID" in env:
         return False

@@ -1,4 +1,7 @@
-"""The ranks of a group: the process and host of each, exchanged through the group's store."""
+"""The ranks of a group: the process, host and CPUs of each, and whether it can run the C engine.
+
+They are exchanged through the group's store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""MPI as the transport between hosts, through mpi4py."""
+"""MPI as the transport between hosts, through mpi4py, which is imported when ranks connect.
+
+mpirun must have started the ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ def mpi_network(group: RankGroup) -> Network:
 
 
 def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
-    """Connects `ranks` of a group by MPI; all of them call this.
+    """Connects `ranks` of a group by MPI, in a communicator of their own; all of them call this.
+
+    They wait for each other, and exchange their MPI ranks through the group's store.
 
     Raises:
         SMDDPError: If mpi4py is missing, or mpirun has not started this process.

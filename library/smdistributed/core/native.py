@@ -1,4 +1,7 @@
-"""The C engine (library/native), called through ctypes. A call releases the GIL while it runs."""
+"""The C engine (library/native), called through ctypes. A call releases the GIL while it runs.
+
+Also the names and numbers of its dtypes, reductions and collectives, which all communication engines use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The communication engines of ranks on several hosts: messages, with or without shared memory."""
+"""The communication engines of ranks on several hosts: messages, with or without shared memory.
+
+Long reductions run in pieces that overlap. `MonitoredEngine` lets a `GroupMonitor` watch the collectives of either.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class NetworkEngine(Engine):
         `source` is copied to `flat` first.
 
         Long tensors go around in pieces (`all_reduce_stages`). Every rank gets short ones whole, and reduces them
-        itself.
+        itself. So it does with the rest of a long tensor that can't be divided by the ranks.
         """
         if source:
             flat.copy_from(source)
@@ -318,7 +321,11 @@ class MonitoredEngine(Engine):
 
 
 class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
-    """A collective that the monitor has registered; it is explained if it fails."""
+    """A collective that the monitor has registered; the monitor learns of its end.
+
+    If it fails with CollectiveError, the monitor explains it and ends the group, and a CollectiveError with that text
+    is raised.
+    """
 
     __slots__ = ("_engine",)
 
@@ -326,6 +333,11 @@ class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
         self._engine = engine
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        """Tells the monitor that the collective has ended.
+
+        A CollectiveError is explained first, which ends the group for all ranks. A new CollectiveError has the
+        explanation. Other errors pass.
+        """
         monitor = self._engine.monitor
         try:
             if isinstance(error, CollectiveError):
@@ -337,7 +349,10 @@ class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
 
 
 def cut_pieces(flat: Flat, shards: int) -> Sequence[Flat]:
-    """Cuts a tensor into pieces; like the length of the tensor, each piece's length is a multiple of `shards`."""
+    """Cuts a tensor into pieces of 4 MiB, or 64 KiB a shard if that is more; the last may be shorter.
+
+    Like the length of the tensor, each piece's length is a multiple of `shards`.
+    """
     length = max(PIECE_BYTES // shards, MESSAGE_BYTES) // native.ITEM_BYTES[flat.dtype]
     return flat.split(length * shards)
 

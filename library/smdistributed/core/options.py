@@ -1,4 +1,4 @@
-"""Checks the arguments of published interfaces: unknown names are errors, and options without effect warn."""
+"""Checks the arguments of published interfaces: unknown names are errors with a hint, options without effect warn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def only_known(function: _Function) -> _Function:
 
 
 def warn_without_effect(what: str, why: str) -> None:
-    """Warns on rank 0 (UserWarning) that an option has no effect.
+    """Warns (UserWarning) that an option has no effect; only if RANK is 0 or unset.
 
     Args:
         what: The option.

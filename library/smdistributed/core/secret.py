@@ -1,6 +1,7 @@
 """The job's secret, which only its ranks know: from the environment, if the launcher sets one.
 
-A key is derived for each purpose; the secret itself is never sent.
+A key is derived for each purpose; the secret itself is never sent. Also signs data for other ranks, and checks
+signatures.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def sign(data: bytes, purpose: str) -> bytes:
 def verify(data: bytes, purpose: str) -> bytes:
     """Returns the data that another rank signed, without the signature. Raises ValueError if it has changed since.
 
-    If the job has no secret, nothing is checked or removed.
+    If the job has no secret, nothing is checked or removed. Raises LaunchError if the secret is too short.
     """
     key = job_key(purpose)
     if key is None:

@@ -103,7 +103,10 @@ def _map_file(path: Path, size: int, flags: int) -> mmap.mmap:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes this user's files of processes that ended before all processes had mapped them. Others' files stay."""
+    """Removes this user's files of processes that ended before all processes had mapped them.
+
+    Files of other users, and of processes in another process namespace, stay.
+    """
     for path in directory.glob(f"{_PREFIX}{_namespace_number(_process_namespace())}-*-*-*"):
         _, pid, started, _ = path.name[len(_PREFIX) :].split("-", 3)
         try:
@@ -128,7 +131,10 @@ def _namespace_number(namespace: str) -> str:
 
 
 def _host_identity() -> str:
-    """Identifies processes that can share memory; SMDDP_HOST separates those that must not."""
+    """Identifies processes that can share memory; SMDDP_HOST separates those that must not.
+
+    Without /dev/shm or the kernel's boot number, it is the host's name.
+    """
     named = os.environ.get("SMDDP_HOST", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -157,13 +157,19 @@ class ShmEngine(Engine):
                 self._memory.close()
 
     def _open_engine(self) -> int:
-        """Returns the C engine's address. Raises CollectiveError if the group has ended."""
+        """Returns the C engine's address.
+
+        If the group has ended, raises CollectiveError (UnexplainedError in a monitored group).
+        """
         if self._ended:
             raise (UnexplainedError if self._monitored else CollectiveError)(self._ended)
         return self._engine  # type: ignore[no-any-return]
 
     def _check(self, status: int) -> None:
-        """Aborts the group and raises CollectiveError, or the interrupt, if a collective has not returned 0."""
+        """Aborts the group and raises CollectiveError, or the interrupt, if a collective has not returned 0.
+
+        In a monitored group, an abort by another rank or a late one raises UnexplainedError.
+        """
         if not status:
             return
         if status == native.INTERRUPTED:
@@ -186,7 +192,8 @@ class ShmEngine(Engine):
     def _poll(self, rank: int, waited: float, status: Any) -> None:
         """Called by the C engine while this rank waits for another; a status other than 0 ends the wait.
 
-        A signal handler may raise before the first line. Then no status is set, and the C engine reports an interrupt.
+        An exception is kept for `_check`, which raises it. A signal handler may raise before the first line. Then no
+        status is set, and the C engine reports an interrupt.
         """
         try:
             status[0] = self._check_others(rank, waited)
@@ -194,7 +201,12 @@ class ShmEngine(Engine):
             self._raised = error
 
     def _check_others(self, rank: int, waited: float) -> int:
-        """Returns the status of a wait for `rank`: 0 goes on, else ABORTED, _LOST or _LATE. Warns once of a stall."""
+        """Returns the status of a wait for `rank`: 0 goes on, else ABORTED, _LOST or _LATE.
+
+        Notes the ranks that have ended.
+
+        Logs a stall once, unless the group is monitored.
+        """
         self._lost = [other for other in self._others() if not self._members[other].process.is_alive]
         if self._native.engine_abort_reason(self._engine) is not None:  # checked second: a rank aborts before it ends
             return native.ABORTED
@@ -209,7 +221,7 @@ class ShmEngine(Engine):
     def _explain(self, status: int) -> str:
         """Says why a collective ended with this status.
 
-        If ranks are late, asks them for their stacks and waits a moment.
+        If ranks are late, asks them for their stacks and waits a moment, unless the group is monitored.
         """
         mine = self._last_collective(self.rank)
         if status == native.ABORTED:
@@ -241,7 +253,10 @@ class ShmEngine(Engine):
         return late or self._others()
 
     def _describe_laggards(self, mine: CollectiveDesc) -> str:
-        """Asks late ranks where their scripts are, and waits a moment for the reports."""
+        """Returns for each late rank its last collective and where its script is.
+
+        Asks these ranks, and waits a moment for their reports.
+        """
         requests = {rank: self._native.engine_request_report(self._engine, rank) for rank in self._late_ranks(mine)}
         deadline = time.monotonic() + SETTINGS["report_seconds"]
         stacks: dict[int, str] = {}
@@ -280,6 +295,9 @@ def open_shm_engine(
     store: Store, rank: int, members: Sequence[Member], seconds: float, monitored: bool = False
 ) -> ShmEngine | str:
     """Opens the shm engine of the ranks of one host; every one of them calls it and waits for the others.
+
+    Rank 0 creates the shared file, and removes its name when all have tried to map it. An invalid SMDDP_STALL_SECONDS
+    raises CollectiveError.
 
     Args:
         store: These ranks' own.
@@ -337,7 +355,7 @@ def _length(size: int, slot_bytes: int) -> int:
 def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
     """Creates the shared memory and writes its path into the store.
 
-    If it cannot, writes that, so that no rank waits.
+    If it cannot, writes that, so that no rank waits, and raises OSError.
     """
     slot_bytes, length = choose_slot_bytes(size)
     try:

@@ -1,4 +1,4 @@
-"""Sockets of the store and the transport: addresses, deadlines, and the detection of lost hosts."""
+"""Sockets of the store and the transport: addresses, reading with deadlines, and the detection of lost hosts."""
 
 from __future__ import annotations
 

@@ -223,7 +223,10 @@ class _Service:
         threading.Thread(target=self._accept_forever, daemon=True).start()
 
     def _accept_forever(self) -> None:
-        """Thread: accepts connections. If too many have not completed the handshake, closes the oldest."""
+        """Thread: accepts connections, and starts a thread for each. It goes on after errors.
+
+        If too many have not completed the handshake, or no thread can be started, closes the oldest of them.
+        """
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -247,7 +250,10 @@ class _Service:
             self._unverified.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Thread: answers one client until it disconnects, fails the handshake or sends an invalid request."""
+        """Thread: answers one client until it disconnects, fails the handshake or sends an invalid request.
+
+        Then it disconnects. The handshake has a time limit; later requests have none.
+        """
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
@@ -386,7 +392,7 @@ class TcpStore(JobStore):
 
 
 def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
-    """Opens the job's store, once in each process: rank 0 serves it, or it is in memory if there is one rank.
+    """Opens the job's store; call it once in each process. Rank 0 serves it; with one rank it is in memory.
 
     Args:
         launch: This process's place in its job.
@@ -451,7 +457,10 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Opens a listening socket; address empty: all addresses of this host. Raises LaunchError if the port is taken."""
+    """Opens a listening socket; address empty: all addresses of this host.
+
+    Raises LaunchError if the port is taken, and OSError for other problems.
+    """
     try:
         if address:
             return listen(address, port)

@@ -97,7 +97,7 @@ class Recorder:
         self._writer.start()
 
     def complete(self, category: str, name: str, began: int, ended: int, args: _Args = None) -> None:
-        """Records a span of time.
+        """Records a span of time. If very many events have gathered, writes them to the file now.
 
         Args:
             category: One of CATEGORIES.
@@ -119,13 +119,13 @@ class Recorder:
         self._write(f",\n{json.dumps(self._metadata_event(micros))}")
 
     def flush(self) -> None:
-        """Writes the events recorded until now to the file."""
+        """Writes the events recorded until now to the file. An error is logged, and ends the recording."""
         with self._lock:
             events = [self._events.popleft() for _ in range(len(self._events))]
             self._write("".join(f",\n{json.dumps(event, default=str)}" for event in self._chrome_events(events)))
 
     def close(self) -> None:
-        """Writes the remaining events and closes the file; later events are dropped."""
+        """Writes the remaining events, closes the file and ends the thread; later events are dropped."""
         self._stopping.set()
         if self._writer is not threading.current_thread():
             self._writer.join()
@@ -154,7 +154,7 @@ class Recorder:
                 _log.error("The timeline %s ends here; training continues: %s.", self.file, error.strerror)
 
     def _metadata_event(self, offset: int = 0) -> dict[str, Any]:
-        """Returns the metadata event: the rank, and when the recording began by rank 0's clock."""
+        """Returns the metadata event: this rank, its job and host, and when the recording began by rank 0's clock."""
         begin = {"start_time_since_epoch_in_micros": self._started + offset, "clock_offset_in_micros": offset}
         return {"ph": "M", "name": "process_name", "pid": self._rank, "args": {**self._about, **begin}}
 
@@ -180,7 +180,10 @@ class Recorder:
         return {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": tid, "args": {"name": name}}
 
     def _assign_lane(self, category: str, began: int, ended: int) -> tuple[int, bool]:
-        """Returns the first free row for a span, since overlapping spans need several, and whether it is new."""
+        """Returns the first free row for a span, since overlapping spans need several, and whether it is new.
+
+        The row is taken until `ended`.
+        """
         ends = self._lanes[category]
         lane = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))
         if lane == len(ends):
@@ -208,6 +211,8 @@ def start(
     job: str = "",
 ) -> Path:
     """Begins a recording; replaces an existing file and creates directories.
+
+    A clock offset that is known already is written. Then it calls the functions that `when_started` keeps.
 
     Args:
         path: A file if it ends in `.json`, otherwise a directory for a file `default_name`.

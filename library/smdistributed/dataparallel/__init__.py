@@ -1,6 +1,7 @@
 """Data parallel training: each rank trains a copy of the model on its share of the data; gradients are averaged.
 
-Only the packages named after a framework (`smdistributed.dataparallel.torch`) import it.
+Here are AWS's functions that record a timeline. Collectives are in packages named after a framework, such as
+`smdistributed.dataparallel.torch`; only those import a framework.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ _DECIDED = ("partitions", "microbatches", "active_microbatches")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plans: estimates configurations for a model and prints them.
+    """Plans: estimates configurations for a model and prints them, or why the model cannot be planned.
 
-    Returns 0 if one fits, 1 if none does, 2 if the model cannot be planned. The command line is described at the top.
+    Returns 0 if one fits, 1 if none does, 2 if the model cannot be planned or its batch is empty. A wrong command line
+    ends the process with 2. The command line is described at the top.
     """
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")

@@ -1,4 +1,4 @@
-"""Chooses the GPU of a rank."""
+"""Chooses the GPU of a rank, and hides the others from TensorFlow."""
 
 from __future__ import annotations
 

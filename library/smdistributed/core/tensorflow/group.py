@@ -64,7 +64,10 @@ class Group:
                 self._run_batch(kind, operation, batch)
 
     def _run_batch(self, kind: str, operation: PendingOperation, batch: list[Pair]) -> None:
-        """Runs a collective on one tensor directly, or on several that are packed into one."""
+        """Runs an all_reduce or broadcast on one tensor directly, or on several that are packed into one.
+
+        The results are then in the memory of the operation's results.
+        """
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
@@ -93,13 +96,13 @@ class Group:
             at += result.bytes
 
     def close(self) -> None:
-        """Leaves the group. No collective can run after that."""
+        """Closes the communication engine and the store. No collective can run after that; the thread stays."""
         self._engine.close()
         self._store.close()
 
 
 def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[int] | None = None) -> Group:
-    """Opens the communication engine of a group. All its ranks call this, once.
+    """Opens the communication engine of a group. All its ranks call this, once. Raises the errors of `open_engine` too.
 
     Args:
         launch: This process's place in the job.

@@ -177,7 +177,10 @@ def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any],
 
 
 def _after_previous(chain: str) -> AbstractContextManager[Any]:
-    """In graphs of version 1: runs after the previous collective of the same kind."""
+    """Returns a context: in a graph of version 1, its operations run after the previous collective of the same kind.
+
+    Elsewhere it has no effect.
+    """
     if tf.executing_eagerly() or tf.inside_function():
         return nullcontext()
     last = getattr(tf.compat.v1.get_default_graph(), chain, None)

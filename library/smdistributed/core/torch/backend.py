@@ -43,7 +43,10 @@ _creation = _Creation()
 
 
 def register() -> None:
-    """Registers the backend and patches torch's helpers that create groups and set timeouts; once in a process."""
+    """Registers the backend, and patches torch's helper that creates groups; once in a process.
+
+    From torch 2.10 it also patches the helper that sets timeouts.
+    """
     if BACKEND in torch.distributed.Backend.backend_list:
         return
     register_backend = torch.distributed.Backend.register_backend
@@ -57,7 +60,7 @@ def register() -> None:
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Creates a group for torch.distributed.
+    """Creates a group for torch.distributed. Errors of its communication engine pass.
 
     Args:
         store: The group's own.
@@ -138,7 +141,8 @@ def _create_per_device(make: Any) -> Any:
 def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Whether NCCL will carry CUDA tensors of the group that torch creates; the same on all its ranks.
 
-    Exchanges devices through the group's store. For the job's first group, also selects this rank's device.
+    Exchanges devices through the group's store. If this rank cannot use NCCL, it says so there, and waits for nobody.
+    For the job's first group, also selects this rank's device.
     """
     uses_nccl = requested.get("cuda") in (BACKEND, "nccl")
     if BACKEND not in requested.values() or not uses_nccl or not per_device.is_supported():
@@ -163,7 +167,10 @@ def _is_rehearsal() -> bool:
 
 
 def _finish(group: Any, requested: str, engine: ProcessGroup | None) -> None:
-    """Gives the CPU tensors of torch's own group to `engine`, and gives the group its requested backend name."""
+    """Gives the CPU tensors of torch's own group to `engine`, and gives the group its requested backend name.
+
+    A timeline then records its NCCL collectives.
+    """
     world = distributed_c10d._world
     _, store = world.pg_map[group]
     world.pg_map[group] = torch.distributed.Backend(requested), store
@@ -173,7 +180,10 @@ def _finish(group: Any, requested: str, engine: ProcessGroup | None) -> None:
 
 
 def _set_engine_timeout(set_timeout: Any) -> Any:
-    """Wraps torch's helper, which sets the timeout only of the backends that torch knows."""
+    """Wraps torch's helper, which sets the timeout only of the backends that torch knows.
+
+    The new one also sets the timeout of the group's communication engine, and only that for a `ProcessGroup`.
+    """
 
     @functools.wraps(set_timeout)
     def set_all(timeout: timedelta, group: Any = None) -> None:

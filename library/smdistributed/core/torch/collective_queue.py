@@ -40,7 +40,10 @@ class _Task(NamedTuple):
 
 
 class CollectiveQueue:
-    """Runs collectives in a thread of its own; in the caller's if it needs no handle and none is queued."""
+    """Runs collectives in a thread of its own; in the caller's if it needs no handle and none is queued.
+
+    A callback of a collective runs its collectives at once, in the thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -34,7 +34,7 @@ def select_device() -> None:
     """Makes the CUDA device with the number of the local rank current, if this process sees that many.
 
     Keeps a device that the script has selected. If the launcher shows each rank only its own device, that is number 0.
-    `open_cuda` finds out whether ranks share one.
+    If the launch environment is invalid, it does nothing. `open_cuda` finds out whether ranks share one.
     """
     devices = torch.cuda.device_count()
     if not devices or torch.cuda.current_device():

@@ -1,4 +1,7 @@
-"""torch's own backends, gloo and NCCL, with the methods that torch calls on a process group."""
+"""torch's own backends, gloo and NCCL, with the methods that torch calls on a process group.
+
+It adds collectives of several tensors.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,10 @@ def _install_kernels() -> None:
 
 
 def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
-    """Returns the kernel of an operator: the method of `ProcessGroup`, or torch's own for other groups."""
+    """Returns the kernel of an operator: the method of `ProcessGroup`, or torch's own for other groups.
+
+    Arguments that a call leaves out get the operator's defaults. A premultiplied sum raises SMDDPError.
+    """
     torchs = torch.library.get_kernel(f"c10d::{operator}", key)
     schema = torch._C._get_schema(f"c10d::{operator}", "")
     names = [argument.name for argument in schema.arguments]

@@ -1,7 +1,8 @@
 """The process group of the backend `smddp`: torch.distributed's collectives on communication engines.
 
 CPU tensors go through the communication engine that the ranks have selected (`engine_selection`). CUDA tensors go
-through NCCL, and messages between two ranks through gloo. A call takes the same path on every rank.
+through NCCL, or through copies on the host (`devices`). Messages of CPU tensors between two ranks go through gloo. A
+call takes the same path on every rank.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         all_reduce_sparse(self._engine, self._rank, self.size(), tensor, op)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.broadcast."""
+        """See torch.distributed.broadcast. Several tensors go one after the other; sparse ones raise SMDDPError."""
         options = opts or dist.BroadcastOptions()
         carrier = self._carrier(tensors)
         if carrier is not None:
@@ -255,7 +256,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.allgather([list(parts) for parts in zip(*outputs)], inputs, opts)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.gather."""
+        """See torch.distributed.gather. Only the root's outputs are checked and written.
+
+        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
+        """
         options = opts or dist.GatherOptions()
         carrier = self._carrier(inputs)
         if carrier is not None:
@@ -266,7 +270,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
-        """See torch.distributed.scatter."""
+        """See torch.distributed.scatter. Only the root's inputs are checked and read.
+
+        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
+        """
         options = opts or dist.ScatterOptions()
         carrier = self._carrier(outputs)
         if carrier is not None:
@@ -321,7 +328,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.reduce_scatter_tensor; several at once."""
+        """See torch.distributed.reduce_scatter_tensor; several at once.
+
+        Each input is cut into equal parts, one for each rank.
+        """
         carrier = self._carrier(outputs)
         if carrier is not None:
             return carrier.reduce_scatter_tensor_coalesced(
@@ -331,7 +341,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.reduce_scatter(outputs, parts, opts)
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_to_all."""
+        """See torch.distributed.all_to_all. If any tensor is on a CUDA device, the carrier of CUDA tensors does it.
+
+        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
+        """
         carrier = self._carrier([*outputs, *inputs])
         if carrier is not None:
             return carrier.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
@@ -354,7 +367,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> _Work:
-        """See torch.distributed.all_to_all_single."""
+        """See torch.distributed.all_to_all_single. Without split sizes, rows are divided equally between the ranks.
+
+        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
+        """
         carrier = self._carrier([output])
         if carrier is not None:
             options = opts or dist.AllToAllOptions()
@@ -400,7 +416,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See torch.distributed.distributed_c10d._set_pg_timeout."""
+        """Sets how long ranks wait for each other, in the communication engine and in gloo.
+
+        A carrier of CUDA tensors that is open already keeps its timeout.
+        """
         self._timeout = timeout
         self._torchs["gloo"].set_timeout(timeout)
         self._engine.set_timeout(timeout.total_seconds())
@@ -433,7 +452,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return record_collective(name, collective, about, self._queue)
 
     def _cuda(self) -> Any:
-        """Returns the carrier of CUDA tensors; the first call opens it."""
+        """Returns the carrier of CUDA tensors; the first call opens it, and raises the errors of `open_cuda`."""
         if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
             requested = "cuda:nccl" if self._others.get("cuda") == "nccl" else ""
@@ -442,7 +461,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._torchs["cuda"]
 
     def _carrier(self, tensors: _Tensors) -> Any:
-        """Returns the carrier of these tensors; None: the group's communication engine is."""
+        """Returns the carrier of these tensors; None: the group's communication engine is.
+
+        It is gloo if the group was requested with it for this type of device. The first CUDA tensor opens the carrier:
+        see `_cuda`.
+        """
         kind = "cuda" if _on_cuda(tensors) else "cpu"
         if self._others.get(kind) == "gloo":
             return NativeBackend(self._torchs["gloo"])

@@ -48,7 +48,9 @@ _recorded_nccl: WeakSet[Any] = WeakSet()
 def record_collective(
     name: str, collective: Callable[[], object], about: Mapping[str, Any], queue: CollectiveQueue
 ) -> Callable[[], None]:
-    """Returns the collective so that it records itself; called where the collective is.
+    """Returns the collective so that it records itself, with the wait for it. Call it when the collective is called.
+
+    In a backward pass the collective is a bucket: it gets a number, and that it is ready is recorded now.
 
     Args:
         name: Of the collective.
@@ -76,7 +78,10 @@ def record_collective(
 
 
 def _record(name: str, began: int, args: Mapping[str, Any], queue: CollectiveQueue, backward: _Backward | None) -> None:
-    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's."""
+    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's.
+
+    Without a recording it does nothing.
+    """
     running, ended = timeline.recorder, timeline.now()
     if running is None:
         return

@@ -1,4 +1,4 @@
-"""Opens the torch store that the ranks of a job share."""
+"""Opens the torch store that the ranks of a job share, and further connections to it for monitors."""
 
 from __future__ import annotations
 

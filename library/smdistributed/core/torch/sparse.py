@@ -14,6 +14,8 @@ from smdistributed.core.torch.tensors import Flattened, flat_of
 def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor, op: str) -> None:
     """Sums or averages a sparse tensor over the ranks, in place; the result is coalesced and has all ranks' indices.
 
+    float16 and bfloat16 are summed in float32. Averages of integers are rounded towards zero.
+
     Raises:
         SMDDPError: If `op` is not "sum" or "avg", or the tensor has another layout.
     """

@@ -1,4 +1,7 @@
-"""Converts torch tensors to flat tensors, which communication engines take, and back."""
+"""Converts torch tensors to flat tensors, which communication engines take, and back.
+
+Also checks the number, dtypes and sizes of a collective's tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Collectives of tensors, of nested structures of tensors, and of variables."""
+"""Collectives of tensors, of nested structures of tensors, and of variables (AWS API).
+
+Also the reductions and broadcasts in buckets on which tapes, optimizers and other collectives are built.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,7 @@ def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
 
 
 def _choose_reduce_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp:
-    """Returns the reduction: AVERAGE if neither is given. Raises SMDDPError if both are."""
+    """Returns the reduction: AVERAGE if neither is given. Raises SMDDPError if both are, and for an unknown name."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else parse_reduce_op(op)
     if op is not None:
@@ -190,7 +193,7 @@ def _as_dense(tensor: Any) -> Any:
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Returns the root's tensors on all ranks, in the same order, sent in buckets; the given ones stay as they are.
 
-    Raises SMDDPError if there is no such rank.
+    Raises SMDDPError before `init` and if there is no such rank; in eager code also if the collective fails.
     """
     if not 0 <= root_rank < require_size():
         raise SMDDPError(f"root_rank={root_rank} is not a rank: there are {require_size()}, from 0.")

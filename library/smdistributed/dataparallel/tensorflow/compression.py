@@ -1,4 +1,4 @@
-"""Compresses gradients while they are sent."""
+"""Compresses gradients while they are sent: to float16, or not at all."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _OBJECTS = "objects"  # the purpose of the key of their tags
 
 @only_known
 def allgather(tensor: Any, name: str | None = None) -> Any:
-    """Concatenates the tensors of all ranks along axis 0, in rank order.
+    """Concatenates the tensors of all ranks along axis 0, in rank order. Only floating-point tensors have a gradient.
 
     Args:
         tensor: Any dtype; one axis or more. Only the first one may differ between the ranks.
@@ -75,7 +75,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
 
 @only_known
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
-    """Returns the object of one rank on all ranks. Only in eager code.
+    """Returns the object of one rank on all ranks. Only in eager code. That rank gets its object itself, not a copy.
 
     Args:
         obj: Any object that can be pickled.
@@ -117,7 +117,7 @@ def join() -> None:
 
 
 def _lengths(given: Any) -> Any:
-    """Returns the length of axis 0 on each rank."""
+    """Returns the length of axis 0 on each rank; a collective."""
     mine = tf.one_hot(rank(), require_size(), tf.shape(given, tf.int64)[0], dtype=tf.int64)
     return oob_allreduce(mine, op=ReduceOp.SUM)
 

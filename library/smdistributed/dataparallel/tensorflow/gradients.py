@@ -1,4 +1,4 @@
-"""A gradient tape that reduces gradients over the ranks."""
+"""A gradient tape that reduces gradients over the ranks, and the check of arguments that optimizers have too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         self._wrapped, self._compression, self._op = gradtape, compression, parse_reduce_op(op)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns gradients as `tf.GradientTape.gradient` does, reduced over the ranks. None stays None."""
+        """Returns gradients as `tf.GradientTape.gradient` does, reduced over the ranks.
+
+        None stays None; tf.IndexedSlices become dense.
+        """
         found = self._wrapped.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found)
         return tf.nest.pack_sequence_as(found, reduce_tensors(flat, self._compression, self._op))

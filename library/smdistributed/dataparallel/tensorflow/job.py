@@ -14,9 +14,8 @@ _left = False
 def init() -> None:
     """Joins the job, and gives TensorFlow only this local rank's GPU, if there is one.
 
-    Call it before TensorFlow computes.
-
-    The ranks come from mpirun, or from RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher this is a job of one rank.
+    Call it before TensorFlow computes. The ranks come from mpirun, or from RANK, WORLD_SIZE and LOCAL_RANK. Without a
+    launcher this is a job of one rank. Errors of `open_group` pass, such as SMDDPError for a wrong SMDDP_ENGINE.
 
     Raises:
         SMDDPError: If it was called before, also if `shutdown` followed, or TensorFlow already uses other GPUs.
@@ -32,7 +31,10 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. No collective can run after that, nor another `init`. Raises SMDDPError before `init`."""
+    """Leaves the job. No collective can run after that, nor another `init`. Raises SMDDPError before `init`.
+
+    On rank 0 it ends the job's store for all ranks.
+    """
     global _left
     _group().close()
     _left = True

@@ -38,9 +38,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
         """Returns mean and variance over the batches of all ranks, which may differ in size.
 
-        Keras calls it in training.
-
-        A SavedModel cannot contain collectives, and gets Keras' own method.
+        Keras calls it in training. Masked elements do not count. A SavedModel cannot contain collectives, and gets
+        Keras' own method.
         """
         if in_save_context():
             return super()._calculate_mean_and_var(inputs, reduction_axes, keep_dims, mask)

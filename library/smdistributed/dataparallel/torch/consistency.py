@@ -27,7 +27,8 @@ _Row = tuple[str, str]  # a parameter's name and description
 def install_model_check(engine_of: Callable[[Any], Any]) -> None:
     """Patches torch's DistributedDataParallel: it compares the ranks' models first if its group is of this library.
 
-    It also installs the periodic check of weights, and records the buckets. A second call does nothing.
+    It also installs the periodic check of weights, and records the buckets. With a `device_mesh` it does none of this.
+    A second call does nothing.
 
     Args:
         engine_of: Returns this library's process group for a torch process group, or None.
@@ -55,7 +56,8 @@ def install_model_check(engine_of: Callable[[Any], Any]) -> None:
 def compare_models(module: torch.nn.Module, group: Any) -> None:
     """Raises SMDDPError on all ranks if a rank's parameters differ from rank 0's.
 
-    Compares name, shape, dtype, order and whether they are trained.
+    Compares name, shape, dtype, order and whether they are trained. Parameters that the model tells torch to ignore do
+    not count.
     """
     rows = [
         (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
@@ -72,7 +74,10 @@ def compare_models(module: torch.nn.Module, group: Any) -> None:
 
 
 def compare_weights(module: torch.nn.Module, group: Any) -> None:
-    """Raises SMDDPError on all ranks if a parameter's values differ from rank 0's in any bit."""
+    """Raises SMDDPError on all ranks if a parameter's values differ from rank 0's in any bit.
+
+    Parameters that the model tells torch to ignore do not count.
+    """
     rows = [(name, _hash(parameter)) for name, parameter in _reduced_parameters(module)]
     _compare(
         rows,

@@ -1,4 +1,7 @@
-"""The configuration: `mp_parameters` of the launch over the argument of `smp.init`. The keys are AWS's."""
+"""The configuration: `mp_parameters` of the launch over the argument of `smp.init`, and SMP_VERIFY_STEPS.
+
+The keys are AWS's, except `uneven_microbatches`. Some of AWS's have no effect and warn, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
     """Reads the configuration of this job. It warns of keys that have no effect here.
 
+    Raises SMPConfigError also if SM_HP_MP_PARAMETERS is not JSON.
+
     Args:
         argument: `mp_parameters` of the script.
         environ: The environment; SM_HP_MP_PARAMETERS has the keys of the launch, which win.
@@ -195,7 +200,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 def _typed(name: str, value: Any) -> Any:
     """Returns the value of a key in its type. Raises SMPConfigError for another type, range or choice.
 
-    Only for booleans, text is accepted too.
+    For booleans, the texts true and false count too; other types are not converted from text.
     """
     default = _KEYS[name].default  # type: ignore[union-attr]
     kind = int if default is None else type(default)
@@ -228,7 +233,11 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys."""
+    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys.
+
+    Contradictions: `default_partition` is missing without `auto_partition`, or too high. `ddp_port` is set without
+    `ddp`. `ddp` is set with `horovod`, or `fp16` with `bf16`.
+    """
     stages = values["pipeline_parallel_degree"]
     if not values.get("auto_partition", True) and "default_partition" not in values:
         raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")

@@ -1,4 +1,7 @@
-"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it."""
+"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it.
+
+Also starts the timeline that SMP_TIMELINE asks for.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ class Context:
 
     def configure(self, argument: Mapping[str, Any] | None) -> Launch:
         """Reads the configuration and the launch environment; sets `cfg`, `rank`, `local_rank` and `local_size`.
+
+        If the launcher does not say how many ranks this host has, `local_size` is the number of all ranks.
 
         Args:
             argument: `mp_parameters` of the script.

@@ -40,7 +40,10 @@ class Writer:
         self._key, self._count = key, 0
 
     def frame(self, head: bytes, bodies: Sequence[memoryview]) -> bytes:
-        """Returns the bytes that go before the bodies."""
+        """Returns the bytes that go before the bodies: sizes, tag and head.
+
+        Counts the message: the tag covers its number.
+        """
         sizes = struct.pack(f"!{len(bodies)}Q", *[body.nbytes for body in bodies])
         rest = sizes + head
         tag = _tag(self._key, self._count, len(head), len(bodies), rest)

@@ -1,4 +1,4 @@
-"""A partition: which stage has which module, and how it is printed."""
+"""A partition: which stage has which module, the share of each stage in the cost, and how it is printed."""
 
 from __future__ import annotations
 

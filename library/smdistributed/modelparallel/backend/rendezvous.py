@@ -31,7 +31,7 @@ def connect_ranks(
 ) -> Transport:
     """Opens this rank's transport and tells it the addresses of all other ranks.
 
-    Every rank calls this, and waits for all.
+    Every rank calls this, and waits for all. At the end rank 0 removes the file with the key, if there is one.
 
     Args:
         store: A key-value store with a prefix that only this function uses.

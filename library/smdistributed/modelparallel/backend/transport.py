@@ -138,7 +138,10 @@ class Transport:
                 raise
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until `wake` is called with this waiter. Receives messages meanwhile if no other thread does."""
+        """Waits until `wake` is called with this waiter.
+
+        If the waiter may receive, this thread receives messages for all threads meanwhile, if no other one does.
+        """
         if not waiter.receives:
             waiter.lock.acquire()
         while not waiter.is_ready:
@@ -154,7 +157,10 @@ class Transport:
             waiter.lock.acquire()
 
     def wake(self, waiter: Waiter) -> None:
-        """Wakes the thread that waits with this."""
+        """Wakes the thread that waits with this, also if it receives messages.
+
+        If the thread does not wait yet, it will not block.
+        """
         waiter.is_ready = True
         self._woken += 1
         with suppress(RuntimeError):  # it has been woken to receive
@@ -163,7 +169,7 @@ class Transport:
             self._interrupt_poll()
 
     def close(self) -> None:
-        """Closes all connections. To the other ranks this rank is lost."""
+        """Closes all connections and stops to listen; the thread ends. To the other ranks this rank is lost."""
         self._closed = True
         self._interrupt_poll()
         for outgoing in list(self._out.values()):
@@ -203,7 +209,10 @@ class Transport:
             time.sleep(_IDLE_SECONDS)
 
     def _poll(self) -> None:
-        """Waits for the next bytes of any connection, and delivers messages that are complete."""
+        """Waits for the next event: accepts a connection, or reads from connections and delivers complete messages.
+
+        `_interrupt_poll` makes it return without either.
+        """
         for descriptor, _ in self._epoll.poll():
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -262,7 +271,7 @@ class Transport:
     def _connection_ended(self, incoming: _Incoming, error: Exception) -> None:
         """Closes a connection that has ended. If it was authenticated, reports its rank as lost and ends sending to it.
 
-        A damaged message is logged.
+        A damaged message is logged. After `close`, nothing is reported.
         """
         if isinstance(error, FrameError):
             _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)

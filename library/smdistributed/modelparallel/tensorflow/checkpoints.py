@@ -44,7 +44,11 @@ class CheckpointManager:
         return found
 
     def save(self, checkpoint_number: int | None = None) -> str | None:
-        """Writes this rank's checkpoint. All ranks call this; only the first replica writes. No rank waits for others.
+        """Writes this rank's checkpoint, and removes old ones if there are more than `max_to_keep`.
+
+        No rank waits for others.
+
+        All ranks call this; only the first replica writes.
 
         Args:
             checkpoint_number: The number in its name. Default: the next one.

@@ -1,4 +1,7 @@
-"""Intercepts calls of Keras layers, so that an observer can record them or replace their outputs."""
+"""Intercepts calls of Keras layers, so that an observer can record them or replace their outputs.
+
+Also has `smp.partition`, and finds and replaces the tensors in nested structures, with their Keras masks.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,8 @@ def call_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def intercept_calls(outermost: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], kind: type) -> None:
     """Patches tf.keras.layers.Layer, so that calls go to the current observer, and new layers note `partition`.
+
+    While Keras builds a functional model, calls are Keras' own.
 
     Args:
         outermost: Handles calls of layers of class `kind` if there is no observer.

@@ -1,4 +1,7 @@
-"""`smp.DistributedModel`: a Keras model with its layers on stages."""
+"""`smp.DistributedModel`: a Keras model with its layers on stages, and `smp.register_post_partition_hook`.
+
+Its first call in a step assigns layers to stages, gives variables their values and plans the transfers.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,10 @@ def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAs
 
 
 def _losses_of_this_stage(model: Any) -> list[Any]:
-    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights."""
+    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights.
+
+    In a graph, losses of other graphs are left out.
+    """
     graph = tf.compat.v1.get_default_graph()
     found = []
     for layer in model._flatten_layers():

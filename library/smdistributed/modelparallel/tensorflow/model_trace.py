@@ -67,7 +67,10 @@ class ModelTrace:
         return sum(self._flops(operation) for operation in self._operations(call))
 
     def activation_bytes(self, call: LayerCall) -> float:
-        """Returns the bytes of a call's float outputs: the most it keeps for backward. Unknown shapes count 0."""
+        """Returns the bytes of the float outputs of a call's operations: the most that it keeps for backward.
+
+        Unknown shapes count 0.
+        """
         outputs = [tensor for operation in self._operations(call) for tensor in operation.outputs]
         floats = [tensor for tensor in outputs if tensor.dtype.is_floating]
         return float(sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in floats))

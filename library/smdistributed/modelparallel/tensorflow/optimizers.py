@@ -1,4 +1,7 @@
-"""Patches Keras' optimizers: version 1 methods, gradients averaged over replicas, and decisions of all stages."""
+"""Patches Keras' optimizers: version 1 methods, gradients averaged over replicas, and decisions of all stages.
+
+Also patches optimizers of TensorFlow 1, tf.GradientTape, and TensorFlow's global norm and its clipping.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ def patch_optimizers() -> None:
     """Patches optimizers of Keras and TensorFlow 1, tf.GradientTape and tf.clip_by_global_norm for the job of `state`.
 
     Optimizers get `get_gradients` and `compute_gradients` for tensors, which newer versions of Keras lack and published
-    scripts call. With replicas, they apply the mean of all replicas' gradients. With stages, `global_clipnorm` clips by
-    the norm over all stages, and all stages skip a step if one of them has infinite gradients. tf.clip_by_global_norm
-    and tf.linalg.global_norm then warn.
+    scripts call. With one rank, that is all. With replicas, they apply the mean of all replicas' gradients. With
+    stages, `global_clipnorm` clips by the norm over all stages. With it or a loss scale, all stages skip a step if one
+    of them has infinite gradients. tf.clip_by_global_norm and tf.linalg.global_norm then warn.
     """
     if not hasattr(_Optimizer, "get_gradients"):
         _Optimizer.get_gradients = _get_gradients
@@ -62,7 +65,7 @@ def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_gradients`: gradients are averaged over replicas and clipped by the norm over stages before."""
+    """Wraps `apply_gradients`: it applies the gradients that `_combine_gradients` returns."""
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(self, _combine_gradients(self, grads_and_vars), *args, **kwargs)
@@ -71,7 +74,10 @@ def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _combine_if_empty(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_gradients`: without gradients Keras does nothing, but other stages wait for this one."""
+    """Wraps `apply_gradients`: without gradients it calls `_combine_gradients` before Keras, which then does nothing.
+
+    Other stages wait for this one there.
+    """
 
     @functools.wraps(apply)
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +100,10 @@ def _mark_inner_optimizer(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_gradients(self: Any, loss: Any, params: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of a symbolic tensor with respect to variables (Keras 2.3 API)."""
+    """Returns the gradients of a symbolic tensor with respect to variables (Keras 2.3 API).
+
+    With a loss scale, the loss is scaled and the gradients are unscaled.
+    """
     has_scale = hasattr(self, "get_scaled_loss")
     variables = list(params)
     found = tf.gradients(self.get_scaled_loss(loss) if has_scale else loss, [*variables, *_anchors()])[: len(variables)]
@@ -125,9 +134,10 @@ def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any
 
 
 def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Returns gradients to apply: the mean over replicas, clipped by the norm over stages; all ranks call it.
+    """Returns gradients to apply: means over replicas, clipped by the norm over stages if there is a `global_clipnorm`.
 
-    Gradients of another model are returned as they are.
+    With that or a loss scale, all are NaN if one of any stage is not finite, so that all stages skip the step. All
+    ranks call it. Gradients of another model are returned as they are.
     """
     pairs = list(grads_and_vars)
     mine = [place for place, (g, variable) in enumerate(pairs) if g is not None and is_of_distributed_model(variable)]
@@ -152,7 +162,10 @@ def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
 
 
 def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
-    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite."""
+    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite.
+
+    All stages call it.
+    """
     squares = [tf.reduce_sum(tf.square(tf.cast(tensor, tf.float32))) for tensor in gradients.values()]
     norm = tf.sqrt(_sum_over_stages(tf.add_n(squares) if squares else tf.zeros([])))
     factor = tf.ones([]) if limit is None else limit / tf.maximum(norm, limit)
@@ -161,7 +174,11 @@ def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[in
 
 
 def _sum_over_stages(scalar: Any) -> Any:
-    """Sums a scalar over the stages. All stages of a pipeline call this, in the same order."""
+    """Sums a scalar over the stages, by messages between all of them.
+
+    All stages of a pipeline call this, in the same order. Its messages come after the messages of earlier steps, and
+    before the messages of later steps.
+    """
     state.sums += 1
     label = f"sum/{state.sums}"
     others = [rank for rank in state.group("PP_GROUP") if rank != state.rank]

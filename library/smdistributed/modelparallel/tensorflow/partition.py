@@ -1,4 +1,7 @@
-"""Assigns layers to stages: as the script requests, and the others so that all stages cost the same."""
+"""Assigns layers to stages: as the script requests, and the others so that stages cost about the same.
+
+Without `auto_partition`, the others are on `default_partition`.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ class StageAssignment:
         return partition
 
     def _assign_first(self, layers: Sequence[_WholeLayer], trace: ModelTrace) -> Partition:
-        """Returns the partition of all layers of the first trace; `assign` stores it and names the errors."""
+        """Returns the partition of all layers of the first trace; `assign` stores it and names the errors.
+
+        Requested stages count. Other layers are cut by cost, or are on `default_partition` without `auto_partition`.
+        """
         count, config = self._config.partitions, self._config
         names, costs = [layer.name for layer in layers], _costs(layers, trace, config)
         groups = group_overlapping([layer.variables for layer in layers])

@@ -27,7 +27,7 @@ class StepOutput:
         return _scaled(self.reduce_sum(), 1 / len(self.outputs))
 
     def reduce_sum(self) -> Any:
-        """Returns the sum of the outputs, in their shape and dtype."""
+        """Returns the sum of the outputs, in their shape and dtype; tf.IndexedSlices are concatenated."""
         first = self.outputs[0]
         if isinstance(first, tf.IndexedSlices):
             values = tf.concat([output.values for output in self.outputs], 0)

@@ -28,8 +28,9 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
     def place(self, is_on_this_stage: bool) -> None:
         """Computes its value if it is on this stage and has none; frees one that it has if it is on another.
 
-        Must be called for all variables of a model in the order of their creation. Initializers then draw the same
-        random numbers as in a model that is not split.
+        On another stage its initializer runs in a graph that is thrown away. Must be called for all variables of a
+        model in the order of their creation. Initializers then draw the same random numbers as in a model that is not
+        split.
         """
         has_value = self.is_initialized()  # the script has set it, or read it
         initial, self._initial, self.is_on_this_stage = self._initial, None, is_on_this_stage
@@ -101,7 +102,10 @@ def is_of_distributed_model(variable: Any) -> bool:
 
 @contextmanager
 def create_stage_variables(created: list[StageVariable]) -> Iterator[None]:
-    """Makes variables that are created inside this context StageVariables, and appends them to `created`."""
+    """Makes variables that are created inside this context StageVariables, and appends them to `created`.
+
+    They get no value yet. If shape or dtype is missing, the initializer runs in a graph that is thrown away.
+    """
 
     def create(_: Callable[..., Any], **attributes: Any) -> StageVariable:
         given = attributes["initial_value"]

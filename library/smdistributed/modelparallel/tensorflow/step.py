@@ -59,7 +59,7 @@ def step(
 
 
 def _reject_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for unknown options, and SMPUnsupportedError for `jit_compile=True`."""
+    """Raises TypeError for unknown options and for `autograph`, and SMPUnsupportedError for `jit_compile=True`."""
     of_tensorflow = [name for name in keyword_names(tf.function) if name not in ("func", "autograph")]
     ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
     refuse_unknown("smp.step", options, (*ours, *of_tensorflow))

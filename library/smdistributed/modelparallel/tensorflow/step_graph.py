@@ -104,7 +104,10 @@ class StepGraph:
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Traces one microbatch inside this context. Raises StepUsageError inside another step."""
+        """Traces one microbatch inside this context, in which this is the current step. Counts of calls begin at 0.
+
+        Raises StepUsageError inside another step.
+        """
         global _current
         if _current is not None:
             raise StepUsageError("A function under smp.step is called inside a step: steps cannot be nested.")
@@ -121,9 +124,9 @@ class StepGraph:
     def call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this stage's part of the model, and returns the model's outputs on every stage.
 
-        The first call of a position in the step plans the transfers. Raises SMPRuntimeError if the model does other
-        than when it was traced. Raises SMPUnsupportedError in another graph than the step's, or if inputs depend on a
-        model's outputs.
+        The first call of a position in the step plans the transfers. With one stage, the model then runs unchanged.
+        Raises SMPRuntimeError if the model does other than when it was traced. Raises SMPUnsupportedError in another
+        graph than the step's, or if inputs depend on a model's outputs.
         """
         self.require_own_graph(f"The model {model.name!r}")
         call, self._calls = self._calls, self._calls + 1
@@ -170,7 +173,11 @@ class StepGraph:
         return self._begin_backward(shared, stage_call, plan.output_stage)
 
     def _begin_backward(self, tensors: list[Any], stage_call: _StageCall, output_stage: int) -> list[Any]:
-        """Returns the same tensors. Their gradient begins this stage's backward pass, and reaches its sent tensors."""
+        """Returns the same tensors. The gradient of the float ones begins this stage's backward pass.
+
+        It reaches the tensors that this stage has sent. Only on the stage of the outputs, it also reaches the layers
+        that computed them.
+        """
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
         call = (self._microbatch, stage_call.number)
 
@@ -189,7 +196,10 @@ class StepGraph:
         return [next(tied) if tensor.dtype.is_floating else tensor for tensor in tensors]
 
     def _mark_begin(self, key: MessageKey, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the same tensors once the schedule lets this pass begin."""
+        """Returns the same tensors, with their Keras masks, once the schedule lets this pass begin.
+
+        Notes that for `finish`.
+        """
         found: list[Any] = tf.identity_n(list(map(tf.convert_to_tensor, tensors)))
         self._mark(Message(key, "begin", None), found[0].op)
         for tensor, given in zip(found, tensors):
@@ -200,13 +210,15 @@ class StepGraph:
     # --- messages
 
     def send(self, tensor: Any, key: MessageKey, transfer: Transfer) -> Any:
-        """Sends a tensor to the other end of a transfer, and returns a scalar token."""
+        """Sends a tensor to the other end of a transfer, and returns a scalar token. Notes that for `finish`."""
         token = operations.send(tensor, self.context.ranks[transfer.other(self.context.stage)], self._label(key))
         self._mark(Message(key, "send", transfer), token.op)
         return token
 
     def receive(self, anchors: Sequence[Any], like: Any, key: MessageKey, transfer: Transfer) -> Any:
         """Receives a tensor from the other end of a transfer.
+
+        Notes that for `finish`, and names the message for errors.
 
         Args:
             anchors: Tensors that the result depends on; see the property `anchors`.
@@ -256,8 +268,9 @@ class StepGraph:
     def finish(self) -> None:
         """Orders the messages by the pipeline's schedule, by control dependencies, after the previous step.
 
-        All stages call this, exchange their lists of messages, and add missing ones. One stage alone has nothing to do.
-        Raises SMPRuntimeError if the messages of the stages do not match.
+        All stages call this, exchange their lists of messages, and add missing ones. TensorFlow's own order of messages
+        is removed. One stage alone has nothing to do. Raises SMPRuntimeError if the messages of the stages do not
+        match.
         """
         if len(self.context.ranks) == 1:
             return
@@ -346,7 +359,10 @@ class StepGraph:
     # --- losses that layers add
 
     def share_losses(self, mine: Sequence[Any]) -> list[Any]:
-        """Returns the losses of this stage's layers, and the losses of each other stage as one constant."""
+        """Returns the losses of this stage's layers, and the losses of each other stage as one constant.
+
+        With one stage, or before the model's call in the microbatch, only this stage's.
+        """
         if len(self.context.ranks) == 1 or not self._calls:
             return list(mine)
         self.require_own_graph("losses")
@@ -386,8 +402,8 @@ class _StageCall:
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer of this stage and sends its outputs, or receives the outputs of another stage's layer.
 
-        Raises SMPRuntimeError for another layer, or number of tensors, than in the trace, and SMPUnsupportedError
-        inside a loop, a branch or another tf.function.
+        A layer that is split runs, and the layers in it come here. Raises SMPRuntimeError for another layer, or number
+        of tensors, than in the trace, and SMPUnsupportedError inside a loop, a branch or another tf.function.
         """
         placed = self._expected
         if placed is None or placed.call.layer is not layer:
@@ -450,7 +466,10 @@ def _gradient_of_send(operation: Any, token: Any) -> Any:
 
 @tf.RegisterGradient("SmpReceive")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(operation: Any, gradient: Any) -> list[Any]:
-    """Sends the gradient back to the sender. Anchors have none: they only cause this call."""
+    """Sends the gradient back to the sender. Anchors have none: they only cause this call.
+
+    Nothing is sent without a gradient or anchors, or for a tensor that is not float.
+    """
     if gradient is not None and operation.outputs[0].dtype.is_floating and operation.inputs:
         step, label = _step_and_label(operation)
         step.send_gradient(label, gradient)

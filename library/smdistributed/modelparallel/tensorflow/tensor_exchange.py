@@ -1,7 +1,8 @@
 """Sends and receives tensors of a step's graph, and Python objects, between the ranks of a job.
 
-The head of a tensor's message is JSON. An object is a pickle in the head of its message. Heads prove that they
-come from a rank of this job (see `backend.frames`), bodies do not.
+It warns of stalls, and ends waits that exceed the time limit. The head of a tensor's message is JSON. An object is a
+pickle in the head of its message. Heads prove that they come from a rank of this job (see `backend.frames`), bodies do
+not.
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ class TensorExchange:
                 self._wake(source, name if run == self._run else self._awaited.label)
 
     def _begin_run(self) -> None:
-        """Begins a step: drops tensors that were sent to a step that has failed."""
+        """Begins a step: counts it, and drops tensors that were sent to a step that has failed.
+
+        Reported stalls are forgotten.
+        """
         with self._lock:
             self._run += 1
             self._stalls.reset()

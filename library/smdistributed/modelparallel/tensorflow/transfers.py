@@ -112,7 +112,10 @@ def _reject_losses(layers: Iterable[Any]) -> None:
 
 
 def _inputs_of_side_effects(trace: ModelTrace, calls: Sequence[LayerCall]) -> list[Any]:
-    """Returns the inputs of operations outside of layers that have side effects: every rank runs them."""
+    """Returns the inputs of operations outside of layers that have side effects: every rank runs them.
+
+    Random operations, and operations on resources such as variables, do not count.
+    """
     inside = {number for call in calls for number in call.operations}
     return [
         tensor

@@ -1,4 +1,4 @@
-"""`smp.amp`: automatic mixed precision over stages."""
+"""`smp.amp`: a GradScaler for automatic mixed precision, over stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class GradScaler(torch.cuda.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(_own_device())
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Steps the optimizer, or skips the step after an overflow: see torch's GradScaler. All ranks call it."""
+        """Steps the optimizer, or skips the step after an overflow: see torch's GradScaler. All ranks call it.
+
+        First calls `unscale_` if the script has not.
+        """
         optimizer = _wrapper_of(optimizer)
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
             self.unscale_(optimizer)

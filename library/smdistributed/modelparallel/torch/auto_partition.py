@@ -1,4 +1,7 @@
-"""Automatic partition: a trace of the model on the meta device decides which stage has which module."""
+"""Automatic partition: a trace of the model on the meta device decides which stage has which module.
+
+If a model cannot be traced, its parameters decide.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ def items(root: nn.Module, config: Config, found: Trace) -> Items:
 
 
 def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
-    """The cost of each module without its children: memory and operations, as shares, by `memory_weight`."""
+    """The cost of each module without its children: memory and operations, as shares, by `memory_weight`.
+
+    Shared parameters count once. Without a trace only memory counts.
+    """
     seen: set[int] = set()
     memory = {}
     for name, module in modules.items():

@@ -65,7 +65,7 @@ def load(
     back_compat: bool = False,
     weights_only: bool | None = None,
 ) -> Any:
-    """Loads what `save` saved (AWS API).
+    """Loads what `save` saved (AWS API). With `partial`, a file with `v3` of this rank wins over the stage's.
 
     Args:
         f: As for `save`.
@@ -227,9 +227,8 @@ def _load_full(
 ) -> None:
     """Loads a full checkpoint into the script's model and optimizer, on this rank.
 
-    `translate` changes the weights first.
-
-    Raises SMPRuntimeError if there is none. Without a file of the optimizer, its state stays.
+    `translate` changes the weights first. Without a file pytorch_model.bin, that tag means model.safetensors. Raises
+    SMPRuntimeError if there is none. Without a file of the optimizer, its state stays.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:
@@ -248,7 +247,10 @@ def _user_content_of(tag: str) -> str:
 
 
 def _read_user_content(directory: Path, tag: str, weights_only: bool | None) -> Any:
-    """Returns the script's content of a checkpoint; None if there is none. Old full ones have other names."""
+    """Returns the script's content of a checkpoint; None if there is none or the file is empty.
+
+    Old full checkpoints have other names.
+    """
     own = [directory / _user_content_of(tag), directory / f"{_user_content_of(tag)}.pt"] if tag else []
     path = next((path for path in own if path.is_file()), directory / USER_CONTENT)
     return read_object(path, weights_only=weights_only) if path.is_file() and path.stat().st_size else None

@@ -42,7 +42,8 @@ class Failures:
     def fail(self, error: BaseException) -> None:
         """Ends the step on all stages because of an error here, and every later step. Waits for no other stage.
 
-        A lost connection is reported too: other stages may not notice it, and would wait for this stage.
+        Only the first failure is sent and kept. A lost connection is reported too: other stages may not notice it, and
+        would wait for this stage.
         """
         try:
             with self._reporting:  # before a thread of this process sees the failure, and ends it: see `leave`
@@ -54,7 +55,7 @@ class Failures:
             self._record(error)
 
     def fail_by_report(self, source: int, traceback_text: str) -> None:
-        """Ends the step here because another stage has reported a failure to all stages."""
+        """Ends the step here because another stage has reported a failure to all stages. Sends nothing itself."""
         self._is_reported = True
         self._record(SMPRuntimeError(f"{self._peers.describe(source)} failed:\n{traceback_text}"))
 
@@ -68,7 +69,10 @@ class Failures:
             self._record(self._peers.lost_error(rank))
 
     def explain_send_error(self, to: int, error: OSError) -> BaseException:
-        """Finds out why a message could not be sent. Notes the other stage as lost, and waits a moment for its report.
+        """Finds out why a message could not be sent.
+
+        After a time-out, or if the key is wrong, it says so at once. Otherwise it notes the other stage as lost, and
+        waits a moment for its report.
 
         Returns:
             The error to raise instead of `error`.

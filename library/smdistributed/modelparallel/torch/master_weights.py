@@ -113,7 +113,10 @@ class MasterWeights:
         return [self.copies.get(parameter, parameter) for parameter in given]
 
     def make_copies(self) -> None:
-        """Replaces half-precision parameters of the optimizer by copies. Those that have one keep it."""
+        """Replaces half-precision parameters of the optimizer by copies. Those that have one keep it.
+
+        Without `fp16` and `bf16` it does nothing. Parameters without elements, of other stages, get no copy.
+        """
         for group in self._optimizer.param_groups if self._enabled else ():
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():

@@ -1,4 +1,7 @@
-"""`smp.DistributedModel`: a model with its modules on several stages."""
+"""`smp.DistributedModel`: a model with its modules on several stages.
+
+It runs calls and backward, places the modules, and has the model's parameters, state dicts and hooks.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,8 @@ class DistributedModel(WrappedModel):
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Runs backward from the losses of this microbatch (AWS API).
 
-        Outside a step, also averages gradients over replicas. With `fp16`, multiplies by the loss scale.
+        If gradients are means, it multiplies them by the microbatch's share of the batch. With `fp16`, it multiplies by
+        the loss scale. Outside a step, it also averages gradients over replicas, and calls the hooks of the step.
 
         Args:
             tensors: A loss, or a list or tuple of losses.
@@ -183,7 +187,11 @@ class DistributedModel(WrappedModel):
     # --- outside a step, with one partition
 
     def _begin_outside(self) -> None:
-        """Prepares the model for a call outside a step. Raises StepUsageError if there are several partitions."""
+        """Prepares the model for a call outside a step, as `before_step` does.
+
+        Calls with gradients up to the next `backward` count as one step. Raises StepUsageError if there are several
+        partitions.
+        """
         self._require_one_partition("The model is called")
         self.before_step(is_new=not self.gradients.was_called_outside)
         self.gradients.was_called_outside |= torch.is_grad_enabled()
@@ -197,6 +205,8 @@ class DistributedModel(WrappedModel):
 
     def before_step(self, is_new: bool = True) -> None:
         """Copies buffers to the replicas, and frees what `cpu` has gathered, before a step; all ranks call it.
+
+        Before the model is placed, it finds the model's modules again.
 
         Args:
             is_new: Whether gradients from before belong to another step.
@@ -213,7 +223,7 @@ class DistributedModel(WrappedModel):
             self.gradients.begin()
 
     def after_step(self, had_backward: bool) -> None:
-        """Averages gradients and calls the hooks of the step; all ranks call it.
+        """Averages gradients, and calls and removes the hooks of the step; all ranks call it.
 
         Args:
             had_backward: Whether the step trained. An evaluation leaves gradients alone.
@@ -264,7 +274,9 @@ class DistributedModel(WrappedModel):
         self._placement_hooks.clear()  # they may hold what they have loaded
 
     def adopt_stages(self, stages: Mapping[str, int]) -> bool:
-        """Places the modules as a checkpoint says, if nothing else is decided.
+        """Keeps the stages of a checkpoint for the first call, if nothing else is decided. Places nothing now.
+
+        If the model is placed, or cut by hand, it only compares. Other names of modules give False.
 
         Args:
             stages: The stage of every module, by name.
@@ -426,7 +438,8 @@ class DistributedModel(WrappedModel):
         """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
 
         All ranks of a replica call it. `get_module()` is then the whole model, but calls of it still go to the stages:
-        load its `state_dict` into another model. The next step frees the parameters of other stages again.
+        load its `state_dict` into another model. The next step frees the parameters of other stages again. Before the
+        model is placed, it only moves the model to the CPU.
         """
         if not self.partitioned:
             return super().cpu()

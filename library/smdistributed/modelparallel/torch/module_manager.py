@@ -138,7 +138,7 @@ class ModuleManager:
     def is_split(self, module: nn.Sequential) -> bool:
         """Whether the children of a sequence are called one by one: some are remote, or checkpointed in groups.
 
-        Not if there are hooks on the sequence, which would not be called.
+        Not if the sequence has hooks, which would not be called, or its class has a forward of its own.
         """
         if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
             return False

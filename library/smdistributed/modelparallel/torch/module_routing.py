@@ -25,7 +25,9 @@ def routing_manager() -> ModuleManager | None:
 def route_calls(manager: ModuleManager) -> None:
     """Routes calls of a placed model's modules to their stages.
 
-    The first use patches nn.Module.__call__. Modules of other models pay for one look into a dictionary.
+    The first use patches nn.Module.__call__. The patch also checkpoints activations, and calls the children of a split
+    sequence one by one. At the begin of a part of the model, it lets urgent turns go first. Modules of other models pay
+    for one look into a dictionary.
 
     Args:
         manager: The modules of the model, placed.

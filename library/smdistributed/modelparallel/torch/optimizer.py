@@ -1,4 +1,7 @@
-"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages."""
+"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages.
+
+It adds the loss scale, single-precision copies, sharded state, clipping, and state dicts of all stages.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,7 @@ class DistributedOptimizer(WrappedOptimizer):
     # --- outside a step
 
     def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
-        """Resets the gradients, as the wrapped optimizer does.
+        """Resets the gradients, as the wrapped optimizer does. Gradients of parameters that have copies become None.
 
         Args:
             set_to_none: See torch.optim.Optimizer.zero_grad. None: the wrapped optimizer's default.
@@ -202,6 +205,9 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this stage. If gradients overflowed on any rank, updates the loss scale only.
+
+        First calls `update_master_grads` if the script has not. At the end, single-precision copies are rounded into
+        the model.
 
         Args:
             closure: See torch.optim.Optimizer.step.

@@ -38,7 +38,7 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have gradients. All stages of a model call it.
+        """Updates all parameters that have gradients, and counts the step in each group. All stages of a model call it.
 
         Args:
             closure: Computes the loss again; called with gradients enabled.
@@ -123,7 +123,8 @@ class FusedLAMB(_Layerwise):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         """Updates a parameter and its moments in place, as apex's FusedLAMB does.
 
-        The gradient is clipped by the norm of all gradients.
+        The gradient is clipped by the norm of all gradients. With weight decay or `use_nvlamb`, the step is scaled to
+        the parameter's norm.
         """
         beta1, beta2 = group["betas"]
         most, decay = group["max_grad_norm"], group["weight_decay"]
@@ -199,7 +200,10 @@ class FusedNovoGrad(_Layerwise):
         self._decays_inside = reg_inside_moment
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates a parameter, its momentum and its gradient norm's mean in place (apex's FusedNovoGrad)."""
+        """Updates a parameter, its momentum and its gradient norm's mean in place (apex's FusedNovoGrad).
+
+        Weight decay goes into the momentum with `reg_inside_moment`, otherwise into the step alone.
+        """
         beta1, beta2 = group["betas"]
         assert parameter.grad is not None
         size = parameter.grad.abs().max() if group["norm_type"] == 0 else parameter.grad.norm()
@@ -232,7 +236,7 @@ def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -
 
 
 def _updated_ids() -> set[int]:
-    """The ids of the placed model's parameters, and of their copies in single precision."""
+    """The ids of the placed model's parameters, and of their copies in single precision; empty before it is placed."""
     if not state.initialized or state.model is None or not state.model.partitioned:
         return set()
     copies = state.optimizer.master_weights.copies.values() if state.optimizer else ()

@@ -86,6 +86,8 @@ def load_partial(
 ) -> Path:
     """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
 
+    A checkpoint that a killed job has renamed and not replaced is restored first.
+
     Args:
         state: The script's model and optimizer.
         directory: The directory of checkpoints.
@@ -162,7 +164,11 @@ def _make_empty(state: State, directory: Path) -> bool:
 
 
 def _has_same_stages(state: State, directory: Path) -> bool:
-    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved."""
+    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved.
+
+    If nothing is decided yet, the model keeps these stages for its first call. False with another number of stages, and
+    for old checkpoints.
+    """
     saved = directory / _STAGES
     if not saved.is_file():  # an old checkpoint, or one of an optimizer alone
         return False

@@ -60,6 +60,6 @@ class Peers:
         return threads
 
     def _notify(self, rank: int, kind: Kind, about: object) -> None:
-        """The body of each thread of `notify_all`."""
+        """Thread of `notify_all`: sends the message to one stage. Errors are ignored: the stage is lost."""
         with suppress(OSError):  # lost as well
             self.send(rank, kind, -1, about=about)

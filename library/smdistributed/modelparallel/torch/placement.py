@@ -1,4 +1,7 @@
-"""Which stage has which module of the script's model, and what happens to the modules when that is decided."""
+"""Which stage has which module of the script's model, and what happens to the modules when that is decided.
+
+Parameters that were constructed without memory are made, and this stage's tensors move to its GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def choose_stages(
     kwargs: dict[str, Any],
 ) -> dict[str, int]:
     """Decides which stage has which module. With `auto_partition` it may trace the model and print the partition.
+
+    It then warns if the script has used `smp.partition` or `smp.set_partition`.
 
     Args:
         state: The configuration; its `is_tracing` is set during a trace.

@@ -70,6 +70,8 @@ class Model:
 def load(factory: str) -> Model:
     """Imports a factory, constructs its model on the meta device and traces it.
 
+    A file's directory is put into sys.path.
+
     Args:
         factory: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or
             `(module, args, kwargs)`.
@@ -180,9 +182,9 @@ def idle(stage_times: Sequence[float], microbatches: int) -> float:
 def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
     """Yields plans for powers of two of partitions, and for numbers of microbatches that divide the batch.
 
-    More than 8 microbatches for each partition are not tried: devices would hardly idle less, and small microbatches
-    compute slowly. active_microbatches is the default, or the number of partitions: fewer would leave stages idle. With
-    `ddp`, the remaining devices have replicas.
+    It ends where partitions would be more than modules. More than 8 microbatches for each partition are not tried:
+    devices would hardly idle less, and small microbatches compute slowly. active_microbatches is the default, or the
+    number of partitions: fewer would leave stages idle. With `ddp`, the remaining devices have replicas.
 
     Args:
         model: The model.
@@ -237,7 +239,10 @@ def _batch(given: Sequence[Any]) -> int:
 
 
 def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
-    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch."""
+    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch.
+
+    There are at most 8 for each partition. With `uneven_microbatches` they are powers of two.
+    """
     most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
     if str(given.get("uneven_microbatches")).lower() == "true":
         return _powers(most)
@@ -251,7 +256,11 @@ def _powers(most: int) -> list[int]:
 
 
 def _module(where: str) -> Any:
-    """Imports a module by its file or name. A file's directory is put into sys.path. Raises SMPError if it fails."""
+    """Imports a module by its file or name. Raises SMPError if that fails.
+
+    A file's directory is put into sys.path, and its module into sys.modules. If its name is taken there, it gets
+    another one.
+    """
     path = Path(where)
     if path.suffix == ".py" and not path.is_file():
         raise SMPError(f"There is no file {where}.")

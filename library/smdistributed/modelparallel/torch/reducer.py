@@ -108,7 +108,11 @@ class Reducer:
             self._average()
 
     def _average(self) -> None:
-        """Replaces gradients by their averages, in place; all replicas call it and wait for each other."""
+        """Replaces gradients by their averages, in place; all replicas call it and wait for each other.
+
+        It sends the buckets that are left, and again those that were sent too early. The number of steps begins at 0
+        again.
+        """
         self._steps = 0
         if not self._buckets:
             return
@@ -150,7 +154,10 @@ class Reducer:
         return accumulator
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Counts a gradient, on autograd's threads. If they overlap, sends the buckets that are complete now."""
+        """Counts a gradient, on autograd's threads. If its bucket was sent already, notes that this was too early.
+
+        With `overlap`, in the last of `every` steps, it sends the buckets that are complete now.
+        """
         with self._lock:
             self._seen[parameter] += 1
             bucket = self._bucket_of[parameter]

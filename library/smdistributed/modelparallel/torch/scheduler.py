@@ -106,7 +106,10 @@ class Scheduler:
     # --- tasks
 
     def submit(self, task: Task, run: Callable[[], None]) -> None:
-        """Runs a task in a worker thread as soon as it is granted a turn. Its errors end the step on all stages."""
+        """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
+
+        Its errors end the step on all stages.
+        """
         step = self.step
 
         def run_in_turn() -> None:
@@ -193,7 +196,7 @@ class Scheduler:
         self._observer.turn_begins(task)
 
     def receive_reply(self, call: int, message: Message) -> None:
-        """Hands an answer to the thread that waits for it."""
+        """Hands an answer to the thread that waits for it, which continues at once or when it is granted a turn."""
         step = self.step
         reply = step.replies.pop(call)
         reply.message = message
@@ -271,7 +274,7 @@ class Scheduler:
     # --- the script's thread
 
     def add_event(self, event: Message | None) -> None:
-        """Hands an event to the script's thread. None: the pipeline has failed."""
+        """Hands an event to the script's thread, and wakes it if it is idle. None: the pipeline has failed."""
         self._events.put(event)
         with self._lock:
             idle, self._idle = self._idle, None

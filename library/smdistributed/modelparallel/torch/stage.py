@@ -239,13 +239,19 @@ class Stage:
         self._scheduler.make_way(kind)
 
     def before_backward(self) -> None:
-        """Called before the backward of a microbatch: in the simple pipeline it waits for all forwards."""
+        """Called before the backward of a microbatch: notes that the step trains.
+
+        In the simple pipeline it waits for all forwards.
+        """
         task = require_task()
         task.is_backward = self._had_backward = True
         self._scheduler.wait_for_all_forwards(task)
 
     def _finish(self, microbatch: int) -> None:
-        """Ends a microbatch on all stages: its received inputs are not needed any more. On the first stage."""
+        """Ends a microbatch on all stages: its received inputs are not needed any more. On the first stage.
+
+        It also counts as a forward that has ended, for backwards that wait.
+        """
         for rank in self.ranks[1:]:
             self._send(rank, Kind.FINISHED, self.steps, microbatch)
         self._scheduler.count_forward(microbatch)
@@ -276,7 +282,10 @@ class Stage:
             self.failures.fail(error)
 
     def _handle(self, message: Message) -> None:
-        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it."""
+        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
+
+        The end of a microbatch drops its inputs. A partition and the end of the step go to the script's thread.
+        """
         if message.kind is Kind.FORWARD:
             task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
@@ -358,7 +367,7 @@ class Stage:
             raise reason from error
 
     def _stop(self) -> None:
-        """Wakes all threads of this stage, because the pipeline has failed."""
+        """Stops transfers and wakes all threads of this stage, because the pipeline has failed."""
         if self.transfers:
             self.transfers.stop()
         self._scheduler.wake_all()
@@ -366,7 +375,10 @@ class Stage:
     # --- called by the observer's thread
 
     def _report_working(self) -> None:
-        """Lets the other stages know that this one is computing for long, not hanging."""
+        """Lets the other stages know that this one is computing for long, not hanging.
+
+        Does nothing while an earlier message of that kind is still being sent.
+        """
         if not any(report.is_alive() for report in self._working_reports):
             self._working_reports = self._peers.notify_all(Kind.WORKING)
 

@@ -55,9 +55,9 @@ def _decorate(
 ) -> Callable[..., Any]:
     """Wraps a function so that it runs as a step: see `step`.
 
-    Other stages than the first serve calls instead of running it.
-
-    An error ends the step on all stages. Raises StepUsageError inside a step.
+    Other stages than the first serve calls instead of running it. The first SMP_VERIFY_STEPS steps are compared with a
+    run without stages. At the end gradients are averaged. An error ends the step on all stages. Raises StepUsageError
+    inside a step.
     """
     splitter = Splitter(function, whole, axes)
 

@@ -39,7 +39,7 @@ class StepGradients:
         self._had_gradients: set[int] = set()
 
     def begin(self) -> None:
-        """Notes that a step begins: gradients from before belong to another one."""
+        """Notes that a step begins: gradients from before belong to another one. The reducer begins to count again."""
         self.was_called_outside = False
         if not self._has_called_backward:
             self._had_gradients = {id(p) for p in self._parameters() if p.grad is not None}

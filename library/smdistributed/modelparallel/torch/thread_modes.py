@@ -1,4 +1,4 @@
-"""The modes that torch keeps for each thread, and that a call to another stage takes along."""
+"""The modes that torch keeps for each thread (grad, autocast), and that a call to another stage takes along."""
 
 from __future__ import annotations
 

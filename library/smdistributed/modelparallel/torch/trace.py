@@ -194,7 +194,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
-    """Keeps the stack of running modules inside `with`, and notes the order of first calls."""
+    """Keeps the stack of running modules inside `with`, and notes the order of first calls.
+
+    A module that is not in the model counts as the one that calls it. It uses torch's hooks for all modules.
+    """
 
     def enter(module: nn.Module, _: Any) -> None:
         name = names.get(id(module))

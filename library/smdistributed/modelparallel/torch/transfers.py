@@ -118,7 +118,10 @@ class Transfers:
     # --- the thread
 
     def _run(self) -> None:
-        """Thread: carries out transfers until the job fails. An error of its own makes the job fail."""
+        """Thread: carries out transfers until the job fails. An error of its own makes the job fail.
+
+        It waits a moment first: if the job fails meanwhile for another reason, that one counts.
+        """
         devices.select_device()
         try:
             while not self._stopped.is_set():

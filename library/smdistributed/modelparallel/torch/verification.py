@@ -58,7 +58,9 @@ class Verification:
         self._buffers = {name: buffer.clone() for name, buffer in self._model.local_named_buffers()}
 
     def compare(self, function: Callable[..., Any], parts: _Parts, results: Sequence[Any]) -> None:
-        """Compares the step with a run without stages, and prints the result; all stages call it.
+        """Compares the step with a run without stages; all stages call it.
+
+        If it is equal, one rank of the job prints that.
 
         On the first stage, the function runs a second time, with a copy of the whole model.
 
@@ -100,7 +102,10 @@ class Verification:
         results: Sequence[Any],
         everything: Sequence[tuple[_Tensors, _Tensors]],
     ) -> tuple[str, bool]:
-        """Runs the step without stages. Returns a text that describes the result, and whether anything differs."""
+        """Runs the step without stages. Returns a text that describes the result, and whether anything differs.
+
+        If that run raises, the text has its traceback, and counts as a difference.
+        """
         step = f"{VERIFY_VARIABLE}: step {self._state.stage.steps}"
         tensors = {name: tensor for own, _ in everything for name, tensor in own.items()}
         try:

@@ -1,4 +1,7 @@
-"""Horovod's functions for Keras (`horovod.tensorflow.keras`), for scripts with `tf.keras.Model.fit`."""
+"""Horovod's functions for Keras (`horovod.tensorflow.keras`), for scripts with `tf.keras.Model.fit`.
+
+Its callbacks and `load_model` are the same as in `smdistributed.dataparallel.tensorflow.keras`.
+"""
 
 from __future__ import annotations
 

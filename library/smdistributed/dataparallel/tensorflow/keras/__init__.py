@@ -1,4 +1,7 @@
-"""Data parallel training with `tf.keras.Model.fit`: wrap the optimizer, and pass callbacks of `.callbacks`."""
+"""Data parallel training with `tf.keras.Model.fit`: wrap the optimizer, and pass callbacks of `.callbacks`.
+
+`load_model` continues with a saved model. Collectives and functions of the job are here too.
+"""
 
 from __future__ import annotations
 

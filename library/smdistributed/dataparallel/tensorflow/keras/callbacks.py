@@ -1,4 +1,7 @@
-"""Callbacks for `tf.keras.Model.fit`. All ranks pass the same ones, in the same order."""
+"""Callbacks for `tf.keras.Model.fit`: they broadcast variables, average metrics, and warm up the learning rate.
+
+All ranks pass the same ones, in the same order.
+"""
 
 from __future__ import annotations
 

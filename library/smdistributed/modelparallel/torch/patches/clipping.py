@@ -1,9 +1,9 @@
-"""Patches of torch.nn.utils.clip_grad_norm_ and clip_grad_value_, so that they clip by the norm over all stages.
+"""Patches of torch.nn.utils.clip_grad_norm_, to clip by the norm over all stages, and of clip_grad_value_.
 
 Scripts and trainers clip `model.parameters()`. With the norm of one stage alone, each stage would scale its gradients
-by a different factor, without any error. If all given parameters are on one stage, such as the
-result of `local_parameters`, it is their norm, and no other stage has to call. With a loss scale, gradients are
-unscaled before they are clipped, and all ranks must call.
+by a different factor, without any error. If all given parameters are on one stage, such as the result of
+`local_parameters`, it is their norm, and no other stage has to call. Both functions clip the gradients that the next
+update uses. With a loss scale, gradients are unscaled before they are clipped, and all ranks must call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _replace(original: Any, patched: Any) -> None:
 def _patch_norm(original: Any) -> Any:
     """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them.
 
-    Then all stages must call it, because they exchange norms.
+    Then all stages must call it, because they exchange norms. With `error_if_nonfinite` it raises RuntimeError if that
+    norm is not finite. Otherwise torch's function clips the parameters that the next update uses.
     """
 
     @functools.wraps(original)

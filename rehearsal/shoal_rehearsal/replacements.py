@@ -35,7 +35,10 @@ class ReplacementFinder(Loader):
         return spec_from_loader(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Makes attributes come from the replacement; prints, on rank 0, that the module is not installed."""
+        """Makes attributes come from the replacement. Prints, on rank 0, that the module is not installed.
+
+        The top-level package itself stays empty if it has no replacement.
+        """
         name = module.__name__
         replacement = _find_replacement(name)
         if replacement is None:  # the top-level package

@@ -20,7 +20,11 @@ from shoal_rehearsal.torch.placement import (
 
 
 def patch(_: int) -> None:
-    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU."""
+    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU.
+
+    These are nn.Parameter, autograd.Function.apply, from_numpy, swap_tensors, the default device, and tensors from
+    other processes; indexing too in torch 2.0.
+    """
     _patch_parameters()
     tensor: Any = torch.Tensor
     function: Any = torch.autograd.Function

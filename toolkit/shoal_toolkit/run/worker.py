@@ -87,7 +87,10 @@ class Worker(Host):
             self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
     def _on_first_host(self, channel: Channel) -> None:
-        """Takes over the connection of the first host, and reports the state of this host to it."""
+        """Takes over the connection of the first host, and reports the state of this host to it.
+
+        From now on, output pauses while much of it waits to be sent there.
+        """
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = self._on_lost
@@ -137,7 +140,12 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
-        """Starts the script (None), or the daemon of mpirun's request. Raises TrainError if that is not possible."""
+        """Starts this host's own command (None), or the daemon of mpirun's request.
+
+        Raises TrainError if that is not possible.
+
+        For a daemon it makes the run directory.
+        """
         if command is None:
             processes.start()
             return
@@ -157,7 +165,10 @@ class Worker(Host):
         self._send(messages.RankEnded(rank, code, self.collect_facts() if code else {}))
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
-        """Reports a sidecar that ended before the job as a failure of this host."""
+        """Reports a sidecar that ended before the job as a failure of this host.
+
+        Does nothing if the job has a result, or is being stopped.
+        """
         if self.result is None and not self.stopped_by:
             self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
 

@@ -17,7 +17,7 @@ from shoal_rehearsal.torch.overrides import OVERRIDES
 def patch(_: int) -> None:
     """Patches autocast for "cuda" to use the CPU's, with bfloat16 if float16 can't be computed.
 
-    torch.is_autocast_enabled("cuda") then tells about the CPU's. GradScaler gets kernels if torch has none for the CPU
+    torch.is_autocast_enabled("cuda") then reports the CPU's. GradScaler gets kernels if torch has none for the CPU
     (before 2.3).
     """
     autocast: Any = autocast_mode.autocast

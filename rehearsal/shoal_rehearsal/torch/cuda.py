@@ -56,7 +56,7 @@ class DeviceOf(Device):
 def patch(count: int) -> None:
     """Replaces torch.cuda, torch.accelerator, cuDNN's and NVTX's functions and torch.Generator, for `count` devices.
 
-    Functions about memory return 0, or nothing. torch.cuda.FloatTensor and the like are replaced too.
+    Functions about used memory return 0. Types such as torch.cuda.FloatTensor are replaced too.
     """
     devices.set_count(count)
     cuda: Any = torch.cuda

@@ -105,7 +105,10 @@ def _try_measure(host: str, port: int) -> Measured:
 
 
 def _ping(sock: socket.socket) -> tuple[float, float]:
-    """Returns the time to the other host and back, the median, and how far its clock is ahead, in seconds."""
+    """Returns the median time to the other host and back, and how far its clock is ahead, in seconds.
+
+    For the clock, the fastest ping counts.
+    """
     found = []
     for _ in range(_PINGS):
         sent, began = time.time(), time.monotonic()

@@ -329,7 +329,7 @@ def _parse_output(payload: bytes) -> Output:
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
-    """Parses a JSON object; raises ProtocolError for anything else.
+    """Parses a JSON object; raises ProtocolError for anything else, also for numbers that are too long or not finite.
 
     `flat` refuses nested objects and lists unparsed.
     """

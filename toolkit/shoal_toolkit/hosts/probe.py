@@ -1,4 +1,4 @@
-"""Checks that a worker reaches the port at which the ranks meet, before anything listens there but the first host."""
+"""Checks that a worker reaches the port at which the ranks will meet. The first host listens there until the launch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
 
 def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir: str) -> CodeSource:
-    """Returns where the code is.
+    """Returns where the code is: SAGEMAKER_SUBMIT_DIRECTORY, else sagemaker_submit_directory, else `code_dir`.
 
     Args:
         environ: The environment of `train`.

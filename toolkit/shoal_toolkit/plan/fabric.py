@@ -94,7 +94,10 @@ def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], 
 
 
 def _compare_gpus(job: Job, machine: Machine) -> list[str]:
-    """Returns a note if this machine has fewer or more GPUs than its instance type, unless the user chose some."""
+    """Returns a note if this machine has fewer or more GPUs than its instance type.
+
+    There is none if CUDA_VISIBLE_DEVICES is set.
+    """
     gpus = machine.instance.get("gpus", machine.gpus)
     if gpus == machine.gpus or "CUDA_VISIBLE_DEVICES" in job.environ:
         return []

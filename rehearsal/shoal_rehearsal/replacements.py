@@ -28,7 +28,10 @@ class ReplacementFinder(Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None."""
+        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None.
+
+        For a module of a declared package, it raises RehearsalError if SHOAL_REHEARSE is invalid.
+        """
         top = name.partition(".")[0]
         if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
             return None

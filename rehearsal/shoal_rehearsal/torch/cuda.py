@@ -1,4 +1,4 @@
-"""Replaces the functions of torch.cuda and torch.accelerator."""
+"""Replaces the functions of torch.cuda and torch.accelerator, cuDNN's and NVTX's, and torch.Generator."""
 
 from __future__ import annotations
 

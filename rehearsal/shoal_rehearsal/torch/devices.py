@@ -1,4 +1,4 @@
-"""The emulated devices, from cuda:0. Each thread has a current one."""
+"""The emulated devices, from cuda:0. Each thread has a current one. Counting them prints the notice."""
 
 from __future__ import annotations
 

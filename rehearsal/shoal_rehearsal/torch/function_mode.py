@@ -111,7 +111,7 @@ class _AutogradEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch.autograd.backward."""
+        """Runs a backward pass with the mode active. Arguments: see torch.autograd.backward."""
         with contextlib.nullcontext() if _is_entered() else self._mode:
             return self._engine.run_backward(*args, **kwargs)
 

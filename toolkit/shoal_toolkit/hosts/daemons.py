@@ -1,4 +1,4 @@
-"""Starts Open MPI's daemons on the other hosts: requests of mpirun on the first host, and checks on the worker."""
+"""Starts Open MPI's daemons on the other hosts: serves mpirun's requests on the first host, and checks them there."""
 
 from __future__ import annotations
 

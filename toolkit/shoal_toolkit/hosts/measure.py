@@ -59,6 +59,7 @@ class Meter:
         _thread.start_new_thread(measure_host, ())
 
     def _on_done(self) -> None:
+        """Calls back for the measurements that threads have finished so far."""
         os.read(self._read, 4096)
         while self._done:
             on_measured, measured = self._done.popleft()

@@ -70,6 +70,7 @@ class Probe:
             self._end("")
 
     def _on_connected(self) -> None:
+        """Ends the check, and reports the connection's error; none if it succeeded."""
         if self._sock is not None:
             problem = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             self._end(os.strerror(problem) if problem else "")

@@ -270,6 +270,7 @@ def find_route_interface(table: str, address: str) -> str:
 
 
 def _ipv4_to_int(address: str) -> int:
+    """Converts an IPv4 address in dotted form to an integer, its first byte the highest."""
     number = 0
     for part in address.split("."):
         number = number * 256 + int(part)
@@ -277,7 +278,7 @@ def _ipv4_to_int(address: str) -> int:
 
 
 def _hex_to_int(word: str) -> int:
-    """Converts an address of /proc/net/route: hexadecimal, in the byte order of the machine."""
+    """Converts an address of /proc/net/route, hexadecimal in the machine's byte order, as `_ipv4_to_int` does."""
     return int.from_bytes(bytes.fromhex(word), sys.byteorder)
 
 

@@ -1,4 +1,7 @@
-"""Writes the result of a job: output/failure or success, job.json, and the exit code. No other module does."""
+"""Writes the result of a job: output/failure or success, job.json, and the exit code. No other module does.
+
+Before the job, it makes the output directories, and removes the result of an earlier job.
+"""
 
 from __future__ import annotations
 

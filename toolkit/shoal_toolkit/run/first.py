@@ -359,7 +359,7 @@ class FirstHost(Host):
         return self._mpirun_code is not None and not self._daemons
 
     def _give_up_daemons(self) -> None:
-        """Logs which daemons have not ended, and counts them as ended."""
+        """Logs which daemons have not ended, answers mpirun's requests for them with 255, and sets the result."""
         for host in list(self._daemons):
             write_log(f"mpirun has ended, but its daemon on {host} has not within {_FAREWELL_SECONDS:.0f} s")
             self._daemons.pop(host)(255)

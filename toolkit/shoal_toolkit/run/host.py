@@ -94,7 +94,7 @@ class Host(Role):
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.
 
-        Without a plan it has neither prefixes nor metrics.
+        Log lines go through it from now on. Without a plan it has neither prefixes nor metrics.
         """
         as_json, metrics = self.task.settings.log_format == "json", None
         if not self.has_plan:

@@ -1,4 +1,7 @@
-"""Runs the processes of this host: set-up commands, the script or a launcher with its ranks, and sidecars."""
+"""Runs the processes of this host: set-up commands, the script or a launcher with its ranks, and sidecars.
+
+Processes that a command leaves running are killed when it has ended.
+"""
 
 from __future__ import annotations
 

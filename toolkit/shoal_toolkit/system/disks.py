@@ -1,4 +1,4 @@
-"""Finds full file systems. Each host does so after a failure."""
+"""Finds full file systems, to explain the failure of a job or of pip."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _launched = False
 
 
 def prepare(settings: Settings, real: int) -> None:
-    """Prepares the notice, which `print_notice` prints.
+    """Prepares the notice, which `print_notice` prints, and notes whether a launcher started this process.
 
     Prepares nothing if another process prints it.
 

@@ -73,7 +73,10 @@ def _check_and_unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_s
 def _update_scale(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """Reduces the scale in place after a skipped step, raises it after `interval` steps without one, and returns it."""
+    """Reduces the scale after a skipped step, raises it after `interval` steps without one, and returns it.
+
+    Changes the scale in place, and counts the steps since its last change in `tracker`.
+    """
     steps = 0 if bool(found_inf) else int(tracker) + 1
     if bool(found_inf):
         scale.mul_(backoff)

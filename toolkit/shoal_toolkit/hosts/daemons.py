@@ -1,4 +1,4 @@
-"""Starts Open MPI's daemons on the other hosts: serves mpirun's requests on the first host, and checks them there."""
+"""Starts Open MPI's daemons on the other hosts: serves mpirun's requests on the first host; workers check them."""
 
 from __future__ import annotations
 

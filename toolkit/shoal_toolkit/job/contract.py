@@ -174,6 +174,8 @@ def read_paths(environ: Mapping[str, str]) -> Paths:
 def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -> Cluster:
     """Returns the hosts of the job, from resourceconfig.json, otherwise from the variables of a platform.
 
+    Without an interface in resourceconfig.json, it is eth0; without an instance type, it is "local".
+
     Args:
         paths: The directories of the job.
         hostname: The name of this host, used if there is neither: then this host is alone.

@@ -78,7 +78,7 @@ def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir
 
 
 def describe_without_fetching(source: CodeSource, code_dir: str) -> Code:
-    """Returns the known facts about code before it is fetched, for `train --explain`.
+    """Returns the known facts about code before it is fetched, for `train --explain`. Code used in place is inspected.
 
     Args:
         source: Where the code is.
@@ -118,7 +118,10 @@ def fetch_code(source: CodeSource, code_dir: str, environ: Mapping[str, str]) ->
 
 
 def inspect_code(directory: str) -> Code:
-    """Returns a description of the code in a directory. Raises ContractError if a file there can't be read."""
+    """Returns facts about the code in a directory: requirements, a setup.py, or a package that pip can install.
+
+    Raises ContractError if a file there can't be read.
+    """
     setup_py = os.path.isfile(os.path.join(directory, "setup.py"))
     # A pyproject.toml that only configures tools makes no package.
     package = setup_py or _has_line(directory, "pyproject.toml", r"\[(project|build-system)\]")

@@ -40,6 +40,8 @@ _LOG_LEVELS = {
 def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
     """Returns the SM_* variables of a job on this host, and the few of the contract without that prefix.
 
+    For each name that a shell can't use, there is a copy with underscores.
+
     Args:
         job: The job.
         machine: This host's machine.

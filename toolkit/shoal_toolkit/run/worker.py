@@ -180,14 +180,17 @@ class Worker(Host):
             self.output.write_rank(stream, rank, self.name, data)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
-        """Writes output of the launcher to stderr of this host, without mpirun's noise."""
+        """Writes output of the launcher to stderr of this host, without mpirun's noise.
+
+        Notes the rank that failed first.
+        """
         self.output.write_launcher(STDERR, self.name, self._daemon_log.feed(stream, data))
 
     def on_command_ended(self, code: int) -> None:
         """Reports the end of this host's command to the first host, with the end of its stderr.
 
-        After a failure it adds facts about this host. Before a success it checks that job.json can be written, and
-        reports why it can't.
+        After a failure it adds facts about this host. Before a success it writes job.json without an exit code, and
+        reports why that is not possible.
         """
         stderr = self._daemon_log.text() if self._has_ranks else self.output.stderr_tail(self.plan.rank_of(self.name))
         facts = self.collect_facts() if code else {}
@@ -195,7 +198,7 @@ class Worker(Host):
         self._send(messages.CommandEnded(code, stderr, self._daemon_log.failed_rank, facts, unrecorded))
 
     def _check_writable(self) -> str:
-        """Returns why a success can't be written on this host, while the job can still fail on all; empty if it can."""
+        """Writes job.json while the job can still fail on all hosts. Returns why that failed; empty if it did not."""
         try:
             check_writable(self.task.paths, self.report)
         except LaunchError as error:

@@ -73,7 +73,7 @@ _known: list[str] = []  # this job's secrets that are masked everywhere, the lon
 def is_secret(name: str, value: str) -> bool:
     """Whether the value of a variable or option is masked next to its name.
 
-    Empty values and words such as true and none never are.
+    Empty values, words such as true and none, and the path of a credentials file never are.
 
     Args:
         name: Its name, in any spelling: DB_PASSWORD, --api-key, authToken.

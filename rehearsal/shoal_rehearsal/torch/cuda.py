@@ -178,7 +178,7 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _patch_generator() -> None:
-    """Lets torch.Generator(device="cuda") create a generator of the CPU."""
+    """Replaces torch.Generator by a subclass: with device "cuda" it is a generator of the CPU."""
 
     base: Any = torch._C.Generator
 

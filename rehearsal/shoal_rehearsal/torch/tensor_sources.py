@@ -98,7 +98,10 @@ def _patch_parameters() -> None:
 
 
 def _patch_default_device() -> None:
-    """Patches torch's mode for a default device, which is below ours: it would request CUDA while ours is inactive."""
+    """Patches torch's mode for a default device: if that is CUDA, it changes nothing while our mode is inactive.
+
+    It is below ours, and would request CUDA then.
+    """
     context: Any = _device.DeviceContext
     handle = context.__torch_function__
 

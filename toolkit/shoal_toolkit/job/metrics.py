@@ -64,7 +64,7 @@ def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[
 
 
 def _load_json(path: str) -> Any:
-    """Returns the decoded content of a file. Raises ContractError if it can't be read."""
+    """Returns the decoded content of a JSON file. Raises ContractError if it can't be read or is not JSON."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)

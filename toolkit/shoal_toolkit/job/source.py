@@ -156,7 +156,10 @@ def _has_line(directory: str, name: str, pattern: str) -> bool:
 
 
 def _make_staging_directory(code_dir: str) -> tuple[str, str]:
-    """Makes a directory next to the code directory; a temporary one, with the reason, if that fails or is not empty."""
+    """Makes a directory next to the code directory; a temporary one if that fails, or the code directory is not empty.
+
+    Returns it, and why it is temporary. Raises LaunchError if no directory can be made.
+    """
     if os.path.isdir(code_dir) and os.listdir(code_dir):
         return _make_temporary_directory(), f"{code_dir} is not empty"
     stage = f"{code_dir}-{os.urandom(4).hex()}"
@@ -178,7 +181,10 @@ def _make_temporary_directory() -> str:
 
 
 def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
-    """Renames the unpacked code to the code directory. Returns where it is, and why it is elsewhere."""
+    """Renames the unpacked code to the code directory, if that is missing or empty, and removes the staging directory.
+
+    Returns where the code is, and why it is elsewhere.
+    """
     unpacked = os.path.join(stage, "code")
     try:
         os.rename(unpacked, code_dir)  # replaces an empty directory only

@@ -78,7 +78,10 @@ def _efa_variables(cards: tuple[Nic, ...], known: Mapping[str, Any]) -> dict[str
 
 
 def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], bool, str]:
-    """Returns the network cards to use, whether one is missing, and the reason."""
+    """Returns the network cards to use, whether one is missing, and the reason.
+
+    One is missing if no card can be used here, and one is under /sys or the instance type has EFA.
+    """
     usable = tuple(card for card in machine.nics if card.usable)
     names = ", ".join(f"{card.name} ({card.driver or 'no driver'})" for card in usable or machine.nics)
     if usable:

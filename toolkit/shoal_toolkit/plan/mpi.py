@@ -249,7 +249,10 @@ def _translate(parameters: Mapping[str, str], machine: Machine) -> dict[str, str
 
 
 def _read_mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
-    """Returns the MCA parameters that variables set, with the names of the installed series; others are left out."""
+    """Returns the MCA parameters that variables set, with the names of the installed series.
+
+    Parameters that the series does not have are left out.
+    """
     found = {}
     for name, value in environ.items():
         for prefix in MCA_VARIABLES:

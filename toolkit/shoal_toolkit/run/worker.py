@@ -140,11 +140,9 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
-        """Starts this host's own command (None), or the daemon of mpirun's request.
+        """Starts this host's own command (None), or the daemon of mpirun's request, for which it makes the run directory.
 
         Raises TrainError if that is not possible.
-
-        For a daemon it makes the run directory.
         """
         if command is None:
             processes.start()

@@ -138,7 +138,9 @@ def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[s
 
 
 def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = "") -> tuple[str, ...]:
-    """Returns a warning for a job of several hosts without a secret. It runs: on SageMaker no job has one.
+    """Returns a warning for a job of several hosts without a secret; none for another job.
+
+    A job without a secret runs all the same: on SageMaker no job has one.
 
     Args:
         settings: The settings.

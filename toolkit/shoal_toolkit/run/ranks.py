@@ -142,7 +142,7 @@ class LocalRanks:
         return read
 
     def _read_reports(self, data: bytes) -> None:
-        """Handles the lines of the ranks' shells, each about a start or an end.
+        """Handles the lines of the ranks' shells, each about a start or an end; keeps an incomplete last line.
 
         A line is shorter than PIPE_BUF, so that lines don't mix.
         """

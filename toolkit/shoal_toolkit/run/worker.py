@@ -140,7 +140,7 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
-        """Starts this host's own command (None), or the daemon of mpirun's request, for which it makes the run directory.
+        """Starts this host's own command (None), or the daemon of mpirun's request, after making the run directory.
 
         Raises TrainError if that is not possible.
         """

@@ -204,7 +204,7 @@ def _read_command(pid: int) -> list[str]:
 
 
 def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
-    """Signals the other process groups of marked processes: `timeout`, for example, makes one.
+    """Signals the process groups of marked processes, except the leader's: `timeout`, for example, makes one.
 
     Args:
         leader: The leader of the group that is not signalled.

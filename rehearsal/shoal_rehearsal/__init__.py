@@ -18,10 +18,11 @@ __all__ = ["RehearsalError", "activate"]
 def activate() -> None:
     """Emulates GPUs in PyTorch and TensorFlow from their import on, or at once if they have been imported.
 
-    It does nothing if SHOAL_REHEARSE is false, or if it was called before. It extends sys.meta_path.
+    It extends sys.meta_path in any case. A framework is patched only if SHOAL_REHEARSE is true when it is imported. A
+    second call does nothing.
 
-    Invalid variables raise RehearsalError when the framework is imported, not here: Python ignores errors at startup,
-    and the script would run without emulated GPUs.
+    Invalid variables raise RehearsalError when the framework is imported, and here only if it has been imported before:
+    Python ignores errors at startup, and the script would run without emulated GPUs.
     """
     if any(isinstance(finder, ReplacementFinder) for finder in sys.meta_path):
         return

@@ -11,6 +11,8 @@ from types import ModuleType
 def call_after_import(name: str, function: Callable[[], None]) -> None:
     """Calls a function once, after a module's code has run for the first time and before its import returns.
 
+    Until then a finder is in sys.meta_path.
+
     Args:
         name: The module, which has not been imported yet.
         function: Its errors are raised by the import.
@@ -45,7 +47,10 @@ class _Finder:
         return spec
 
     def _extend(self, loader: object) -> None:
-        """Replaces the loader's `exec_module`: after the module's code, the function is called, once."""
+        """Replaces the loader's `exec_module`: after the module's code, the function is called, once.
+
+        This finder is then no longer in sys.meta_path.
+        """
         execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:

@@ -16,7 +16,7 @@ _launched = False
 
 
 def prepare(settings: Settings, real: int) -> None:
-    """Prepares the notice, which `print_notice` prints.
+    """Prepares the notice, which `print_notice` prints, and notes whether a launcher started this process.
 
     Prepares nothing if another process prints it.
 
@@ -38,7 +38,7 @@ def prepare(settings: Settings, real: int) -> None:
 def print_notice() -> None:
     """Prints the notice on stderr, once, if it was prepared. torchrun's own process prints nothing.
 
-    Processes that this one starts do not repeat it (an environment variable).
+    It sets SHOAL_REHEARSE_TOLD in os.environ, so that processes that this one starts do not repeat it.
     """
     if not _launched and "torch.distributed.launcher.api" in sys.modules:
         return  # torchrun itself, which looks for GPUs and is not a rank

@@ -28,14 +28,20 @@ class ReplacementFinder(Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None."""
+        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None.
+
+        For a module of a declared package, it raises RehearsalError if SHOAL_REHEARSE is invalid.
+        """
         top = name.partition(".")[0]
         if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
             return None
         return spec_from_loader(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Makes attributes come from the replacement; prints, on rank 0, that the module is not installed."""
+        """Makes attributes come from the replacement. Prints, on rank 0, that the module is not installed.
+
+        The top-level package itself stays empty if it has no replacement.
+        """
         name = module.__name__
         replacement = _find_replacement(name)
         if replacement is None:  # the top-level package

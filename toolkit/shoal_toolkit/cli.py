@@ -155,9 +155,9 @@ def _explain_bug(error: Exception) -> LaunchError:
 def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) -> int:
     """Plans and runs this host's part, as first host or worker. Returns the exit code of the job.
 
-    Sets up the log, removes the job's secret from os.environ, and removes the result of an earlier job. An error in the
-    plan is reported to the other hosts first. TrainError is raised if the list of hosts is wrong, StoppedError for a
-    signal before the event loop runs.
+    Sets up the log. Removes the job's secret, and the MPI Operator's variables for mpirun, from os.environ. Installs
+    signal handlers. An error in the plan is reported to the other hosts first. TrainError is raised if the list of
+    hosts is wrong or one does not register, StoppedError for a signal before the event loop runs.
     """
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
@@ -189,9 +189,10 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
 
 
 def _prepare(task: Task) -> Task:
-    """Removes the result of an earlier job. An error takes the place of the plan.
+    """Makes the output directories, removes the result of an earlier job, and writes the first job.json.
 
-    A preflight keeps that result, and installs nothing.
+    Returns the task, with an error in place of the plan if that fails. For a preflight it touches no file, and removes
+    set-up commands and sidecars from the plan.
     """
     if task.preflight:
         plan = task.plan
@@ -204,9 +205,10 @@ def _prepare(task: Task) -> Task:
 
 
 def _register(cluster: Cluster, settings: Settings, problem: TrainError | None) -> Cluster:
-    """Exchanges addresses with the other hosts, as on AWS Batch. Names this host by its address in the log from now on.
+    """Exchanges addresses with the other hosts, as on AWS Batch, and returns the cluster with them.
 
-    Raises the problem in the settings, or LaunchError if a host is missing.
+    The log names this host by its address from now on. Raises the problem in the settings, or LaunchError if a host is
+    missing.
     """
     if problem is not None:
         raise problem
@@ -289,7 +291,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
-    """Returns this host's role: MeasuringFirstHost or FirstHost on the first host, otherwise a worker.
+    """Returns this host's role: FirstHost on the first host, otherwise Worker; the Measuring ones in a preflight.
 
     Only the role's module is imported.
     """

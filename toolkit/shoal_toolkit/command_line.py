@@ -23,7 +23,9 @@ class CommandLine(NamedTuple):
 
 
 def parse_command_line(words: Sequence[str]) -> CommandLine:
-    """Parses the words after `train`. Its options may be anywhere before `--`; --json must follow --explain.
+    """Parses the words after `train`.
+
+    Its options may be anywhere before `--`; `--json` is one only right after `--explain`.
 
     All other words, and all words after `--`, are arguments for the script. If arguments precede it, `--` is one too.
 

@@ -1,4 +1,4 @@
-"""Errors before or around the script.
+"""Errors before or around the script, and suggestions for misspelt names.
 
 A TrainError has the exit code with which `train` ends, and a message with a fix. StoppedError has the signal's number.
 """

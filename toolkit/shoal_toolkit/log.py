@@ -38,9 +38,9 @@ def set_log_writer(writer: Callable[[bytes], None] | None) -> None:
 
 
 def write_log(text: str) -> None:
-    """Writes a message to the log, each of its lines with the prefix `train: `.
+    """Writes a message to the log, with masked secrets, each of its lines with the prefix `train: `.
 
-    Nothing is buffered, so that a fork writes nothing twice.
+    Nothing is buffered, so that a fork writes nothing twice. If a log writer is set, it gets the lines.
     """
     lines = [f"train: {line}" for line in redact.mask_text(text).splitlines()]
     if _as_json:

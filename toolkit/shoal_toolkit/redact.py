@@ -73,6 +73,8 @@ _known: list[str] = []  # this job's secrets that are masked everywhere, the lon
 def is_secret(name: str, value: str) -> bool:
     """Whether the value of a variable or option is masked next to its name.
 
+    Empty values, words such as true and none, and the path of a credentials file never are.
+
     Args:
         name: Its name, in any spelling: DB_PASSWORD, --api-key, authToken.
         value: Its value, which decides if the name is ambiguous.
@@ -135,7 +137,7 @@ def mask_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask_json(value: Any) -> Any:
-    """Returns a decoded JSON value with masked secrets. A list of texts is masked as arguments are."""
+    """Returns a decoded JSON value with masked secrets. A list of texts only is masked as arguments are."""
     if isinstance(value, dict):
         return {key: MASK if _is_secret_item(key, item) else mask_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -153,7 +155,7 @@ def _is_secret_item(key: str, item: Any) -> bool:
 
 
 def _mask_value(value: str) -> str:
-    """Masks secrets in the value of a variable, which may be JSON."""
+    """Returns the value of a variable with masked secrets. JSON that has one is returned in compact form."""
     try:
         decoded = json.loads(value) if value[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
@@ -219,19 +221,22 @@ def _may_name_secret(text: str) -> bool:
 
 
 def _looks_random(value: str) -> bool:
-    """Whether a value has letters and digits and is long enough to be no ordinary word."""
+    """Whether a value has letters and digits, no spaces, and is long enough to be no ordinary word."""
     kinds = any(character.isdigit() for character in value), any(character.isalpha() for character in value)
     return all(kinds) and len(value) >= _MIN_RANDOM_LENGTH and not any(character.isspace() for character in value)
 
 
 def _is_file(value: str) -> bool:
-    """Whether a value is the path of a file with a suffix."""
+    """Whether a value looks like the path of a file with a suffix. The disk is not read."""
     directory, slash, name = value.rpartition("/")
     return bool(slash) and directory[:1] in ("", "/", "~", ".") and "." in name
 
 
 def _is_distinctive(value: str) -> bool:
-    """Whether a secret is masked everywhere, because it can't appear in a text by chance."""
+    """Whether a secret is masked everywhere, because it can't appear in a text by chance.
+
+    It has at least five characters, is not a common word in logs, and is not a number of fewer than twelve digits.
+    """
     plain = value.strip().lower()
     if len(plain) < _MIN_LENGTH or plain in _table()["common"]:
         return False

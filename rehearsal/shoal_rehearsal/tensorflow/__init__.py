@@ -39,9 +39,11 @@ class EmulatedGpus:
 
 
 def emulate_gpus(settings: Settings) -> None:
-    """Patches TensorFlow's configuration and strategies, in this process, and hides its real GPUs. It cannot be undone.
+    """Patches TensorFlow's tf.config, tf.test and strategies, in this process, and hides its real GPUs.
 
-    Operations on GPUs run on the CPU, by soft placement.
+    It cannot be undone.
+
+    Operations on GPUs run on the CPU, by soft placement, which it turns on. It prepares the notice.
     """
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
@@ -93,7 +95,8 @@ def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
 def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
     """Returns makers of stand-ins for the functions of tf.config that take a device type, by name.
 
-    Each maker gets the real function, which answers for other types. Type None means all types.
+    Each maker gets the real function, which answers for other types. Type None means all types. Listing devices prints
+    the notice. Making unknown GPUs visible raises ValueError.
     """
 
     def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
@@ -133,7 +136,8 @@ def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
 def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
     """Returns makers of stand-ins for the functions of tf.config that take a device, by name.
 
-    Each maker gets the real function, which is called for devices that are not emulated.
+    Each maker gets the real function, which is called for devices that are not emulated. Emulated GPUs use no memory,
+    and ignore a configuration of logical devices.
     """
 
     def of_gpu(answer: Callable[..., Any]) -> Callable[[Any], Any]:

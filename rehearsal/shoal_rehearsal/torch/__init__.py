@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def emulate_gpus(settings: Settings) -> None:
-    """Patches torch, in this process and in threads that start later. It cannot be undone."""
+    """Patches torch, in this process and in threads that start later. It cannot be undone. It prepares the notice."""
     notice.prepare(settings, real=torch.cuda.device_count())  # before it is replaced
     parts = cuda, streams, amp, checkpoints, module_behavior, distributed, printing, tensor_sources, function_mode
     for part in parts:

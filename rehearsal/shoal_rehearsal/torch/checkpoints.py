@@ -15,10 +15,10 @@ _BEFORE_TORCHS_OWN = 5  # torch's restorers have 10 and more
 
 
 def patch(_: int) -> None:
-    """Patches torch.serialization and torch.utils.checkpoint.
+    """Lets torch load storages of CUDA tensors, and activation checkpointing ignore emulated devices.
 
-    The latter compares saved with recomputed tensors. It sees the former without the mode, while torch handles a
-    function, and the latter with it, so their devices would differ.
+    Activation checkpointing compares saved with recomputed tensors. It sees the saved ones without the mode, while
+    torch handles a function, and the recomputed ones with it, so their devices would differ.
     """
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _restore)
     checks: dict[str, Callable[[torch.Tensor], Any]] = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})

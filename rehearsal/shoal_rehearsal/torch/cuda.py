@@ -1,4 +1,4 @@
-"""Replaces the functions of torch.cuda and torch.accelerator."""
+"""Replaces the functions of torch.cuda and torch.accelerator, cuDNN's and NVTX's, and torch.Generator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeviceOf(Device):
 def patch(count: int) -> None:
     """Replaces torch.cuda, torch.accelerator, cuDNN's and NVTX's functions and torch.Generator, for `count` devices.
 
-    Functions about memory return 0.
+    Functions about used memory return 0. Types such as torch.cuda.FloatTensor are replaced too.
     """
     devices.set_count(count)
     cuda: Any = torch.cuda
@@ -99,48 +99,51 @@ def set_device(device: DeviceLike) -> None:
 
 
 def current_device() -> int:
-    """Returns the ordinal of the current device."""
+    """Returns the ordinal of the current device, and prints the notice when first called."""
     devices.count()
     return devices.current()
 
 
 def get_device_properties(device: DeviceLike = None) -> Properties:
-    """Returns emulated properties. Raises as CUDA does if there is no such device, as the functions below do."""
+    """Returns emulated properties. Raises as CUDA does if there is no such device."""
     _ordinal(device)
     return Properties()
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """Returns the emulated name of a device."""
+    """Returns the emulated name of a device. Raises as CUDA does if there is none."""
     _ordinal(device)
     return NAME
 
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """Returns the emulated compute capability of a device."""
+    """Returns the emulated compute capability of a device. Raises as CUDA does if there is none."""
     _ordinal(device)
     return CAPABILITY
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Returns at once: all work is done."""
+    """Returns at once: all work is done. Raises as CUDA does if there is no such device."""
     _ordinal(device)
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Returns free and total bytes."""
+    """Returns free and total bytes, which are always equal. Raises as CUDA does if there is no such device."""
     _ordinal(device)
     return MEMORY_BYTES, MEMORY_BYTES
 
 
 def get_rng_state(device: DeviceLike = "cuda") -> torch.Tensor:
-    """Returns a device's stored state, uint8. Nothing uses it: random numbers come from the CPU's generator."""
+    """Returns a device's stored state, uint8; zeros if none was stored.
+
+    Nothing uses it: random numbers come from the CPU's generator.
+    """
     state = _rng_states.get(_ordinal(device))
     return torch.zeros(16, dtype=torch.uint8) if state is None else state.clone()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "cuda") -> None:
-    """Stores a device's state."""
+    """Stores a device's state, for `get_rng_state` only: random numbers come from the CPU's generator."""
     _rng_states[_ordinal(device)] = new_state.clone()
 
 
@@ -175,7 +178,7 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _patch_generator() -> None:
-    """Lets torch.Generator(device="cuda") create a generator of the CPU."""
+    """Replaces torch.Generator by a subclass: with device "cuda" it is a generator of the CPU."""
 
     base: Any = torch._C.Generator
 

@@ -1,4 +1,4 @@
-"""The emulated devices, from cuda:0. Each thread has a current one."""
+"""The emulated devices, from cuda:0. Each thread has a current one. Counting them prints the notice."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def is_cuda(device: object) -> bool:
 
 
 def resolve(device: DeviceLike = None) -> torch.device:
-    """Returns a CUDA device with its ordinal.
+    """Returns a CUDA device with its ordinal. A negative ordinal is the current device.
 
     Args:
         device: As torch takes it. None and "cuda" are the current device; a torch.cuda.device stands for its ordinal.

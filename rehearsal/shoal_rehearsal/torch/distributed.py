@@ -20,7 +20,10 @@ _MOVES = (
 
 
 def patch(_: int) -> None:
-    """Patches torch.distributed, if this build of torch has it: gloo replaces NCCL, and gives NCCL's results."""
+    """Patches torch.distributed, if this build of torch has it: gloo replaces NCCL, and gives NCCL's results.
+
+    Backends that are registered later see the real tensors. The tensors of a GradBucket get a placement.
+    """
     if not dist.is_available():
         return
     dist.is_nccl_available = lambda: True
@@ -91,9 +94,9 @@ def _replace(name: str, wrap: Any) -> None:
 
 
 def _with_gloo(function: Any) -> Any:
-    """Wraps a function that creates a group: gloo replaces NCCL, and NCCL's options are dropped.
+    """Wraps a function that creates a group: gloo replaces NCCL, and is the default of `init_process_group`.
 
-    It raises as CUDA does for a `device_id` that does not exist.
+    NCCL's options and `device_id` are dropped. It raises as CUDA does for a `device_id` that does not exist.
     """
     signature = inspect.signature(function)
 
@@ -138,7 +141,10 @@ def _checking_device_ids(function: Any) -> Any:
 
 
 def _reducing_as_nccl(function: Any) -> Any:
-    """Wraps `all_reduce`: it averages, and sums booleans to their maximum, as NCCL does; gloo does neither."""
+    """Wraps `all_reduce`: on gloo it averages, and sums booleans to their maximum, as NCCL does; gloo does neither.
+
+    An average has ended at the return, also with `async_op`.
+    """
 
     @functools.wraps(function)
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -154,9 +160,10 @@ def _reducing_as_nccl(function: Any) -> Any:
 
 
 def _gathering_as_nccl(function: Any) -> Any:
-    """Wraps a gather into one tensor: only numbers of elements must fit, as with NCCL.
+    """Wraps a gather into one tensor: on gloo, only numbers of elements must fit, as with NCCL.
 
-    Gloo compares shapes, and lacks the collective in torch 2.0.
+    Gloo compares shapes, and lacks the collective in torch 2.0. Tensors that don't fit or are not contiguous go to gloo
+    unchanged.
     """
 
     @functools.wraps(function)
@@ -172,7 +179,11 @@ def _gathering_as_nccl(function: Any) -> Any:
 
 
 def _scattering_as_nccl(function: Any) -> Any:
-    """Wraps a reduce-scatter of one tensor: only numbers of elements must fit, and it averages, as with NCCL."""
+    """Wraps a reduce-scatter of one tensor: on gloo, only numbers of elements must fit, and it averages, as with NCCL.
+
+    Tensors that don't fit or are not contiguous go to gloo unchanged. An average has ended at the return, also with
+    `async_op`.
+    """
 
     @functools.wraps(function)
     def scatter(
@@ -199,7 +210,7 @@ _HAS_SINGLE = hasattr(dist, "_coalescing_manager")  # torch 2.1 and later
 
 
 def _is_flattened(group: Any, output: Any, source: Any) -> bool:
-    """Whether gloo runs the collective, and NCCL would accept the numbers of elements."""
+    """Whether gloo runs the collective, both tensors are contiguous, and NCCL would accept the numbers of elements."""
     if dist.get_backend(group) != "gloo" or not (output.is_contiguous() and source.is_contiguous()):
         return False
     size = dist.get_world_size(group)
@@ -217,7 +228,10 @@ class _Done:
 
 
 def _creating_unseen(create: Any) -> Any:
-    """Wraps the constructor of a backend that is written in Python: its methods see the real tensors, in CPU memory."""
+    """Wraps the constructor of a backend that is written in Python: all its code sees the real tensors, in CPU memory.
+
+    For that it replaces the methods of the object's class.
+    """
 
     @functools.wraps(create)
     def create_without_mode(*args: Any, **kwargs: Any) -> Any:

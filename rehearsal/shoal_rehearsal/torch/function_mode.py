@@ -80,7 +80,10 @@ def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str,
 
 
 def patch(_: int) -> None:
-    """Activates the mode in this thread, and patches Thread.start to activate it in new threads, and in autograd's."""
+    """Activates the mode in this thread and, by patching Thread.start, in threads that a thread with the mode starts.
+
+    It also replaces autograd's engine, so that the script's functions in a backward pass run with the mode.
+    """
     mode: Any = EmulationMode()
     mode.__enter__()
     thread_class: Any = threading.Thread
@@ -108,7 +111,7 @@ class _AutogradEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch.autograd.backward."""
+        """Runs a backward pass with the mode active. Arguments: see torch.autograd.backward."""
         with contextlib.nullcontext() if _is_entered() else self._mode:
             return self._engine.run_backward(*args, **kwargs)
 

@@ -76,7 +76,10 @@ def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _patch_data_parallel() -> None:
-    """Patches DataParallel: it moves the batch to the first device and runs the module there, once."""
+    """Patches DataParallel: it moves the batch to the first device and runs the module there, once.
+
+    Without devices it runs as before.
+    """
     wrapper: Any = nn.DataParallel
     forward = wrapper.forward
 

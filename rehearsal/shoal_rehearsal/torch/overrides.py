@@ -56,10 +56,10 @@ def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, tuple[Any, ...]]:
-    """Returns the device that Tensor.to is called with, and the other args; None if it names no device.
+    """Returns the device that Tensor.to is called with, and the other arguments; None if it names no device.
 
-    The device may be given by position, by name, or by a tensor. A device in `kwargs` is replaced there by the real
-    one.
+    The device may be given by position, by name, or by a tensor; it is UNKNOWN if that tensor's placement is unknown.
+    The real device replaces it, in `kwargs` in place.
     """
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])

@@ -98,7 +98,10 @@ def current_stream(device: DeviceLike = None) -> Stream:
 
 
 def patch(_: int) -> None:
-    """Replaces streams and events in torch.cuda by ones that do nothing or measure the CPU's time."""
+    """Replaces streams and events in torch.cuda and torch.accelerator: they do nothing, or measure the CPU's time.
+
+    Tensor.record_stream does nothing from then on.
+    """
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": Stream,

@@ -20,7 +20,11 @@ from shoal_rehearsal.torch.placement import (
 
 
 def patch(_: int) -> None:
-    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU."""
+    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU.
+
+    These are nn.Parameter, autograd.Function.apply, from_numpy, swap_tensors, the default device, and tensors from
+    other processes; indexing too in torch 2.0.
+    """
     _patch_parameters()
     tensor: Any = torch.Tensor
     function: Any = torch.autograd.Function
@@ -94,7 +98,10 @@ def _patch_parameters() -> None:
 
 
 def _patch_default_device() -> None:
-    """Patches torch's mode for a default device, which is below ours: it would request CUDA while ours is inactive."""
+    """Patches torch's mode for a default device: if that is CUDA, it changes nothing while our mode is inactive.
+
+    It is below ours, and would request CUDA then.
+    """
     context: Any = _device.DeviceContext
     handle = context.__torch_function__
 

@@ -146,7 +146,10 @@ class Agent:
         return wire.make_transcript(self._hosts, self._current_host, first_nonce, worker_nonce)
 
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
-        """Checks the first host's proof, and returns the answer: this host's own proof, or a refusal."""
+        """Checks the first host's list of hosts and its proof.
+
+        Returns this host's own proof, or a refusal, which is logged.
+        """
         if message.hosts != transcript["hosts"]:
             return self._refuse("it lists other hosts than this host")
         if not wire.equal_proofs(wire.make_proof(self._secret, "first", transcript), message.proof):

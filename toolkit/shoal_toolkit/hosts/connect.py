@@ -79,7 +79,10 @@ class WorkerSearch:
         self._on_failed(reason)
 
     def _list_missing(self) -> str:
-        """Returns at most ten missing hosts as text, each with its last problem."""
+        """Returns the missing hosts as text, each with its last problem and refusal.
+
+        After ten, it is only their number.
+        """
         listed = [
             f"{host} ({'; '.join(filter(None, (attempt.refusal, attempt.problem)))})"
             for host, attempt in list(self.missing.items())[:10]
@@ -135,7 +138,10 @@ class _Attempt:
         self._transcript = {}
 
     def _retry(self, problem: str) -> None:
-        """Closes the connection, keeps the problem for the log, and tries again after a pause that grows to 1 s."""
+        """Closes the connection, keeps the problem for the log, and tries again after a pause that grows to 1 s.
+
+        The pause is longer if more than 500 hosts are missing.
+        """
         self.close()
         self.problem = problem
         pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), _SLOWEST_RETRY_SECONDS)
@@ -215,7 +221,7 @@ class _Attempt:
             self._channel.send(Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))
 
     def _check_welcome(self, message: Welcome) -> None:
-        """Checks the worker's proof, and gives the channel to the search.
+        """Checks the worker's proof, and gives the channel to the search. From now on its frames have tags.
 
         Raises ProtocolError if the proof is wrong.
         """
@@ -228,7 +234,10 @@ class _Attempt:
             self._search.on_connected(self._host, channel)
 
     def _on_refused(self, reason: str) -> None:
-        """Tries again: the sender has proved nothing, and may belong to an earlier job."""
+        """Logs the first refusal, keeps it for the log of missing hosts, and tries again.
+
+        The sender has proved nothing, and may belong to an earlier job.
+        """
         refusal = f"it refused this first host: {reason[:_MAX_SHOWN]}"
         if not self.refusal:
             write_log(f"{self._host}: {refusal}. Trying again")

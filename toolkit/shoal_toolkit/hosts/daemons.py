@@ -1,4 +1,4 @@
-"""Starts Open MPI's daemons on the other hosts: requests of mpirun on the first host, and checks on the worker."""
+"""Starts Open MPI's daemons on the other hosts: serves mpirun's requests on the first host; workers check them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ SendExitCode = Callable[[int], None]
 
 
 class DaemonRequests:
-    """Serves requests of rsh.sh, through FIFOs and files in the run directory.
+    """Serves requests of rsh.sh, through FIFOs and files in the run directory, which it makes when it is created.
 
     rsh.sh writes a command to requests/HOST, and the host to the FIFO `daemons`. It then waits for a line in the FIFO
-    answers/HOST. Calls `on_request(host, command, send_exit_code)` for each, at most one for a host.
-
-    Creating it raises LaunchError if too many files are open.
+    answers/HOST. Calls `on_request(host, command, send_exit_code)` for each, at most one for a host. Creating it raises
+    LaunchError if too many files are open.
     """
 
     def __init__(
@@ -85,7 +84,10 @@ class DaemonRequests:
             ) from None
 
     def _on_readable(self) -> None:
-        """Reads the hosts with a new request. Other text is ignored: a process of the script wrote it."""
+        """Reads which hosts have a new request, and passes on the first one of each.
+
+        Other text is ignored: a process of the script wrote it.
+        """
         *lines, rest = (self._received + os.read(self._requests, 65536)).split(b"\n")
         self._received = rest[-_MAX_HOST_BYTES:]
         for line in lines:
@@ -196,7 +198,7 @@ def _is_allowed(parameter: str, value: str, forms: Mapping[str, str], planned: M
 
 
 def _split_options(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yields each option with its values. Raises LaunchError for an unknown one."""
+    """Yields each option with its values. Raises LaunchError for an unknown one, or if a value is missing."""
     rest = list(arguments)
     while rest:
         width = 3 if rest[0] in _PAIRS else 2 if rest[0] in _WITH_VALUE else 1 if rest[0] in _FLAGS else 0

@@ -59,6 +59,7 @@ class Meter:
         _thread.start_new_thread(measure_host, ())
 
     def _on_done(self) -> None:
+        """Calls back for the measurements that threads have finished so far."""
         os.read(self._read, 4096)
         while self._done:
             on_measured, measured = self._done.popleft()
@@ -105,7 +106,10 @@ def _try_measure(host: str, port: int) -> Measured:
 
 
 def _ping(sock: socket.socket) -> tuple[float, float]:
-    """Returns the time to the other host and back, the median, and how far its clock is ahead, in seconds."""
+    """Returns the median time to the other host and back, and how far its clock is ahead, in seconds.
+
+    For the clock, the fastest ping counts.
+    """
     found = []
     for _ in range(_PINGS):
         sent, began = time.time(), time.monotonic()

@@ -221,6 +221,7 @@ def _check_optional_rank(value: Any) -> Any:
 
 
 def _check_integer(value: Any) -> Any:
+    """Returns a field that is an integer, also a negative one. Raises ProtocolError for another."""
     if type(value) is not int:
         raise ProtocolError("a number that is not whole")
     return value
@@ -252,6 +253,7 @@ def _check_report(value: Any) -> Any:
 
 
 def _check_hosts(value: Any) -> Any:
+    """Returns a list of texts, at most 4096. Raises ProtocolError for anything else."""
     if not isinstance(value, list) or len(value) > _MAX_FIELDS or not all(isinstance(host, str) for host in value):
         raise ProtocolError("hosts that are not a list of texts")
     return value
@@ -329,7 +331,7 @@ def _parse_output(payload: bytes) -> Output:
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
-    """Parses a JSON object; raises ProtocolError for anything else.
+    """Parses a JSON object; raises ProtocolError for anything else, also for numbers that are too long or not finite.
 
     `flat` refuses nested objects and lists unparsed.
     """

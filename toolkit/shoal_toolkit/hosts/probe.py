@@ -1,4 +1,4 @@
-"""Checks that a worker reaches the port at which the ranks meet, before anything listens there but the first host."""
+"""Checks that a worker reaches the port at which the ranks will meet. The first host listens there until the launch."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ class Probe:
             self._end("")
 
     def _on_connected(self) -> None:
+        """Ends the check, and reports the connection's error; none if it succeeded."""
         if self._sock is not None:
             problem = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             self._end(os.strerror(problem) if problem else "")

@@ -39,7 +39,7 @@ class Resolver:
         loop.watch(self._read, READ, self._on_found)
 
     def look_up(self, host: str, port: int, on_resolved: OnResolved) -> None:
-        """Starts to look up a host. The loop calls `on_resolved` later, also for an error."""
+        """Starts to look up a host in a thread. The loop calls `on_resolved` later, also for an error."""
         with self._lock:
             self._queue.append((host, port, on_resolved))
             if self._threads < _THREADS:

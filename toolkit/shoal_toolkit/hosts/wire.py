@@ -99,7 +99,10 @@ class Channel:
         self._heartbeat()
 
     def send(self, message: Any) -> None:
-        """Queues a message, and sends as much as the socket takes now. Does nothing if the connection is closed."""
+        """Queues a message, and sends as much as the socket takes now. Does nothing if the connection is closed.
+
+        If sending fails, the loop calls `on_lost` later.
+        """
         if self._sock is None:
             return
         kind, payload = messages.encode_message(message)

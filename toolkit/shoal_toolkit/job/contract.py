@@ -174,6 +174,8 @@ def read_paths(environ: Mapping[str, str]) -> Paths:
 def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -> Cluster:
     """Returns the hosts of the job, from resourceconfig.json, otherwise from the variables of a platform.
 
+    Without an interface in resourceconfig.json, it is eth0; without an instance type, it is "local".
+
     Args:
         paths: The directories of the job.
         hostname: The name of this host, used if there is neither: then this host is alone.
@@ -212,7 +214,10 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
 
 
 def make_cluster(found: HostList) -> Cluster:
-    """Returns the hosts of a job without resourceconfig.json. The network interface is the one of the route to them."""
+    """Returns the hosts of a job without resourceconfig.json.
+
+    The name of its network interface is empty: `choose_interface` then takes the one of the route to the hosts.
+    """
     config = {"current_host": found.current_host, "hosts": list(found.hosts)}
     return Cluster(found.current_host, found.hosts, "", "local", "homogeneousCluster", config, found)
 
@@ -285,6 +290,8 @@ def read_job(
 
 def decode(value: Any) -> Any:
     """Returns the JSON value in a hyperparameter's string; the string itself if it is not JSON.
+
+    Other values are returned as they are.
 
     >>> decode("1.10"), decode("null"), decode("adam"), decode('"a b"')
     (1.1, None, 'adam', 'a b')

@@ -48,7 +48,7 @@ class Script(NamedTuple):
 
 
 def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> Script:
-    """Returns the entry point of a job.
+    """Returns the entry point of a job. For code that has not been fetched (`--explain`), the suffix alone decides.
 
     Args:
         code: The user's code on this host.

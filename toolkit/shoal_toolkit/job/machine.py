@@ -109,8 +109,8 @@ def read_instance(instance_type: str) -> Mapping[str, Any]:
 def count_gpus(root: str, devices: Iterable[str], environ: Mapping[str, str]) -> int:
     """Returns how many GPUs a process would see, from the names under /dev and from CUDA_VISIBLE_DEVICES.
 
-    NVIDIA_VISIBLE_DEVICES is meant for the container runtime. But if it says "none", the device nodes that a privileged
-    container has all the same don't count.
+    All GPUs in MIG mode count as one, if the container has an instance. NVIDIA_VISIBLE_DEVICES is meant for the
+    container runtime. But if it says "none", the device nodes that a privileged container has all the same don't count.
     """
     minors = _device_numbers("nvidia", devices)
     if not minors or environ.get("NVIDIA_VISIBLE_DEVICES") in ("none", "void"):
@@ -270,6 +270,7 @@ def find_route_interface(table: str, address: str) -> str:
 
 
 def _ipv4_to_int(address: str) -> int:
+    """Converts an IPv4 address in dotted form to an integer, its first byte the highest."""
     number = 0
     for part in address.split("."):
         number = number * 256 + int(part)
@@ -277,7 +278,7 @@ def _ipv4_to_int(address: str) -> int:
 
 
 def _hex_to_int(word: str) -> int:
-    """Converts an address of /proc/net/route: hexadecimal, in the byte order of the machine."""
+    """Converts an address of /proc/net/route, hexadecimal in the machine's byte order, as `_ipv4_to_int` does."""
     return int.from_bytes(bytes.fromhex(word), sys.byteorder)
 
 
@@ -313,7 +314,7 @@ def find_program(name: str, environ: Mapping[str, str]) -> str:
 
 
 def find_open_mpi_series(mpirun: str, environ: Mapping[str, str]) -> int:
-    """Returns the series of Open MPI, 4 or 5, to which an mpirun belongs; 0 if it is of another MPI.
+    """Returns the series of Open MPI, 4 or 5, to which an mpirun belongs; 0 if it is of another MPI or unknown.
 
     The programs next to it, or else on PATH, decide: 4.1 has orterun and orted, 5.0 prterun and prted. Distributions
     make mpirun a link, so that the directories of both the link and its target count.

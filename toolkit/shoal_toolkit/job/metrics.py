@@ -48,9 +48,10 @@ def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> 
 
 
 def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[str, Any]:
-    """Returns the place where metrics are defined, and the undecoded list; None for the list if nowhere.
+    """Returns the place where metrics are defined, and the unchecked value there; None for the value if nowhere.
 
     A hyperparameter comes first, then the file in the configuration directory, then a file with a list in the code.
+    Raises ContractError if a file is not JSON.
     """
     if hyperparameter is not None:
         return "hyperparameters.json: sagemaker_metric_definitions", hyperparameter
@@ -63,7 +64,7 @@ def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[
 
 
 def _load_json(path: str) -> Any:
-    """Returns the decoded content of a file. Raises ContractError if it can't be read."""
+    """Returns the decoded content of a JSON file. Raises ContractError if it can't be read or is not JSON."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)

@@ -1,6 +1,6 @@
 """Reads the settings of `train` itself from SHOAL_* variables, and removes the job's secret from them.
 
-Also derives the secret that ranks get instead, and finds misspelt variables.
+Also derives the secret that ranks get instead, warns if a job has none, and finds misspelt variables.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
 def _take_secret(environ: MutableMapping[str, str]) -> str:
     """Returns the job's secret from its variable, or from the file that another variable names. Removes both.
 
-    It is empty if none is set. Raises ContractError if both are set, or the file can't be used.
+    It is empty if none is set. Raises ContractError if both are set, or the file can't be read or can be read by every
+    user. A secret in a file must have 16 to 4096 characters.
     """
     secret, path = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
     if not path:
@@ -137,7 +138,9 @@ def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[s
 
 
 def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = "") -> tuple[str, ...]:
-    """Returns a warning for a job of several hosts without a secret. It runs: on SageMaker no job has one.
+    """Returns a warning for a job of several hosts without a secret; none for another job.
+
+    A job without a secret runs all the same: on SageMaker no job has one.
 
     Args:
         settings: The settings.
@@ -172,7 +175,7 @@ def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 def _read_number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     """Returns a variable as a whole number; the default if it is not set or empty.
 
-    Raises ContractError if it is out of range.
+    Raises ContractError if it is not a whole number, or out of range.
     """
     text = environ.get(name, "")
     if not text:

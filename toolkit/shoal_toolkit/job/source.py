@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
 
 def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir: str) -> CodeSource:
-    """Returns where the code is.
+    """Returns where the code is: SAGEMAKER_SUBMIT_DIRECTORY, else sagemaker_submit_directory, else `code_dir`.
 
     Args:
         environ: The environment of `train`.
@@ -78,7 +78,7 @@ def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir
 
 
 def describe_without_fetching(source: CodeSource, code_dir: str) -> Code:
-    """Returns the known facts about code before it is fetched, for `train --explain`.
+    """Returns the known facts about code before it is fetched, for `train --explain`. Code used in place is inspected.
 
     Args:
         source: Where the code is.
@@ -118,7 +118,10 @@ def fetch_code(source: CodeSource, code_dir: str, environ: Mapping[str, str]) ->
 
 
 def inspect_code(directory: str) -> Code:
-    """Returns a description of the code in a directory. Raises ContractError if a file there can't be read."""
+    """Returns facts about the code in a directory: requirements, a setup.py, or a package that pip can install.
+
+    Raises ContractError if a file there can't be read.
+    """
     setup_py = os.path.isfile(os.path.join(directory, "setup.py"))
     # A pyproject.toml that only configures tools makes no package.
     package = setup_py or _has_line(directory, "pyproject.toml", r"\[(project|build-system)\]")
@@ -153,7 +156,10 @@ def _has_line(directory: str, name: str, pattern: str) -> bool:
 
 
 def _make_staging_directory(code_dir: str) -> tuple[str, str]:
-    """Makes a directory next to the code directory; a temporary one, with the reason, if that fails or is not empty."""
+    """Makes a directory next to the code directory; a temporary one if that fails, or the code directory is not empty.
+
+    Returns it, and why it is temporary. Raises LaunchError if no directory can be made.
+    """
     if os.path.isdir(code_dir) and os.listdir(code_dir):
         return _make_temporary_directory(), f"{code_dir} is not empty"
     stage = f"{code_dir}-{os.urandom(4).hex()}"
@@ -175,7 +181,10 @@ def _make_temporary_directory() -> str:
 
 
 def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
-    """Renames the unpacked code to the code directory. Returns where it is, and why it is elsewhere."""
+    """Renames the unpacked code to the code directory, if that is missing or empty, and removes the staging directory.
+
+    Returns where the code is, and why it is elsewhere.
+    """
     unpacked = os.path.join(stage, "code")
     try:
         os.rename(unpacked, code_dir)  # replaces an empty directory only

@@ -52,6 +52,7 @@ class MetricsFile:
             write_log(f"{self._path} cannot be written any more: {error.strerror}. The job goes on without metrics.")
 
     def close(self) -> None:
+        """Closes the file, if a match has opened it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

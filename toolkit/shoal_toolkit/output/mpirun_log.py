@@ -44,7 +44,7 @@ class MpirunLog:
         self._tail = Tail()
 
     def feed(self, stream: int, data: bytes) -> bytes:
-        """Returns the complete lines to pass on."""
+        """Returns the complete lines to pass on. Notes the first rank that failed, and keeps the end for `text`."""
         return self._filter(self._lines.setdefault(stream, Lines(b"")).feed(data))
 
     def flush(self, stream: int) -> bytes:
@@ -60,7 +60,11 @@ class MpirunLog:
         return find_failure_reason(self.text())
 
     def rank_failure_cause(self) -> str:
-        """Returns the most specific notice that MPI wrote for a rank; empty if none says more than that it failed."""
+        """Returns the first specific notice that MPI wrote for a rank; empty without one.
+
+        A notice that only says that MPI_INIT failed counts if there is no other. mpirun's own summary, warnings and
+        lines of processes don't count.
+        """
         notices = [notice.strip("\n") for notice in _RULE.split(_SUMMARY.sub("", self.text()))]
         specific = [
             notice
@@ -88,7 +92,8 @@ class MpirunLog:
 def find_failure_reason(text: str) -> str:
     """Returns the first paragraph of mpirun's output that is neither a warning nor an internal error, as one line.
 
-    mpirun writes notices between rules of dashes, each in paragraphs.
+    mpirun writes notices between rules of dashes, each in paragraphs. A paragraph that ends with a colon gets the next
+    one too. If there are only warnings, the first counts.
     """
     notices = [[" ".join(part.split()) for part in _PARAGRAPH.split(notice)] for notice in _RULE.split(text)]
     notices = [[part for part in parts if part] for parts in notices]

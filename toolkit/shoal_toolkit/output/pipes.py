@@ -238,7 +238,7 @@ class Source:
             self._loop.watch(self._fd, READ, self._on_readable)
 
     def _read(self) -> int:
-        """Passes on the available bytes, and returns their number. Closes the pipe at its end."""
+        """Passes on the available bytes, at most 64 KiB, and returns their number. Closes the pipe at its end."""
         if self._fd < 0:
             return 0
         try:

@@ -28,7 +28,7 @@ MAX_ARGUMENT_BYTES = 32 * os.sysconf("SC_PAGE_SIZE") - 1  # of one argument or v
 
 
 def build_script_command(script: Script, python: str, arguments: Sequence[str], mpi4py: bool) -> list[str]:
-    """Returns the command that runs the entry point in the code directory.
+    """Returns the command that runs the entry point in the code directory. A command never runs under mpi4py.
 
     Args:
         script: The entry point.
@@ -57,7 +57,9 @@ def _call_function(target: str) -> str:
 
 
 def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = None, as_json: bool = False) -> list[str]:
-    """Returns the hyperparameters as arguments for the script.
+    """Returns the hyperparameters as arguments for the script, sorted by name.
+
+    A flag is a bare option if it is true, and is left out if it is false.
 
     Args:
         hyperparameters: Names and decoded values.
@@ -94,7 +96,7 @@ def _format_value(value: Any) -> str:
 
 
 def shorten_for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Shortens the command of a rank, so that mpirun can start it.
+    """Shortens the command of a rank, so that mpirun can start it. A short one is returned as it is, without variables.
 
     Open MPI joins a rank's arguments into one variable, OMPI_ARGV. A command that is too long for it is passed in
     several variables instead. A small shell joins them, unsets them and runs the command.
@@ -124,7 +126,7 @@ def _format_option(name: str) -> str:
 
 
 def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
-    """Returns the names of the hyperparameters that are flags.
+    """Returns the names of the hyperparameters that are flags: none, all booleans, or the listed ones.
 
     Raises ContractError if sagemaker_store_true is wrong.
     """

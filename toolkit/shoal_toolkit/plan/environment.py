@@ -40,6 +40,8 @@ _LOG_LEVELS = {
 def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
     """Returns the SM_* variables of a job on this host, and the few of the contract without that prefix.
 
+    For each name that a shell can't use, there is a copy with underscores.
+
     Args:
         job: The job.
         machine: This host's machine.
@@ -67,14 +69,14 @@ def build_training_environment(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str, str], list[str]]:
-    """Removes variables that are too long for Linux.
+    """Returns the variables without those that are too long for Linux.
 
     Args:
         variables: Names and values.
         config: The directory input/config, for the note.
 
     Returns:
-        The remaining variables, and a note that names the others.
+        The remaining variables, and a list with one note that names the others; empty if there are none.
     """
     sizes = {name: len(f"{name}={value}".encode("utf-8", "surrogatepass")) for name, value in variables.items()}
     large = sorted(name for name, size in sizes.items() if size > MAX_ARGUMENT_BYTES)
@@ -208,7 +210,10 @@ def _instance_group_hosts(job: Job) -> list[str]:
 
 
 def _distribution_groups(job: Job) -> list[str]:
-    """Returns the instance groups that take part in the distribution; none if no launcher is configured."""
+    """Returns the instance groups that take part in the distribution: the named ones, otherwise all.
+
+    Without groups it is the name of this host's group. If none is named and no launcher is configured, it is none.
+    """
     named = job.framework.get("sagemaker_distribution_instance_groups")
     if named:
         return list(named)
@@ -225,7 +230,10 @@ def _job_name(job: Job) -> str:
 
 
 def _unprefixed_variables(job: Job) -> dict[str, str]:
-    """Returns the variables of the contract without SM_. PYTHONPATH begins with the code directory."""
+    """Returns the variables of the contract without SM_. PYTHONPATH begins with the code directory.
+
+    PYTHONUNBUFFERED is 1, unless the user has set it.
+    """
     environ = job.environ
     # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
     path = [job.code_dir, *filter(None, [environ.get("PYTHONPATH", "")])]

@@ -78,7 +78,10 @@ def _efa_variables(cards: tuple[Nic, ...], known: Mapping[str, Any]) -> dict[str
 
 
 def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], bool, str]:
-    """Returns the network cards to use, whether one is missing, and the reason."""
+    """Returns the network cards to use, whether one is missing, and the reason.
+
+    One is missing if no card can be used here, and one is under /sys or the instance type has EFA.
+    """
     usable = tuple(card for card in machine.nics if card.usable)
     names = ", ".join(f"{card.name} ({card.driver or 'no driver'})" for card in usable or machine.nics)
     if usable:
@@ -94,7 +97,10 @@ def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], 
 
 
 def _compare_gpus(job: Job, machine: Machine) -> list[str]:
-    """Returns a note if this machine has fewer or more GPUs than its instance type, unless the user chose some."""
+    """Returns a note if this machine has fewer or more GPUs than its instance type.
+
+    There is none if CUDA_VISIBLE_DEVICES is set.
+    """
     gpus = machine.instance.get("gpus", machine.gpus)
     if gpus == machine.gpus or "CUDA_VISIBLE_DEVICES" in job.environ:
         return []

@@ -80,8 +80,8 @@ def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
 def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
     """Returns the hosts of the distribution. The first one leads the job.
 
-    These are all hosts, or the hosts of the groups in sagemaker_distribution_instance_groups. If these groups have no
-    hosts, all hosts are returned.
+    If sagemaker_distribution_instance_groups names groups, these are their hosts. If no groups are configured or named,
+    or the named ones have no hosts, these are all hosts.
 
     Args:
         cluster: The hosts and instance groups of the job.
@@ -91,7 +91,7 @@ def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str
         Host names, in the order of resourceconfig.json.
 
     Raises:
-        ContractError: If a group is not in resourceconfig.json.
+        ContractError: If it is not a list of groups in resourceconfig.json.
     """
     named = framework.get("sagemaker_distribution_instance_groups")
     groups = {str(group.get("instance_group_name")): group.get("hosts", []) for group in cluster.instance_groups}
@@ -114,6 +114,8 @@ def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str
 
 def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...]) -> dict[str, int]:
     """Returns the number of ranks on each host. Hosts are filled in order; a host without ranks is left out.
+
+    If the launcher runs the script once on each host, each has one rank.
 
     Args:
         job: The job.

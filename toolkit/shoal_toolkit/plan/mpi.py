@@ -112,7 +112,7 @@ def _format_hosts(hosts: Mapping[str, int]) -> list[str]:
 def _merge_named(
     user: _UserOptions, several: bool, oversubscribe: bool
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Returns the options other than MCA parameters, and notes on replaced defaults."""
+    """Returns the options other than MCA parameters, the user's before the defaults, and notes on replaced defaults."""
     ours: dict[str, tuple[str, ...]] = {"allow-run-as-root": ()}
     ours.update({"oversubscribe": ()} if oversubscribe and "nooversubscribe" not in user.options.named else {})
     ours.update({"leave-session-attached": ()} if several else {})
@@ -145,7 +145,8 @@ def _merge_mca(
 ) -> tuple[dict[str, McaValue], list[str]]:
     """Returns each MCA parameter once, because mpirun refuses a second mention, and notes on replaced ones.
 
-    The user's option beats a variable, and that beats a default. Users can't change `agents`.
+    The user's option beats a variable, and that beats a default. Users can't change `agents`: a note says that their
+    value is left out. Variables that take effect by themselves are left out.
     """
     kept, notes = _keep_defaults(user, defaults)
     # A variable takes effect by itself, unless the installed series has another name for the parameter.
@@ -162,7 +163,7 @@ def _merge_mca(
 
 
 def _keep_defaults(user: _UserOptions, defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the defaults that the user did not replace, and notes on the others."""
+    """Returns the defaults that the user did not replace, and notes on those that have another value now."""
     kept, notes = {}, []
     for parameter, value in defaults.items():
         given = _find_setting(user, parameter)
@@ -186,14 +187,20 @@ def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
 def _daemon_parameters(
     user: _UserOptions, named: Mapping[str, Sequence[str]], mca: Mapping[str, McaValue]
 ) -> dict[str, str]:
-    """Returns the MCA parameters that mpirun passes to its daemons: from options, variables and defaults."""
+    """Returns the MCA parameters that mpirun passes to its daemons: from options, variables and defaults.
+
+    The value is ANY for a parameter that mpirun derives from an option.
+    """
     by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
     by_variable = {parameter: found.value for parameter, found in user.variables.items()}
     return {**by_option, **by_variable, **{parameter: each.value for parameter, each in mca.items()}}
 
 
 def _note_missing_efa(user: _UserOptions, machine: Machine) -> list[str]:
-    """Returns a note if FI_PROVIDER=efa is set without EFA: AWS's own scripts set it everywhere."""
+    """Returns a note if the custom options have `-x FI_PROVIDER=efa`, but this machine has no EFA.
+
+    AWS's own scripts set it everywhere.
+    """
     if user.options.exports.get("FI_PROVIDER") != "FI_PROVIDER=efa" or any(nic.driver == "efa" for nic in machine.nics):
         return []
     return [f"{user.key}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing"]
@@ -242,7 +249,10 @@ def _translate(parameters: Mapping[str, str], machine: Machine) -> dict[str, str
 
 
 def _read_mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
-    """Returns the MCA parameters that variables set, with the names of the installed series."""
+    """Returns the MCA parameters that variables set, with the names of the installed series.
+
+    Parameters that the series does not have are left out.
+    """
     found = {}
     for name, value in environ.items():
         for prefix in MCA_VARIABLES:

@@ -220,7 +220,7 @@ class _Parser:
 
 
 def translate_parameter(table: Mapping[str, Any], key: str, value: str, series: int) -> tuple[str, str] | None:
-    """Translates an MCA parameter to a series of Open MPI.
+    """Translates an MCA parameter to a series of Open MPI. One that is not in the table stays as it is.
 
     Args:
         table: The content of data/mpirun.json.

@@ -24,8 +24,8 @@ def install_commands(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 def prepare_upload(job: Job) -> list[tuple[str, ...]]:
     """Returns the command that makes output/intermediate before the launch, as the stock toolkit does.
 
-    There is none if no upload is configured, or the platform uploads. Raises ContractError if sagemaker_s3_output is
-    wrong.
+    There is one for a file:// address too, but none if no address is configured, or the platform uploads. Raises
+    ContractError if sagemaker_s3_output is wrong.
     """
     return [("mkdir", "-p", job.paths.intermediate)] if _upload_address(job) else []
 

@@ -1,4 +1,4 @@
-"""Builds TF_CONFIG, in which TensorFlow's strategies find their cluster.
+"""Builds TF_CONFIG, in which TensorFlow's strategies find their cluster. Has the program of a parameter server.
 
 Ports and task names are the same as in SageMaker's TensorFlow containers. In a parameter-server job the first host is
 the `master`, the others are `worker`s, and every host runs a `ps`.

@@ -32,7 +32,7 @@ _MAX_HASHED = 16 << 20  # bytes of a file
 
 
 def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, Any]:
-    """Returns the facts about this host.
+    """Returns the facts about this host, without those that can't be read.
 
     Args:
         paths: The directories of the job.

@@ -1,4 +1,7 @@
-"""Compares the facts of all hosts: a pure function. A finding names the host, the problem and a fix."""
+"""Compares the facts of all hosts, and the measurements of the network between them, in pure functions.
+
+A finding names the host, the problem and a fix.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_kind: bool = True) -> list[Finding]:
-    """Returns a finding for each problem of the hosts.
+    """Returns a finding for each problem of the hosts: different facts, a bad fact, or a clock off by over 30 s.
 
     Args:
         facts: Host → facts, the first host first.
@@ -87,7 +90,8 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
 def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[Finding]:
     """Returns a finding for each value of a fact other than the most frequent one; none if all hosts have the same.
 
-    If several values are equally frequent, the value of the earliest host counts as usual.
+    If several values are equally frequent, the value of the earliest host counts as usual. A missing fact is a value
+    too.
     """
     groups: dict[object, list[str]] = {}
     for host, each in facts.items():
@@ -115,7 +119,10 @@ def _name_hosts(hosts: Sequence[str]) -> str:
 
 
 def _check_host(facts: Facts) -> list[tuple[str, str]]:
-    """Returns the problems of one host that show without the others, each with its fix."""
+    """Returns the problems of one host that show without the others, each with its fix.
+
+    These are disks, /dev/shm, the limits of locked memory and open files, and MASTER_PORT.
+    """
     found = []
     numbers = {name: value for name, value in facts.items() if type(value) is int}
     for name, free in numbers.items():
@@ -158,7 +165,8 @@ class Way(Protocol):
 def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Finding]:
     """Returns a finding for each way that failed or carries less than a third of the median, and each wrong clock.
 
-    Rates are compared if at least six ways were measured, as between three hosts.
+    Rates are compared if at least six ways were measured, as between three hosts. A clock is wrong if the first host
+    measured that it is off by more than 1 s.
 
     Args:
         first: The first host: its clock counts.

@@ -47,7 +47,10 @@ class Cause(NamedTuple):
 
 
 def explain_failure(failure: Failure) -> str:
-    """Returns the text of the failure file, secrets masked: the cause, the command, advice and the end of stderr."""
+    """Returns the text of the failure file, secrets masked: the cause, the command, advice and the end of stderr.
+
+    It has at most 1,024 bytes.
+    """
     stderr = redact.mask_text(failure.stderr)
     reason = redact.mask_text(failure.reason)
     cause = Cause(reason, stderr) if reason else find_cause(stderr, failure.exit_code)
@@ -121,7 +124,10 @@ def _read_exception(block: str) -> Cause:
 
 
 def _read_message_below(lines: Sequence[str]) -> str:
-    """Returns the message of an exception if its line ends with a colon: the next line that is not empty."""
+    """Returns the message of an exception if its line ends with a colon: the next line that is not empty.
+
+    For an operation in a TensorFlow graph it is the first cause. Empty without a message.
+    """
     in_graph = _IN_GRAPH.search("\n".join(lines))
     return in_graph["cause"] if in_graph else next(filter(None, map(str.strip, lines[:_MAX_EXCEPTION_LINES])), "")
 
@@ -192,7 +198,7 @@ def _read_failures() -> dict[str, Any]:
 
 
 def _clip(text: str, length: int) -> str:
-    """Returns the start of a text, in at most `length` bytes."""
+    """Returns a text, or if it is longer than `length` bytes, its start and "…" in at most that many."""
     data = text.encode("utf-8", "backslashreplace")
     return data.decode() if len(data) <= length else data[: length - 3].decode("utf-8", "ignore") + "…"
 

@@ -70,7 +70,7 @@ def _explain_known(output: str) -> str:
 
 
 def _find_host(output: str) -> str:
-    """Returns the host of the request that failed, else of the first index."""
+    """Returns the host of the request that failed, else of the first address in the output, else "the index"."""
     found = re.search(r"host='([^']+)'", output) or re.search(r"https?://(?:[^/@\s]*@)?([^/\s]+)/", output)
     return found[1] if found else "the index"
 

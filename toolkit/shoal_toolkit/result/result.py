@@ -1,4 +1,7 @@
-"""Writes the result of a job: output/failure or success, job.json, and the exit code. No other module does."""
+"""Writes the result of a job: output/failure or success, job.json, and the exit code. No other module does.
+
+Before the job, it makes the output directories, and removes the result of an earlier job.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
 
 
 def read_script_failure(paths: Paths) -> str:
-    """Returns the text that the script itself wrote to the failure file; usually empty.
+    """Returns the text that the script itself wrote to the failure file; usually empty, also if it can't be read.
 
     Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
     """
@@ -180,7 +183,7 @@ def _needs(paths: Paths) -> str:
 
 
 def _write_failure_only(paths: Paths, message: str) -> None:
-    """Writes the failure file alone, after removing job.json, for a full disk. Ignores errors."""
+    """Writes the failure file alone, after removing job.json and `success`, for a full disk. Ignores errors."""
     try:
         _remove_file(paths, SUCCESS)
         _remove_file(paths, REPORT)
@@ -194,7 +197,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
 
 
 def _write_file(paths: Paths, name: str, text: str) -> None:
-    """Writes a file in one step, so that no reader sees half of it."""
+    """Writes a file in one step, so that no reader sees half of it. If that fails, it leaves no .part file."""
     path = os.path.join(paths.output, name)
     try:
         with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -59,7 +59,8 @@ class FirstHost(Host):
     def begin(self) -> None:
         """Starts to connect to the workers and to set up this host. An error in the plan is reported to them.
 
-        If a worker isn't found in time, the job fails.
+        If a worker isn't found in time, the job fails. If there are workers and a plan, it starts the preflight, which
+        opens MASTER_PORT.
         """
         task = self.task
         if len(task.hosts) > 1:
@@ -142,8 +143,8 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        With mpirun on several hosts, it also listens for requests to start daemons. Raises TrainError if a process
-        can't be started.
+        Before, it logs the findings of the preflight and closes MASTER_PORT. With mpirun on several hosts, it also
+        listens for requests to start daemons. Raises TrainError if a process can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None
@@ -195,7 +196,10 @@ class FirstHost(Host):
         self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
-        """Notes the host of a rank. The first start sets `launch_seconds` in the report, which began with the job."""
+        """Notes the host of a rank, and answers mpirun's request for a daemon there with 0.
+
+        The first start sets `launch_seconds` in the report, which began with the job.
+        """
         self._ranks.host_of[rank] = host
         if host in self._daemons:
             self._daemons[host](0)
@@ -251,7 +255,10 @@ class FirstHost(Host):
             raise messages.ProtocolError(f"{type(message).__name__}, which a worker does not send")
 
     def _on_lost(self, host: str, reason: str) -> None:
-        """Forgets a worker after its connection was lost. If the job has no result yet, it fails."""
+        """Forgets a worker after its connection was lost, and answers mpirun's request for its daemon with 255.
+
+        If the job has no result yet, it fails.
+        """
         self.flow.remove(self._channels.pop(host))
         send_exit_code = self._daemons.pop(host, None)
         if send_exit_code:
@@ -306,7 +313,10 @@ class FirstHost(Host):
         self._note_end(rank, code)
 
     def _note_end(self, rank: int, code: int) -> None:
-        """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here."""
+        """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here.
+
+        A job that is being stopped ends when all ranks that have started have ended.
+        """
         self._ranks.add_end(rank, code)
         if self.stopped_by:
             if self._ranks.all_ended:
@@ -326,9 +336,10 @@ class FirstHost(Host):
             self.set_result(Result(code or 1, describe_sidecar_end(name, self.name, code)))
 
     def _check_end(self) -> None:
-        """Sets the result once every host's own command has ended; mpirun's end is handled before.
+        """Sets the result once every host's own command has ended; mpirun's failure is handled before.
 
-        It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it.
+        It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it. Before a
+        success it may warn about an exception in a shell script.
         """
         if self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
             return
@@ -348,7 +359,7 @@ class FirstHost(Host):
         return self._mpirun_code is not None and not self._daemons
 
     def _give_up_daemons(self) -> None:
-        """Logs which daemons have not ended, and counts them as ended."""
+        """Logs which daemons have not ended, answers mpirun's requests for them with 255, and sets the result."""
         for host in list(self._daemons):
             write_log(f"mpirun has ended, but its daemon on {host} has not within {_FAREWELL_SECONDS:.0f} s")
             self._daemons.pop(host)(255)
@@ -385,7 +396,8 @@ class FirstHost(Host):
     def stop(self, number: int) -> None:
         """Passes a signal to the ranks of all hosts, and kills them after the grace period.
 
-        Before the launch, or without a plan, the job ends at once.
+        If ranks have not started, mpirun or torchrun gets it too, so that no more start. Before the launch, or without
+        a plan, the job ends at once.
         """
         if self.processes is None or not self._launched:
             self.set_result(Result.from_signal(number))
@@ -421,7 +433,9 @@ class FirstHost(Host):
     def send_result(self, result: Result) -> None:
         """Sends every worker the result, and waits at most 5 s until they have confirmed it.
 
-        They confirm it by closing the connection, so that they end after the launcher.
+        Ends the search for workers.
+
+        They confirm it by closing the connection, so that they end after the launcher. Hosts that did not are logged.
         """
         if self._search is not None:
             self._search.close()

@@ -94,7 +94,7 @@ class Host(Role):
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.
 
-        Without a plan it has neither prefixes nor metrics.
+        Log lines go through it from now on. Without a plan it has neither prefixes nor metrics.
         """
         as_json, metrics = self.task.settings.log_format == "json", None
         if not self.has_plan:
@@ -127,7 +127,10 @@ class Host(Role):
             self.loop.close()
 
     def set_result(self, result: Result) -> None:
-        """Ends the job with a result, and kills what still runs here. Only the first result counts."""
+        """Ends the job with a result, and kills what still runs here. Only the first result counts.
+
+        After 10 s it no longer waits for a process that was killed.
+        """
         if self.result is not None:
             return
         self.result = result
@@ -144,9 +147,9 @@ class Host(Role):
         return self.processes is not None and self.processes.running
 
     def _finish(self) -> int:
-        """Writes output and result files, sends the result, and lets sidecars finish.
+        """Writes output and result files, sends the result, and lets sidecars finish. Returns the exit code of `train`.
 
-        Returns the exit code of `train`.
+        If the files can't be written, the result becomes a failure.
         """
         assert self.result is not None
         self._write_output()
@@ -175,7 +178,10 @@ class Host(Role):
         return bool(late)
 
     def _drain_sidecars(self) -> None:
-        """Lets sidecars finish within what remains of the grace period. A second signal ends that."""
+        """Lets sidecars that drain finish within what remains of the grace period, at least 1 s, and kills the others.
+
+        A second signal ends the wait.
+        """
         processes = self.processes
         if processes is None or not processes.draining:
             return
@@ -184,7 +190,9 @@ class Host(Role):
         self._run_until(lambda: not processes.draining or self._hurried, max(_MIN_DRAIN_SECONDS, remaining))
 
     def _write_output(self) -> None:
-        """Writes all output, as long as that takes: a stopped job waits only shortly for the reader of its log.
+        """Writes all output, as long as that takes.
+
+        A stopped job waits 1 s for the reader of its log, then discards the rest.
 
         Meanwhile the loop serves the connections to the other hosts.
         """
@@ -218,7 +226,10 @@ class Host(Role):
             self.stop(number)
 
     def note_stop(self, number: int) -> bool:
-        """Marks the job as stopped, and writes a provisional failure file. Returns False if it was already."""
+        """Marks the job as stopped, and starts the grace period. Returns False if it was stopped already.
+
+        Writes a provisional failure file, unless the job has a result or this is a preflight.
+        """
         if self.stopped_by:
             return False
         self.stopped_by = number

@@ -29,7 +29,7 @@ class Preflight:
         self._delays: dict[str, float] = {}
 
     def collect(self) -> None:
-        """Collects the facts about this host, while the others are looked for."""
+        """Collects the facts about this host, while the others are looked for. One is whether MASTER_PORT is taken."""
         own = {**collect_facts(self._paths, self._plan), "port_taken": self._taken}
         self._facts[self._plan.current_host] = own
 

@@ -1,4 +1,7 @@
-"""Runs the processes of this host: set-up commands, the script or a launcher with its ranks, and sidecars."""
+"""Runs the processes of this host: set-up commands, the script or a launcher with its ranks, and sidecars.
+
+Processes that a command leaves running are killed when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,8 @@ class HostProcesses:
     def _start_next_setup(self, commands: list[tuple[str, ...]], finish: OnSetUp) -> None:
         """Starts the first command and, when it has succeeded, the next. Their output goes to the log.
 
-        Calls `finish` with None after the last, or with the error of one that failed or did not start.
+        Calls `finish` with None after the last, or with the error of one that failed or did not start. After the last,
+        a command that ends is reported as this host's own.
         """
         if not commands:
             self._on_end = self._events.on_command_ended
@@ -156,7 +160,7 @@ class HostProcesses:
     def _start_script(self) -> None:
         """Starts the script without a launcher, then the sidecars, and reports its rank as started.
 
-        The script writes to our stdout, if that need not be read; its stderr is read for the failure file.
+        The script writes to our stdout, if that need not be read; its stderr is always read, for the failure file.
         """
         rank = self._plan.rank_of(self._plan.current_host)
 
@@ -184,6 +188,8 @@ class HostProcesses:
     def start_launcher(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str = "/") -> None:
         """Starts mpirun, torchrun or a daemon of mpirun, and the sidecars.
 
+        The shells of ranks get SHOAL_RUN_DIR and SHOAL_CODE_DIR.
+
         Args:
             argv: The command.
             variables: Variables to add to the environment.
@@ -200,7 +206,10 @@ class HostProcesses:
         self._start_sidecars()
 
     def _start(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str, reader_of: ReaderOf) -> None:
-        """Starts a process in pipes for stdout and stderr, which `reader_of` reads."""
+        """Starts a process in pipes for stdout and stderr, which `reader_of` reads.
+
+        Adds `variables` to the plan's environment.
+        """
         self._sources, writes = self._make_pipes(reader_of)
         self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
 
@@ -250,7 +259,10 @@ class HostProcesses:
             signal_group(pid, signal.SIGTERM if name in draining else signal.SIGKILL)
 
     def stop(self, number: int) -> None:
-        """Sends a signal that stops the job to the script or to each rank, which then have time to end."""
+        """Sends a signal that stops the job to each rank, or to the script with all processes that it started.
+
+        They then have time to end.
+        """
         self._stopping = True
         if self._ranks is not None:
             self._ranks.stop(number)
@@ -277,7 +289,7 @@ class HostProcesses:
         self.signal_launcher(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills the sidecars, and removes the run directory."""
+        """Kills the sidecars, reads the last output of the ranks, and removes the run directory."""
         for pid in self._sidecars:
             signal_group(pid, signal.SIGKILL)
         if self._ranks is not None:
@@ -290,7 +302,10 @@ class HostProcesses:
     def _spawn(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], to_close: list[int]
     ) -> None:
-        """Starts this host's process, marked by a variable, and closes the descriptors `to_close`."""
+        """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
+
+        `_on_child_ended` is called when it has ended.
+        """
         try:
             marks = f"{env.get(MARK, '')} {self._mark}".strip()
             self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
@@ -301,9 +316,12 @@ class HostProcesses:
         self._loop.on_child(self._pid, self._on_child_ended)
 
     def _on_child_ended(self, code: int) -> None:
-        """Kills the processes that the command left running, daemons too: the job is over. Then reads its last output.
+        """Kills the processes that the command left running, daemons too.
 
-        While child processes of a stopped script may save a checkpoint, it waits for them instead.
+        Reads its last output, and reports its end with `code`.
+
+        While child processes of a stopped script may save a checkpoint, it waits for them first. With ranks, LocalRanks
+        does that. Killed processes of a script that was not stopped are logged.
         """
         if self._stopping and not self._killed and self._ranks is None and self._may_be_saving():
             self._loop.call_later(_POLL_SECONDS, lambda: self._on_child_ended(code))

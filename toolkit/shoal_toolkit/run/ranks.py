@@ -1,4 +1,4 @@
-"""Watches the ranks on this host: their start, their output and their end.
+"""Watches the ranks on this host (their start, output and end), and signals them. Makes and removes the run directory.
 
 The run directory has a FIFO for each rank's stdout and stderr, and one on which ranks report their start and end. So
 the output keeps its rank, bytes and order, and does not need the prefixes of mpirun or torchrun.
@@ -35,7 +35,9 @@ class RankEvents(Protocol):
 
 
 def make_run_directory() -> str:
-    """Makes a directory with a short path that only this user can enter.
+    """Makes a directory with a short path that only this user can enter, and returns it.
+
+    It is in TMPDIR if that is short enough and can be written, otherwise in /tmp, /dev/shm or /var/tmp.
 
     Raises:
         LaunchError: If there is no directory for temporary files.
@@ -92,7 +94,7 @@ class LocalRanks:
         ]
 
     def signal(self, number: int) -> None:
-        """Signals every running rank and the processes in its group."""
+        """Signals every running rank and the processes in its group. Without a group: those below its shell."""
         for pid, started in self._start_times.items():
             # mpirun makes each rank the leader of a group. torchrun does not: then the processes below the shell count.
             if started and read_start_time(pid) == started and not signal_group(pid, number):
@@ -100,7 +102,10 @@ class LocalRanks:
                     signal_process(process, number)
 
     def stop(self, number: int) -> None:
-        """Signals every rank, also those that start later. From now on a rank that ends keeps its shell running."""
+        """Signals every rank, also those that start later. From now on a rank that ends keeps its shell running.
+
+        For that it makes the file STOPPING in the run directory, if that still exists.
+        """
         self._stopped_by = number
         try:
             with open(os.path.join(self._directory, rank_shell.STOPPING), "w", encoding="ascii") as file:
@@ -137,7 +142,10 @@ class LocalRanks:
         return read
 
     def _read_reports(self, data: bytes) -> None:
-        """Reads lines of the ranks' shells. Each is shorter than PIPE_BUF, so that they don't mix."""
+        """Handles the lines of the ranks' shells, each about a start or an end; keeps an incomplete last line.
+
+        A line is shorter than PIPE_BUF, so that lines don't mix.
+        """
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             event, *words = line.decode().split()
@@ -148,7 +156,7 @@ class LocalRanks:
                 self._on_ended(*numbers)
 
     def _on_started(self, rank: int, local: int, pid: int) -> None:
-        """Notes a rank, and signals it if the job is being stopped already."""
+        """Notes a rank, and reports its start. If the job is being stopped already, it signals all ranks."""
         self._rank_of[local] = rank
         self._start_times[pid] = read_start_time(pid)
         self._shell_of[rank] = pid

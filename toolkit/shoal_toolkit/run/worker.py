@@ -87,7 +87,10 @@ class Worker(Host):
             self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
     def _on_first_host(self, channel: Channel) -> None:
-        """Takes over the connection of the first host, and reports the state of this host to it."""
+        """Takes over the connection of the first host, and reports the state of this host to it.
+
+        From now on, output pauses while much of it waits to be sent there.
+        """
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = self._on_lost
@@ -137,7 +140,10 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
-        """Starts the script (None), or the daemon of mpirun's request. Raises TrainError if that is not possible."""
+        """Starts this host's own command (None), or the daemon of mpirun's request, after making the run directory.
+
+        Raises TrainError if that is not possible.
+        """
         if command is None:
             processes.start()
             return
@@ -157,7 +163,10 @@ class Worker(Host):
         self._send(messages.RankEnded(rank, code, self.collect_facts() if code else {}))
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
-        """Reports a sidecar that ended before the job as a failure of this host."""
+        """Reports a sidecar that ended before the job as a failure of this host.
+
+        Does nothing if the job has a result, or is being stopped.
+        """
         if self.result is None and not self.stopped_by:
             self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
 
@@ -169,14 +178,17 @@ class Worker(Host):
             self.output.write_rank(stream, rank, self.name, data)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
-        """Writes output of the launcher to stderr of this host, without mpirun's noise."""
+        """Writes output of the launcher to stderr of this host, without mpirun's noise.
+
+        Notes the rank that failed first.
+        """
         self.output.write_launcher(STDERR, self.name, self._daemon_log.feed(stream, data))
 
     def on_command_ended(self, code: int) -> None:
         """Reports the end of this host's command to the first host, with the end of its stderr.
 
-        After a failure it adds facts about this host. Before a success it checks that job.json can be written, and
-        reports why it can't.
+        After a failure it adds facts about this host. Before a success it writes job.json without an exit code, and
+        reports why that is not possible.
         """
         stderr = self._daemon_log.text() if self._has_ranks else self.output.stderr_tail(self.plan.rank_of(self.name))
         facts = self.collect_facts() if code else {}
@@ -184,7 +196,7 @@ class Worker(Host):
         self._send(messages.CommandEnded(code, stderr, self._daemon_log.failed_rank, facts, unrecorded))
 
     def _check_writable(self) -> str:
-        """Returns why a success can't be written on this host, while the job can still fail on all; empty if it can."""
+        """Writes job.json while the job can still fail on all hosts. Returns why that failed; empty if it did not."""
         try:
             check_writable(self.task.paths, self.report)
         except LaunchError as error:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def unpack(address: str, directory: str) -> None:
     """Fetches the code at an address and unpacks it to `directory`/code, which must not exist.
 
-    Raises TrainError if it can't be fetched or unpacked.
+    An archive from S3 is in `directory`/fetched meanwhile. Raises TrainError if it can't be fetched or unpacked.
     """
     target = os.path.join(directory, "code")
     os.mkdir(target)
@@ -90,9 +90,10 @@ def _unpack_file(path: str, address: str, target: str) -> None:
 
 
 def extract(archive: str, directory: str, limits: Limits) -> None:
-    """Unpacks a tar archive into an empty directory. Raises ContractError with the name of a member that is refused.
+    """Unpacks a tar archive into an empty directory.
 
-    A damaged archive raises the errors of tarfile and of its compression.
+    Raises ContractError with the name of a member that is refused, or at which the archive exceeds `limits`. A damaged
+    archive raises the errors of tarfile and of its compression.
     """
     size = 0
     with tarfile.open(archive, "r:*") as tar:
@@ -151,7 +152,10 @@ def _check_link(member: tarfile.TarInfo, parts: Sequence[str]) -> None:
 
 
 def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
-    """Makes a hard link to an earlier file of the archive. Raises ContractError for any other target."""
+    """Makes a hard link to an earlier file of the archive, in place of an earlier file of that name.
+
+    Raises ContractError for any other target.
+    """
     target = os.path.join(root, member.linkname)
     inside = not member.linkname.startswith("/") and ".." not in member.linkname.split("/")
     if not inside or os.path.realpath(target) != os.path.normpath(

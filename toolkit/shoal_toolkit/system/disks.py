@@ -1,4 +1,4 @@
-"""Finds full file systems. Each host does so after a failure."""
+"""Finds full file systems, to explain the failure of a job or of pip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FULL = "full:"  # prefix of a mount point in the name of a fact
 
 
 def find_full_mounts(root: str = "/") -> list[str]:
-    """Returns the mount points of writable file systems without free space or free inodes."""
+    """Returns the mount points of writable file systems with less than 1 MiB or no inode free."""
     lines = [line.split(" ") for line in read_text(root, "proc/self/mounts").split("\n") if line]
     # Spaces in a name are \\040 there. Of two mounts on one path, the last is visible.
     writable = {_unescape(fields[1]): None for fields in lines if "rw" in fields[3].split(",")}

@@ -1,4 +1,4 @@
-"""Reads how many processes the kernel has killed for lack of memory, and the memory limits.
+"""Reads how many processes the kernel has killed for lack of memory, the memory limits, and the size of /dev/shm.
 
 Each host reads them when a job begins and when it fails: the difference belongs to the job. Supports control groups of
 versions 1 and 2. A container without its own cgroup namespace sees its group as the root.
@@ -32,7 +32,9 @@ def count_oom_kills(root: str = "/") -> OomKills:
 
 
 def collect_memory_facts(before: OomKills, root: str = "/") -> dict[str, int]:
-    """Returns facts about a failure: processes killed since `before`, and limits in bytes, 0 for none.
+    """Returns facts about a failure: processes killed since `before`, memory limit and size of /dev/shm in bytes.
+
+    A limit or size of 0 means none.
 
     Args:
         before: The counters when the job began.

@@ -37,7 +37,7 @@ def _reserve(port: int) -> bool:
 
 
 def _is_taken(family: int, port: int) -> bool:
-    """Whether a port can't be bound. False if there is no IPv6.
+    """Whether another socket has a port. False if there is no IPv6, and for any other error.
 
     Reading /proc/net/tcp instead would take the kernel milliseconds. SO_REUSEADDR allows a port that torch's server
     closed a moment ago.

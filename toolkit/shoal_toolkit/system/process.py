@@ -117,11 +117,11 @@ def find_marked(mark: str, since: int) -> list[int]:
     """Returns the running processes with a mark in their environment.
 
     A daemon has left its session, group and parent, but still has the variable. A process with a new or overwritten
-    environment has not. Processes that hang in the kernel are skipped, because reading their environment would hang
-    too.
+    environment has not. Processes of other users are skipped, and so are those that hang in the kernel: reading their
+    environment would hang too.
 
     Args:
-        mark: The value to find in the variable MARK.
+        mark: One of the words in the variable MARK, to which each nested `train` adds its own.
         since: Clock ticks; older processes are skipped.
     """
     return [pid for pid in _list_pids() if _is_running_since(since, _read_stat(pid)) and _has_mark(pid, mark)]
@@ -142,7 +142,10 @@ def _await_starts(since: int, deadline: float) -> None:
 
 
 def _is_starting(pid: int, since: int) -> bool:
-    """Whether a process that started at `since` or later has no environment yet."""
+    """Whether a process that started at `since` or later has no environment yet, or hangs in the kernel.
+
+    False for kernel threads, zombies and other users' processes.
+    """
     stat = _read_stat(pid)
     if len(stat) <= _ENVIRONMENT_END or int(stat[19]) < since or int(stat[6]) & _KERNEL_THREAD:
         return False
@@ -165,7 +168,8 @@ def _has_mark(pid: int, mark: str) -> bool:
 def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
     """Kills every process of a session that `spawn` made, and every marked one, until there are no new ones.
 
-    Processes that start others faster than they can be killed are left, and logged.
+    For up to 1 s it waits for processes that are just starting. Processes that start others faster than they can be
+    killed are left, and logged.
 
     Args:
         leader: The pid of the process that `spawn` started.
@@ -200,7 +204,7 @@ def _read_command(pid: int) -> list[str]:
 
 
 def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
-    """Signals the other process groups of marked processes: `timeout`, for example, makes one.
+    """Signals the process groups of marked processes, except the leader's: `timeout`, for example, makes one.
 
     Args:
         leader: The leader of the group that is not signalled.

@@ -1,4 +1,7 @@
-"""Locks the base images and Debian packages that builds get now, and describes changes: `shoal lock --bases`."""
+"""Locks the base images and Debian packages that builds get now (`shoal lock --bases`).
+
+It also tells builds how their base and packages differ from the lock, and runs scripts in containers of base images.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shared by all commands: the application, arguments, output for people and programs, and access to the project."""
+"""Shared by all commands: the application, arguments, output for people and programs, access to the project.
+
+It also parses options, and reports builds and errors of several images.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +153,10 @@ def resolve_tag(name: str) -> str:
 
 
 def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
+    """Return the names and values of a repeatable option `NAME=VALUE`.
+
+    Raises `UsageError` if a word has another form, or a name is given twice.
+    """
     pairs = {}
     for word in words or ():
         key, equals, value = word.partition("=")

@@ -91,7 +91,7 @@ def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
-    """Yield the settings of an image's configuration, each as a file."""
+    """Yield the command, entry point, environment, labels, user and working directory of an image, each as a file."""
     for key in ("Cmd", "Entrypoint", "Env", "Labels", "User", "WorkingDir"):
         content = json.dumps(config.get(key), sort_keys=True)
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)

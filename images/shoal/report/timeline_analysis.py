@@ -135,7 +135,10 @@ def analyse(timeline: Timeline) -> Analysis:
 
 
 def find_busy_times(rank: Rank) -> Intervals:
-    """Return the times at which the main thread of a rank computes."""
+    """Return the times at which the main thread of a rank computes: its `compute` spans without its `wait` spans.
+
+    If it has no `compute` spans, the time from its first span to its last takes their place.
+    """
     recorded = ((rank.spans[0].begin, max(span.end for span in rank.spans)),)
     return difference(_merge_times(rank.spans_of("compute")) or recorded, _merge_times(rank.spans_of("wait")))
 

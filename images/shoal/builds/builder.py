@@ -1,4 +1,7 @@
-"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay."""
+"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay.
+
+It also plans builds without doing them, for `shoal plan`.
+"""
 
 from __future__ import annotations
 

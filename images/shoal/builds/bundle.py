@@ -62,9 +62,10 @@ class Bundle:
 
 
 def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
-    """Download all that builds of these images, and of those that they extend, need. Writes `SHA256SUMS` at the end.
+    """Download all that builds of these images, and of those that they extend, need, and `shoal` itself.
 
-    Existing files of a bundle stay. Each file is moved to its place when it is whole, so an interrupt leaves no part.
+    Writes `SHA256SUMS` at the end. Docker gets the base images that it lacks. Existing files of a bundle stay. Each
+    file is moved to its place when it is whole, so an interrupt leaves no part.
 
     Raises:
         BuildError: With the words of apt or pip.

@@ -54,8 +54,8 @@ def lock_systems(
 ) -> Iterator[LockResult]:
     """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
 
-    Pulls the newest base image if that is possible, and runs apt in a container of the base image. Raises BuildError
-    with apt's words, DockerError, BaseImageError.
+    Pulls the newest base image if that is possible, and runs apt in a container of the base image. The lock keeps the
+    digests of other base images. Raises BuildError with apt's words, DockerError, BaseImageError.
     """
     client = docker_client.connect()
     for system in systems:

@@ -1,4 +1,7 @@
-"""Runs a command of `shoal.commands`, and prints each expected failure with its exit code."""
+"""Runs a command of `shoal.commands`, and prints each expected failure with its exit code.
+
+Signals that end the process raise an exception, so that commands clean up.
+"""
 
 from __future__ import annotations
 

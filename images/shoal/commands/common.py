@@ -117,7 +117,10 @@ def format_json(document: object) -> str:
 
 
 def _convert_to_json(value: object) -> Any:
-    """Return an object that `json.dumps` does not know as one that it does. Raises TypeError for other types."""
+    """Return a dataclass as a dictionary, a pydantic model as JSON data, and a path or an exception as text.
+
+    Raises TypeError for other types.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, pydantic.BaseModel):

@@ -172,7 +172,10 @@ def report_timeline(
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:
-    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds."""
+    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds.
+
+    Prints the result, or raises the error of a failed build. Images that it extends are built too.
+    """
     here, matrix = open_project()
     image = matrix.select(name)
     started = time.monotonic()

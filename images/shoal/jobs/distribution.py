@@ -1,4 +1,7 @@
-"""Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does."""
+"""Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does.
+
+It also sets the number of MPI ranks in that argument, for `--procs-per-host`.
+"""
 
 from __future__ import annotations
 

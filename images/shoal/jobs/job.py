@@ -152,6 +152,8 @@ def encode_hyperparameters(
 ) -> dict[str, str]:
     """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
 
+    Hyperparameters of `launch` and `reserved` replace own ones of the same name.
+
     Args:
         own: The script's own hyperparameters; values that are valid JSON are passed on as JSON.
         launch: The `distribution` argument of a SageMaker estimator.

@@ -1,4 +1,7 @@
-"""Finds the owners of an image's files: Debian packages by dpkg's lists, Python distributions by their RECORD."""
+"""Finds the owners of an image's files: Debian packages by dpkg's lists, Python distributions by their RECORD.
+
+It also lists the installed packages and distributions, with their versions.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ _NOT_OPTIONS = ("version", "help")
 def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str = sys.prefix) -> dict[str, str]:
     """Return the settings of `pip install`, by option. Line breaks become spaces; empty values are left out.
 
+    As in pip, no file is read if PIP_CONFIG_FILE is `os.devnull`.
+
     Args:
         environment: The environment variables to read.
         prefix: The Python environment, which may have a pip.conf.

@@ -87,7 +87,10 @@ class Collective:
 
     @property
     def early_end(self) -> int:
-        """How long one rank ended before the last began, in nanoseconds. If not 0, the hosts' clocks differ."""
+        """How long one rank ended before the last began, in nanoseconds. If not 0, the hosts' clocks differ.
+
+        Always 0 for operations in which ranks do not wait for all others.
+        """
         end = min(span.end for span in self.spans.values())
         return max(0, self.spans[self.last].begin - end) if self.operation in _SYNCHRONIZING else 0
 

@@ -156,6 +156,7 @@ def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -
     seconds: dict[str, float] = {}
 
     def build_timed(tag: str) -> BuildResult:
+        """Build the image of a tag, and keep the seconds that it took, also if it fails."""
         started = time.monotonic()
         try:
             return _build(session, images[tag])

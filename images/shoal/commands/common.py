@@ -79,6 +79,8 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], Non
     """Return a decorator for a command that takes a dataclass: typer then sees the dataclass's fields as parameters."""
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        """Return a command with the fields as its parameters, which makes the dataclass of them."""
+
         @functools.wraps(command)
         def call(**values: Any) -> None:
             command(options(**values))

@@ -85,7 +85,7 @@ class RunOptions:
     as_json: AsJson = False
 
     def to_request(self) -> JobRequest:
-        """Return the job to run, checked. Raises `UsageError`."""
+        """Return the job to run, checked. Raises `UsageError`. The image and the place are not part of it."""
         request = JobRequest(
             source=self.source,
             entry_point=self.entry_point,

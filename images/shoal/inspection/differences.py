@@ -70,7 +70,10 @@ class Differences:
         return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
     def check(self) -> None:
-        """Raise `DifferenceError` if there are differences that two builds of one commit do not have."""
+        """Raise `DifferenceError` if there are differences that two builds of one commit do not have.
+
+        A Debian package in another version is one of them.
+        """
         if self.unexpected or self.packages:
             raise DifferenceError(
                 f"{self.before} and {self.after} differ in {len(self.unexpected):,} files and"

@@ -123,6 +123,7 @@ def _image_document(of: Inventory) -> dict[str, Any]:
 
 
 def _change_document(change: Change) -> dict[str, Any]:
+    """Return a change as a JSON object: kind, name, state, version, and the differences of both sizes in bytes."""
     return {
         "kind": change.kind,
         "name": change.name,

@@ -76,7 +76,9 @@ def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
 
 
 def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
-    """Read the locks, the templates and the C sources of an image. Raises `SpecError` if a lock or template is wrong.
+    """Read all parts of the project that go into an image: steps, locks, templates, C sources and Debian's lock.
+
+    Raises `SpecError` if a lock or template is wrong.
 
     Args:
         own: Our packages, installed for the image's Python. An image that extends another does not get them.

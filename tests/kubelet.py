@@ -8,8 +8,10 @@ variables and the hostfile of the MPI Operator.
 from __future__ import annotations
 
 import base64
+import math
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,9 +52,16 @@ def list_pods(objects: Sequence[Object]) -> list[Pod]:
     (runtime,) = (each for each in objects if each["metadata"]["name"] == spec["runtimeRef"]["name"])
     count = spec["trainer"]["numNodes"]
     pods = _list_job_set(name, runtime["spec"]["template"]["spec"], count)
-    pet = {"PET_NNODES": str(count), "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500"}
+    cpus = math.ceil(count_cpus(pods[0].spec["containers"][0]))
+    pet = {"PET_NNODES": str(count), "PET_NPROC_PER_NODE": str(cpus), "PET_MASTER_PORT": "29500"}
     pet["PET_MASTER_ADDR"] = f"{name}-node-0-0.{name}"
     return [replace(pod, variables={**pod.variables, **pet, "PET_NODE_RANK": str(pod.index)}) for pod in pods]
+
+
+def count_cpus(container: Object) -> float:
+    """Return the limit of CPUs, such as 1.5 for 1500m; 1 without a limit, as Kubeflow Trainer assumes it."""
+    text = str(container["resources"]["limits"].get("cpu", "1"))
+    return float(text.removesuffix("m")) / (1000 if text.endswith("m") else 1)
 
 
 def _list_indexed(prefix: str, job: Object, subdomain: str, count: int) -> list[Pod]:
@@ -89,8 +98,25 @@ def make_hostfile(pods: Sequence[Pod], namespace: str) -> str:
     return "".join(f"{pod.hostname}.{pod.subdomain}.{namespace}.svc slots=1\n" for pod in pods)
 
 
+def make_sub_path(volume: Path, path: str) -> Path:
+    """Return a directory of a volume. If it is missing, root makes it with the volume's mode, as the kubelet does.
+
+    The group is the volume's if its mode has the setgid bit, otherwise root's.
+    """
+    place = volume
+    for part in Path(path).parts:
+        place /= part
+        if not place.exists():
+            place.mkdir()
+            place.chmod(stat.S_IMODE(volume.stat().st_mode))
+    return place
+
+
 class Kubelet:
-    """Starts pods as containers. Claims and other volumes are directories under `directory`."""
+    """Starts pods as containers. Claims and other volumes are directories under `directory`.
+
+    As in Kubernetes, the group of a pod (fsGroup) can write to claims, and not to directories of the node.
+    """
 
     def __init__(
         self, start_host: StartHost, network: Network, objects: Sequence[Object], directory: Path, domain: str = ""
@@ -102,6 +128,10 @@ class Kubelet:
     def claim(self, name: str) -> Path:
         """Return the directory of a claim."""
         return self._directory / "claims" / name
+
+    def node_directory(self, path: str) -> Path:
+        """Return a directory of the node, on which all pods run. It must exist before a pod mounts it."""
+        return self._directory / "node" / path.lstrip("/")
 
     def start(self, pod: Pod) -> Host:
         """Start a pod, with its host name, user, limits, variables and volumes."""
@@ -118,10 +148,8 @@ class Kubelet:
                 assert (mount["mountPath"], volume["emptyDir"]["medium"]) == ("/dev/shm", "Memory")
                 options["shm_size"] = volume["emptyDir"]["sizeLimit"].removesuffix("i")
                 continue
-            place = self._make_volume(volume, security["fsGroup"]) / self._find_sub_path(mount, variables)
-            if not place.exists():
-                place.mkdir(parents=True)
-                self._give_to_group(place, security["fsGroup"])
+            volume_root = self._make_volume(volume, security["fsGroup"])
+            place = make_sub_path(volume_root, self._find_sub_path(mount, variables))
             mounts.append(Mount(mount["mountPath"], str(place), "bind", read_only=mount.get("readOnly", False)))
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         return self._start_host(
@@ -135,6 +163,7 @@ class Kubelet:
             group_add=[security["fsGroup"]],
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
+            nano_cpus=round(count_cpus(container) * 10**9),
             mem_limit=container["resources"]["limits"]["memory"].removesuffix("i"),
             mounts=mounts,
             **options,
@@ -162,9 +191,15 @@ class Kubelet:
             files = {name: text.encode() for name, text in content.items()}
             # Kubernetes lets the group of the pod read a Secret.
             return self._write(volume["secret"]["secretName"], files, volume["secret"]["defaultMode"] | 0o040, group)
+        if "hostPath" in volume:
+            assert volume["hostPath"]["type"] == "Directory"
+            place = self.node_directory(volume["hostPath"]["path"])
+            assert place.is_dir()
+            return place
         claim = self.claim(volume["persistentVolumeClaim"]["claimName"])
         claim.mkdir(parents=True, exist_ok=True)
-        self._give_to_group(claim, group)
+        os.chown(claim, 0, group)
+        claim.chmod(0o2775)
         return claim
 
     def _write_config_map(self, name: str) -> Path:
@@ -183,8 +218,3 @@ class Kubelet:
                 (directory / file).chmod(mode)
                 os.chown(directory / file, 0, group)
         return directory
-
-    def _give_to_group(self, directory: Path, group: int) -> None:
-        """Let a group write to a directory, as Kubernetes does for fsGroup."""
-        os.chown(directory, 0, group)
-        directory.chmod(0o2775)

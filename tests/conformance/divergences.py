@@ -224,6 +224,10 @@ MPIRUN = (
         "Our agents start mpirun's daemons without sshd, and see their exit codes.",
         *("mpirun -mca plm_rsh_agent", "mpirun -leave-session-attached"),
     ),
+    Divergence("mpirun -mca plm", ADDITIONAL, "In a Slurm job too, our agents start the daemons.", ours="rsh"),
+    Divergence(
+        "mpirun -mca ras", ADDITIONAL, "The hosts are those of the plan, also in a scheduler's job.", ours=r"\^slurm,.*"
+    ),
     *each(
         ADDITIONAL,
         "A failed rank ends the job at once, and `train` knows which rank failed.",

@@ -24,6 +24,8 @@ from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
 
+from .. import kubelet
+
 assert deploy  # it adds the command to `app`
 Object = dict[str, Any]
 VERSIONS = ("1.31", "1.37")
@@ -109,6 +111,7 @@ FULL: dict[str, Any] = {
     "memory": "8g",
     "cpus": "4",
     "retries": 3,
+    "max_seconds": 3600,
     "egress": ("10.0.0.0/8",),
     "service_account": "trainer",
 }
@@ -195,8 +198,8 @@ def test_the_secret_is_new_and_only_in_its_object(source: Path, kind: Kind) -> N
 
 
 def test_the_secret_of_the_user_counts(source: Path) -> None:
-    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET": "hunter2-hunter2"}))
-    assert objects["Secret"]["stringData"] == {"job-secret": "hunter2-hunter2"}
+    objects = build(make_request(source, environment={"SHOAL_JOB_SECRET": "hunter2-hunter2-hunter2"}))
+    assert objects["Secret"]["stringData"] == {"job-secret": "hunter2-hunter2-hunter2"}
     assert "hunter2" not in json.dumps(objects["Job"])
     objects = build(make_request(source, environment={"SHOAL_JOB_SECRET_FILE": "/mine"}))
     assert "Secret" not in objects
@@ -211,6 +214,21 @@ def test_only_peers_and_dns_are_reached(source: Path) -> None:
     assert policy["ingress"] == [{"from": [peers]}]
     dns = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
     assert policy["egress"] == [{"to": [peers]}, dns, {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]
+
+
+def test_networks_have_their_prefix(source: Path) -> None:
+    """The API server refuses a policy with an address alone, and `kubectl create` then creates the other objects."""
+    egress = ("10.0.0.1", "10.0.0.0/255.0.0.0", "2001:DB8::1")
+    policy = build(make_request(source, egress=egress))["NetworkPolicy"]["spec"]
+    networks = [rule["to"][0]["ipBlock"]["cidr"] for rule in policy["egress"][2:]]
+    assert networks == ["10.0.0.1/32", "10.0.0.0/8", "2001:db8::1/128"]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_pods_are_created_last(source: Path, kind: Kind) -> None:
+    kinds = list(build(make_request(source, kind=kind)))
+    assert kinds[:3] == ["NetworkPolicy", "ConfigMap", "Secret"]
+    assert kinds[-1].lower() == kind
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -238,6 +256,31 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     job_set = build(make_request(source, kind=Kind.jobset, retries=2))["JobSet"]["spec"]
     assert job_set["failurePolicy"]["maxRestarts"] == 2
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (Kind.job, ()),
+        (Kind.jobset, ("replicatedJobs", 0, "template", "spec")),
+        (Kind.trainjob, ()),
+        (Kind.mpijob, ("runPolicy",)),
+    ],
+)
+def test_a_job_can_have_a_deadline(kind: Kind, place: tuple[str | int, ...]) -> None:
+    for seconds in (None, 60):
+        *_, workload = build(make_request(None, kind=kind, max_seconds=seconds)).values()
+        limited: Any = workload["spec"]
+        for key in place:
+            limited = limited[key]
+        assert limited.get("activeDeadlineSeconds") == seconds
+
+
+def test_a_job_set_does_not_start_again_after_its_deadline() -> None:
+    spec = build(make_request(None, kind=Kind.jobset, max_seconds=60, retries=3))["JobSet"]["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert "DeadlineExceeded" in rule["onJobFailureReasons"]
 
 
 def test_sizes_channels_and_gpus(source: Path) -> None:
@@ -299,8 +342,38 @@ def test_the_configuration_is_the_contract(source: Path) -> None:
         ({"memory": "1g"}, "--shm-size 1g: does not fit into --memory 1g"),
         ({"memory": "lots"}, "--memory lots: expected a size"),
         ({"cpus": "four"}, "--cpus four"),
+        ({"cpus": "0"}, "--cpus 0"),
+        ({"cpus": "0.00"}, "--cpus 0.00"),
+        ({"cpus": "0m"}, "--cpus 0m"),
+        ({"cpus": "10m"}, None),
+        ({"memory": "0"}, "--memory 0: expected a size"),
+        ({"memory": "-1g"}, "--memory -1g: expected a size"),
+        ({"memory": "infg"}, "--memory infg: expected a size"),
+        ({"shm_size": "0g"}, "--shm-size 0g: expected a size"),
+        ({"user": 2**31}, "--user 2147483648"),
+        ({"user": 2**31 - 1}, None),
+        ({"service_account": "My_Account"}, "--service-account 'My_Account'"),
+        ({"service_account": ""}, "--service-account ''"),
+        ({"service_account": "a..b"}, "--service-account 'a..b'"),
+        ({"service_account": "a" * 254}, "kubectl get serviceaccounts"),
+        ({"service_account": "team.trainer-1"}, None),
+        ({"channels": {".": Storage("c", "")}}, "--channel '.'"),
+        ({"channels": {"..": Storage("c", "")}}, "--channel '..'"),
+        ({"channels": {"a/b": Storage("c", "")}}, "--channel 'a/b'"),
         ({"environment": {"A-B": "1"}}, "--env A-B"),
+        ({"environment": {"A": "\udcff"}}, "--env A: '\\udcff' is not UTF-8"),
+        ({"environment": {"SHOAL_JOB_SECRET": "short"}}, "16 to 4096 characters"),
+        ({"environment": {"SHOAL_JOB_SECRET": "  short" + " " * 20}}, "16 to 4096 characters"),
+        ({"environment": {"SHOAL_JOB_SECRET": "x" * 16, "SHOAL_JOB_SECRET_FILE": "/x"}}, "`train` refuses both"),
+        ({"environment": {"SHOAL_HOST_RANK": "0"}}, "--env SHOAL_HOST_RANK: it tells the hosts of a job apart"),
+        ({"environment": {"JOB_COMPLETION_INDEX": "0"}}, "--env JOB_COMPLETION_INDEX"),
+        ({"environment": {"HOST_INDEX": "0"}}, "--env HOST_INDEX"),
+        ({"environment": {"PET_NODE_RANK": "0"}}, "--env PET_NODE_RANK"),
+        ({"environment": {"SHOAL_HOSTS": "a,b"}}, "Fix: --hosts"),
+        ({"environment": {"TRAINING_JOB_NAME": "a"}}, "Fix: --name"),
         ({"egress": ("10.0.0.1/8",)}, "--egress 10.0.0.1/8"),
+        ({"egress": ("fe80::1%eth0",)}, "--egress fe80::1%eth0"),
+        ({"egress": ("::ffff:10.0.0.1",)}, "--egress ::ffff:10.0.0.1"),
         ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
         ({"entry_point": None}, "Fix: --entry-point"),
         ({"distribution": {"mpi": {"enabeld": True}}}, "unknown key 'enabeld'"),
@@ -318,8 +391,10 @@ def test_errors_name_the_option_and_a_fix(source: Path, options: Object, message
 
 def test_code_that_pods_could_not_get_is_an_error(source: Path) -> None:
     with pytest.raises(UsageError, match="Fix: --egress"):
-        make_request("s3://bucket/sourcedir.tar.gz").check()
-    make_request("s3://bucket/sourcedir.tar.gz", egress=("0.0.0.0/0",)).check()
+        make_request("s3://bucket/sourcedir.tar.gz", entry_point="train.py").check()
+    make_request("s3://bucket/sourcedir.tar.gz", entry_point="train.py", egress=("0.0.0.0/0",)).check()
+    with pytest.raises(UsageError, match=r"Fix: --entry-point train\.py"):
+        make_request("s3://bucket/sourcedir.tar.gz", egress=("0.0.0.0/0",)).check()
     (source / "requirements.txt").write_text("x\n")
     with pytest.raises(UsageError, match="requirements"):
         make_request(source, egress=("0.0.0.0/0",)).check()
@@ -340,6 +415,8 @@ def test_a_source_that_is_too_large_is_an_error(source: Path) -> None:
         ("/mnt/data", Storage("", "/mnt/data")),
         ("Data", None),
         ("data/../x", None),
+        ("a..b", None),
+        ("data/\udcff", None),
         ("", None),
     ],
 )
@@ -349,6 +426,25 @@ def test_storage_is_a_claim_or_a_directory(text: str, expected: Storage | None) 
         return
     with pytest.raises(UsageError, match="--channel a"):
         Storage.parse("--channel a", text)
+
+
+def test_a_note_says_how_pods_can_write_to_a_directory_of_a_node() -> None:
+    fix = "chgrp 1000 /mnt/models && chmod 2775 /mnt/models"
+    options: list[Object] = [{}, {"user": 0}, {"results": Storage("models", "")}]
+    notes = [
+        " ".join(make_request(None, **{"results": Storage("", "/mnt/models"), **each}).list_notes()) for each in options
+    ]
+    assert [fix in each for each in notes] == [True, False, False]
+
+
+def test_the_simulated_kubelet_makes_directories_with_the_mode_of_their_volume(tmp_path: Path) -> None:
+    for mode in (0o755, 0o2775):
+        volume = tmp_path / oct(mode)
+        volume.mkdir()
+        volume.chmod(mode)
+        place = kubelet.make_sub_path(volume, "digits/host-0")
+        assert place == volume / "digits" / "host-0"
+        assert [path.stat().st_mode & 0o7777 for path in (place.parent, place)] == [mode, mode]
 
 
 def test_names_are_suggested(source: Path) -> None:
@@ -386,6 +482,7 @@ def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: P
     assert container["image"] == "registry.example.org/team/pytorch-training:1-cpu-py311"
     assert result.stdout.splitlines() == [
         f"wrote {path}",
+        f"check: kubectl create -n ml --dry-run=server -f {path}",
         f"start: kubectl create -n ml -f {path}",
         "logs:  kubectl logs -n ml -f --prefix --tail=-1 --max-log-requests=3 -l app.kubernetes.io/instance="
         "my-digits-2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ KINDS = {
     "mpijob": ("{}", f"digits-launcher.digits.{NAMESPACE}.svc"),
 }
 """The distribution that a job of a kind uses here, and the name of its first host."""
+RESULTS = {"mpijob": "/mnt/models"}
+"""A directory of the node for the results of a kind; other kinds keep them in the claim `models`."""
 
 
 def render(kind: str, directory: Path) -> list[dict[str, Any]]:
@@ -73,7 +76,8 @@ def render(kind: str, directory: Path) -> list[dict[str, Any]]:
         "--entry-point": "train.py",
         "--distribution": distribution,
         "--channel": "training=data/set-1",
-        "--results": "models",
+        "--results": RESULTS.get(kind, "models"),
+        "--cpus": "1500m",
         "--hyperparameter": "epochs=3",
         "--env": "DOLLARS=$(HOME) $$",
         "--shm-size": "96m",
@@ -81,7 +85,7 @@ def render(kind: str, directory: Path) -> list[dict[str, Any]]:
         "-o": str(directory / "job.yaml"),
     }
     words = [word for pair in options.items() for word in pair]
-    if kind != "trainjob":  # torchrun starts one rank on a CPU
+    if kind != "trainjob":  # `train` starts one rank on a CPU, also with PET_NPROC_PER_NODE=2
         words += ["--procs-per-host", "1"]
     result = CliRunner().invoke(app, ["deploy", "kubernetes", IMAGE, *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -100,6 +104,12 @@ def test_the_pods_of_a_manifest_find_each_other_and_train(
     node = kubelet.Kubelet(start_host, network, [*objects, *operators], tmp_path, domain)
     (node.claim("data") / "set-1").mkdir(parents=True)
     (node.claim("data") / "set-1" / "data.txt").write_text("digits")
+    kept = node.claim("models")
+    if kind in RESULTS:
+        kept = node.node_directory(RESULTS[kind])
+        kept.mkdir(parents=True)
+        os.chown(kept, 0, 1000)  # the fix in the note that the command prints
+        kept.chmod(0o2775)
 
     started = [node.start(pod) for pod in pods]
     ended = [host.wait() for host in started]
@@ -107,7 +117,7 @@ def test_the_pods_of_a_manifest_find_each_other_and_train(
     assert [end.code for end in ended] == [0] * HOSTS, ended
     secret = next(each["stringData"]["job-secret"] for each in objects if each["kind"] == "Secret")
     for rank, end in enumerate(ended):
-        results = node.claim("models") / "digits" / f"host-{rank}"
+        results = kept / "digits" / f"host-{rank}"
         assert json.loads((results / "model" / "facts.json").read_text()) == {
             "ranks": HOSTS,
             "rank": str(rank),

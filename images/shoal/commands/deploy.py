@@ -70,6 +70,9 @@ class KubernetesOptions:
     memory: Annotated[str | None, typer.Option(help="Memory per host, such as 8g. Default: no limit.")] = None
     cpus: Annotated[str | None, typer.Option(help="Cores per host, such as 4 or 500m. Default: no limit.")] = None
     retries: Annotated[int, typer.Option(min=0, help="How often a failed job starts again.")] = 0
+    max_seconds: Annotated[
+        int | None, typer.Option(min=1, help="Seconds after which Kubernetes stops the job. Default: no limit.")
+    ] = None
     user: Annotated[int, typer.Option(min=0, help="User and group of the pods; 0: root.")] = 1000
     egress: Annotated[
         list[str] | None,
@@ -106,6 +109,7 @@ class KubernetesOptions:
             memory=self.memory,
             cpus=self.cpus,
             retries=self.retries,
+            max_seconds=self.max_seconds,
             user=self.user,
             egress=tuple(self.egress or ()),
             service_account=self.service_account,
@@ -132,6 +136,7 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
     manifest.write_manifest(path, text)
     print_written([path])
     namespace = f" -n {request.namespace}" if request.namespace else ""
+    print_line(f"check: kubectl create{namespace} --dry-run=server -f {path}", console)
     print_line(f"start: kubectl create{namespace} -f {path}", console)
     follow = f"-f --prefix --tail=-1 --max-log-requests={request.hosts} -l app.kubernetes.io/instance={request.name}"
     print_line(f"logs:  kubectl logs{namespace} {follow}", console)

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from shoal.deploy.pod import ARCHIVE, SECRET_KEY, Object, has_secret, job_labels, name_object
-from shoal.deploy.request import KubernetesRequest
+from shoal.deploy.request import KubernetesRequest, parse_network
 from shoal.deploy.workload import build_metadata, build_workload
 from shoal.docker_client import archive
 from shoal.errors import UsageError
@@ -38,7 +38,7 @@ _WARNING = "It contains the job's secret: do not commit it, and write a new one 
 
 
 def build_objects(request: KubernetesRequest) -> list[Object]:
-    """Return all objects of a job, in the order in which to create them.
+    """Return all objects of a job, in the order in which to create them: pods start last, as a policy may be refused.
 
     They contain a secret unless the environment names a file with it: SHOAL_JOB_SECRET there, otherwise a new one.
 
@@ -131,7 +131,7 @@ def _build_network_policy(request: KubernetesRequest) -> Object:
             "egress": [
                 {"to": [peers]},
                 {"ports": dns},
-                *({"to": [{"ipBlock": {"cidr": network}}]} for network in request.egress),
+                *({"to": [{"ipBlock": {"cidr": parse_network(network)}}]} for network in request.egress),
             ],
         },
     }
@@ -165,5 +165,5 @@ def _quote(value: Any) -> Any:
 def write_manifest(path: Path, text: str) -> None:
     """Write the file, which only its owner can read. An existing file is replaced."""
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

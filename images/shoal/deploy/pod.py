@@ -84,8 +84,8 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 
 
 def _build_environment(request: KubernetesRequest) -> list[Object]:
-    """Return the variables of the container. `--env` overrides all but the job's name; a secret in it is left out."""
-    values: dict[str, str] = {"SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
+    """Return the variables of the container. `--env` overrides them; a secret in it is left out."""
+    values: dict[str, str] = {"TRAINING_JOB_NAME": request.name, "SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
     if request.entry_point:
         values["SAGEMAKER_PROGRAM"] = request.entry_point
     if request.source is not None:
@@ -100,7 +100,6 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
     if has_secret(request):
         values[job.SECRET_FILE] = f"{SECRET_DIRECTORY}/{SECRET_KEY}"
     values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
-    values["TRAINING_JOB_NAME"] = request.name
     # Kubernetes replaces $(NAME) in values; $$ stands for $.
     variables: list[Object] = [{"name": key, "value": value.replace("$", "$$")} for key, value in values.items()]
     if request.results and (index := _INDEX.get(request.kind)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,14 +14,30 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.jobs import distribution, job
 
+MAX_USER = 2**31 - 1
 MAX_LABEL = 63
 """The limit of DNS for one label, and so for the name of a pod's host."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"(?=.{{1,253}}\Z){_LABEL.pattern}(\.{_LABEL.pattern})*")
+"""A claim, or a service account: a subdomain of RFC 1123."""
 _CPUS = re.compile(r"\d+(\.\d{1,3})?|\d+m")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENTS = "requirements.txt"
+_SECRET_LENGTHS = range(16, 4096 + 1)
+"""How many characters `train` takes as a secret."""
+_RESERVED = {
+    "TRAINING_JOB_NAME": "it is the name of the job. Fix: --name",
+    "SHOAL_HOSTS": "the file, or its controller, lists the hosts. Fix: --hosts",
+    **dict.fromkeys(
+        (
+            *("SHOAL_HOST_RANK", "JOB_COMPLETION_INDEX", "HOST_INDEX"),
+            *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "K_MPI_JOB_ROLE"),
+        ),
+        "it tells the hosts of a job apart, and --env is the same on all of them. Fix: leave it out",
+    ),
+}
+"""Variables that `--env` cannot set, with the reason."""
 
 
 class Kind(StrEnum):
@@ -48,12 +65,13 @@ class Storage:
     @classmethod
     def parse(cls, option: str, text: str) -> Storage:
         """Return the storage that an option names: CLAIM, CLAIM/DIRECTORY or /DIRECTORY. Raises `UsageError`."""
+        _check_text(option, text)
         if ".." in PurePosixPath(text).parts:
             raise UsageError(f"{option}: {text} must not contain '..'")
         if text.startswith("/"):
             return cls("", str(PurePosixPath(text)))
         claim, _, path = text.partition("/")
-        if not _CLAIM.fullmatch(claim) or len(claim) > 253:
+        if not _SUBDOMAIN.fullmatch(claim):
             raise UsageError(
                 f"{option}: {text!r} is neither the name of a PersistentVolumeClaim, as `kubectl get pvc` lists them,"
                 " nor an absolute path on the nodes. Example: training-data, or training-data/digits, or /mnt/data"
@@ -89,6 +107,8 @@ class KubernetesRequest:
     cpus: str | None = None
     retries: int = 0
     """How often a failed job starts again from its checkpoint."""
+    max_seconds: int | None = None
+    """When Kubernetes stops the job; None: never. For a JobSet it counts from each start that `retries` allows."""
     user: int = 1000
     """The user and group that the pods run as."""
     egress: tuple[str, ...] = ()
@@ -98,34 +118,51 @@ class KubernetesRequest:
     def check(self) -> None:
         """Raise `UsageError` if Kubernetes would refuse the job, or it could not run."""
         self._check_names()
+        _check_text("the image", self.image)
         if "://" in self.image or re.search(r"\s", self.image):
             raise UsageError(f"{self.image}: not the name of an image. Example: registry.example.org/team/image:tag")
         self._check_source()
         for name in self.channels:
             job.check_channel_name(name)
         self._check_limits()
+        self._check_environment()
         for network in self.egress:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise UsageError(f"--egress {network}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+            parse_network(network)
         self.encode_hyperparameters()
 
     def _check_limits(self) -> None:
-        """Raise `UsageError` if a size, number of cores or variable is not one."""
+        """Raise `UsageError` if a size, number of cores or user is not one."""
         memory, shm = job.check_size("--memory", self.memory), job.check_size("--shm-size", self.shm_size)
         if memory and shm >= memory:
             raise UsageError(
                 f"--shm-size {self.shm_size}: does not fit into --memory {self.memory}, as /dev/shm counts as memory."
                 " Fix: a smaller --shm-size, or more --memory"
             )
-        if self.cpus is not None and not _CPUS.fullmatch(self.cpus):
+        if self.cpus is not None and not (_CPUS.fullmatch(self.cpus) and re.search("[1-9]", self.cpus)):
             raise UsageError(f"--cpus {self.cpus}: expected a number of cores such as 4, 0.5 or 500m")
-        for variable in self.environment:
+        if self.user > MAX_USER:
+            raise UsageError(f"--user {self.user}: the largest user of Kubernetes is {MAX_USER}")
+
+    def _check_environment(self) -> None:
+        """Raise `UsageError` if a variable is not one, or the job could not run with it."""
+        for variable, value in self.environment.items():
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(
                     f"--env {variable}: a name may have only letters, digits and '_', and no digit at its start"
                 )
+            if variable in _RESERVED:
+                raise UsageError(f"--env {variable}: {_RESERVED[variable]}")
+            _check_text(f"--env {variable}", value)
+        secret = self.environment.get(job.SECRET)
+        if secret is None:
+            return
+        if job.SECRET_FILE in self.environment:
+            raise UsageError(f"--env {job.SECRET} and {job.SECRET_FILE}: `train` refuses both. Fix: leave out one")
+        if len(secret.strip()) not in _SECRET_LENGTHS:
+            raise UsageError(
+                f"--env {job.SECRET}: `train` takes {_SECRET_LENGTHS[0]} to {_SECRET_LENGTHS[-1]} characters. Fix:"
+                " leave it out, and the file gets a new secret"
+            )
 
     def _check_names(self) -> None:
         """Raise `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
@@ -141,6 +178,11 @@ class KubernetesRequest:
                 f"--namespace {space}: a namespace may have only lower-case letters, digits and '-' (RFC 1123), and at"
                 f" most {MAX_LABEL} characters. `kubectl get namespaces` lists yours"
             )
+        account = self.service_account
+        if account is not None and not _SUBDOMAIN.fullmatch(account):
+            raise UsageError(
+                f"--service-account {account!r}: not the name of one, as `kubectl get serviceaccounts` lists them"
+            )
         if (excess := len(self.longest_pod_name) - MAX_LABEL) > 0:
             raise UsageError(
                 f"--name {self.name}: too long: with --hosts {self.hosts} and --kind {self.kind} a pod would be called"
@@ -150,15 +192,17 @@ class KubernetesRequest:
 
     def _check_source(self) -> None:
         """Raise `UsageError` if the code cannot be found, or its requirements could not be installed."""
+        _check_text("--entry-point", self.entry_point or "")
+        if self.source is not None and not self.entry_point:
+            raise UsageError(f"--source {self.source}: the script is missing. Fix: --entry-point train.py")
         if isinstance(self.source, str):
+            _check_text("--source", self.source)
             if not self.egress:
                 raise UsageError(
                     f"--source {self.source}: the network policy keeps pods from S3. Fix: --egress CIDR with the"
                     " addresses of S3, such as --egress 0.0.0.0/0"
                 )
-        elif self.source is not None:
-            if not self.entry_point:
-                raise UsageError(f"--source {self.source}: the script is missing. Fix: --entry-point train.py")
+        elif self.source is not None and self.entry_point:
             job.check_source(self.source, self.entry_point)
             if (self.source / _REQUIREMENTS).exists() and (self.user or not self.egress):
                 raise UsageError(
@@ -192,6 +236,12 @@ class KubernetesRequest:
             notes.append("without --results, the model is lost when the pods end")
         if self.gpus and "-cpu-" in self.image:
             notes.append(f"--gpus {self.gpus}: {self.image} is a CPU image by its name, and will not use them")
+        if self.results and not self.results.claim and self.user:
+            path = shlex.quote(self.results.path)
+            notes.append(
+                f"--results {path}: Kubernetes makes directories there as root, with the mode of {path}, and pods run"
+                f" as user {self.user}. Fix, on each node: chgrp {self.user} {path} && chmod 2775 {path}"
+            )
         if self.hosts > 1 and any(not storage.claim for storage in self._storages):
             notes.append("directories of nodes must exist, with the same content, on each node that runs a pod")
         return notes
@@ -206,6 +256,26 @@ class KubernetesRequest:
         reserved = {**program, "sagemaker_job_name": self.name}
         launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
         return job.encode_hyperparameters(self.hyperparameters, launch, reserved)
+
+
+def _check_text(option: str, text: str) -> None:
+    """Raise `UsageError` if a text has bytes that are not UTF-8: Python reads them as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{option}: {text!r} is not UTF-8, which a YAML file needs") from error
+
+
+def parse_network(text: str) -> str:
+    """Return a network as Kubernetes accepts it: with its prefix, also for one address. Raises `UsageError`."""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise UsageError(f"--egress {text}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+    first = network.network_address
+    if isinstance(first, ipaddress.IPv6Address) and (first.scope_id or first.ipv4_mapped):
+        raise UsageError(f"--egress {text}: Kubernetes takes no interface and no IPv4 address in an IPv6 network")
+    return str(network)
 
 
 def suggest_name(source: Path | str | None, image: str) -> str:

@@ -6,7 +6,7 @@ Its codes decide what happens next:
 | code | meaning | then |
 |---|---|---|
 | 2 | the configuration is wrong | the job fails: another start would not help |
-| 143 | SIGTERM stopped the job, as a drained node sends it to one of its pods | all pods start again, without limit |
+| 143 | SIGTERM stopped the job, as a drained node sends it to a pod | all pods start again, until `max_seconds` |
 | other | the script failed, or a host was lost | the job starts again, `retries` times |
 """
 
@@ -20,8 +20,8 @@ WRONG_CONFIGURATION, STOPPED = 2, 143
 _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
 """Kubeflow Trainer demands this name of the replicated job, and of its container."""
-_POLICY_REASON = "PodFailurePolicy"
-"""The reason of a failure by the action FailJob of a `podFailurePolicy`."""
+_FINAL_REASONS = ("PodFailurePolicy", "DeadlineExceeded")
+"""The reasons of failures of a Job by the action FailJob of its `podFailurePolicy`, and by its deadline."""
 
 
 def build_workload(request: KubernetesRequest) -> list[Object]:
@@ -51,6 +51,7 @@ def _build_job(request: KubernetesRequest) -> list[Object]:
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": job_labels(request)},
     }
     spec = _build_job_spec(request, "train", backoff_limit=request.hosts * request.retries)
+    spec |= _build_deadline(request)
     spec["template"]["spec"]["subdomain"] = request.name
     workload: Object = {
         "apiVersion": "batch/v1",
@@ -59,6 +60,11 @@ def _build_job(request: KubernetesRequest) -> list[Object]:
         "spec": spec,
     }
     return [service, workload]
+
+
+def _build_deadline(request: KubernetesRequest) -> Object:
+    """Return the field that limits the time of a job; Jobs, TrainJobs and MPIJobs have it."""
+    return {"activeDeadlineSeconds": request.max_seconds} if request.max_seconds else {}
 
 
 def _build_job_spec(request: KubernetesRequest, container: str, backoff_limit: int) -> Object:
@@ -84,7 +90,7 @@ def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, l
         "failurePolicy": {
             "maxRestarts": request.retries,
             "rules": [
-                {"name": "wrongConfiguration", "action": "FailJobSet", "onJobFailureReasons": [_POLICY_REASON]},
+                {"name": "final", "action": "FailJobSet", "onJobFailureReasons": list(_FINAL_REASONS)},
             ],
         },
         "replicatedJobs": [
@@ -98,13 +104,15 @@ def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, l
 
 
 def _build_job_set(request: KubernetesRequest) -> list[Object]:
-    """Return the JobSet. Its controller makes the headless service."""
+    """Return the JobSet. Its controller makes the headless service. A JobSet has no deadline, but its Job has."""
+    spec = _build_job_set_spec(request, "host", "train", {})
+    spec["replicatedJobs"][0]["template"]["spec"] |= _build_deadline(request)
     return [
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": build_metadata(request, request.name),
-            "spec": _build_job_set_spec(request, "host", "train", {}),
+            "spec": spec,
         }
     ]
 
@@ -129,7 +137,7 @@ def _build_train_job(request: KubernetesRequest) -> list[Object]:
         "apiVersion": runtime["apiVersion"],
         "kind": "TrainJob",
         "metadata": build_metadata(request, request.name),
-        "spec": {"runtimeRef": reference, "trainer": {"numNodes": request.hosts}},
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": request.hosts}, **_build_deadline(request)},
     }
     return [runtime, workload]
 
@@ -153,7 +161,7 @@ def _build_mpi_job(request: KubernetesRequest) -> list[Object]:
     spec: Object = {
         "slotsPerWorker": request.procs_per_host or request.gpus or 1,
         "runLauncherAsWorker": True,
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": request.retries},
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": request.retries, **_build_deadline(request)},
         "mpiReplicaSpecs": replicas,
     }
     return [

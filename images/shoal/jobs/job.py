@@ -134,17 +134,26 @@ def check_source(source: Path, entry_point: str) -> None:
 
 
 def check_size(option: str, size: str | None) -> int:
-    """Return a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`."""
+    """Return a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`, also for a size of 0."""
+    if size is None:
+        return 0
+    expected = f"{option} {size}: expected a size such as 512m or 2g"
     try:
-        return int(docker.utils.parse_bytes(size or 0))
-    except docker.errors.DockerException as error:
-        raise UsageError(f"{option} {size}: expected a size such as 512m or 2g") from error
+        count = int(docker.utils.parse_bytes(size))
+    except (docker.errors.DockerException, ValueError, OverflowError) as error:
+        raise UsageError(expected) from error
+    if count <= 0:
+        raise UsageError(expected)
+    return count
 
 
 def check_channel_name(name: str) -> None:
     """Raise `UsageError` unless the name can be a channel's."""
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise UsageError(f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
+        raise UsageError(
+            f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-', as it names a directory."
+            " It cannot be '.' or '..'"
+        )
 
 
 def encode_hyperparameters(

@@ -1,3 +1,3 @@
-"""Shoal's host side: builds training images from Jinja templates and runs them as training jobs."""
+"""Shoal's host side: builds training images from Jinja templates, runs them as training jobs, and reports on both."""
 
 __version__ = "0.1.0"

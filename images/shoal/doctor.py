@@ -1,7 +1,8 @@
-"""`shoal doctor`: checks whether this machine can build images and run jobs, without changing it, and advises fixes.
+"""`shoal doctor`: checks whether this machine can build images and run jobs, and advises fixes.
 
-A check takes a `Site` and returns a `Result`. All checks run at the same time, each in its own thread. A check fails if
-it raises an exception, or takes longer than `LIMIT` seconds.
+A check takes a `Site` and returns a `Result`. All checks run at the same time, each in its own thread, and together
+take at most `LIMIT` seconds. A check that needs Docker or a checkout, and has none, becomes a remark. It fails if it
+raises another exception or is late. Checks leave this machine as it is; `apply_fixes` may install and start Docker.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def check_checkout(site: Site) -> Result:
 
 
 def check_docker(site: Site) -> Result:
-    """Check that Docker answers, has a recent API, and runs x86_64 containers."""
+    """Check that Docker answers and has a recent API. A remark if it runs on another processor than x86_64."""
     try:
         client = site.connect()
     except DockerError as error:
@@ -131,7 +132,10 @@ def check_builder(site: Site) -> Result:
 
 
 def check_disk(site: Site) -> Result:
-    """Check that the largest image that is not built yet fits; remark if the largest of all does not."""
+    """Check that the largest image that is not built yet fits on Docker's disk.
+
+    A remark if the largest of all images does not fit, or Docker runs on another machine.
+    """
     client, images = site.connect(), site.matrix.images
     root = docker_client.find_data_root(client)
     if root is None:
@@ -157,7 +161,10 @@ def check_memory(site: Site) -> Result:
 
 
 def check_package_index(site: Site) -> Result:
-    """Check that the package indexes of builds answer, and that the first of them has the package pip, as PyPI has."""
+    """Check that the package indexes of builds answer.
+
+    A remark if the first of them does not have the package pip, as PyPI has. It is fine if pip's no-index is set.
+    """
     answers = reachability.check_indexes(site.read_settings())
     if not answers:
         return Result("ok", "no index is used, as pip's no-index is set")
@@ -180,7 +187,10 @@ def check_debian_mirror(site: Site) -> Result:
 
 
 def _judge_answers(answers: list[reachability.Answer], fix: str) -> Result:
-    """Return a failure if an address did not answer."""
+    """Return a failure, with this fix, if an address did not answer or refused.
+
+    Otherwise return a success, with the addresses.
+    """
     if bad := [answer for answer in answers if not answer.is_ok]:
         return Result("failed", _join_answers(bad), fix)
     return Result("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to check")
@@ -326,6 +336,8 @@ CHECKS: Mapping[str, Check] = {
 def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[Finding]:
     """Run checks, all at the same time, each in its own thread.
 
+    An interrupt is raised after the checks had `INTERRUPT_SECONDS` to clean up.
+
     Args:
         site: What to inspect.
         checks: The checks, by name.
@@ -367,7 +379,10 @@ def _wait(threads: Iterable[threading.Thread]) -> None:
 
 
 def _run_check(name: str, check: Check, site: Site) -> Finding:
-    """Run a check. Body of a thread: every error becomes a finding."""
+    """Run a check. Body of a thread: every error becomes a finding.
+
+    An expected error is a remark, that the check needs Docker or a checkout; any other is a failure.
+    """
     try:
         return Finding(name, *check(site))
     except DockerError:  # the check of Docker reports it
@@ -384,7 +399,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _start_docker(site: Site) -> str:
-    """Start Docker with scripts/engine.sh, which may install it; return a sentence about the result."""
+    """Start Docker with scripts/engine.sh, which may install it; return a sentence about the result.
+
+    The script prints to standard error, and may take any time.
+    """
     script = site.project.root / "scripts" / "engine.sh"
     result = subprocess.run(
         [script], stdout=sys.stderr, check=False
@@ -397,9 +415,9 @@ FIXES: Mapping[str, Callable[[Site], str]] = {"docker": _start_docker}
 
 
 def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
-    """Apply the `FIXES` of failed checks, and print what was done to standard error. Return whether there were any.
+    """Apply the `FIXES` of failed checks, and print the results to standard error. Return whether any was tried.
 
-    Starting Docker may install it with apt-get.
+    Starting Docker may install it with apt-get. A fix that fails is printed too, and raises nothing.
     """
     failed = [finding.name for finding in findings if finding.state == "failed" and finding.name in FIXES]
     for name in failed:

@@ -1,4 +1,7 @@
-"""Failures that a user can act on. Each class has its own exit code; its text says what, where and how to fix it."""
+"""Failures that a user can act on. Each class has its own exit code; its text says what, where and how to fix it.
+
+It also converts errors of the system to them, and suggests similar words.
+"""
 
 from __future__ import annotations
 

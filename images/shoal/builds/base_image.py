@@ -142,7 +142,8 @@ def provide_base(
 ) -> BaseImage:
     """Return the system's base image. If Docker has none, pull it; if it cannot be pulled, make it.
 
-    Making it may install mmdebstrap with apt-get, and keeps an archive in `cache`.
+    Making it may install mmdebstrap with apt-get, and keeps an archive in `cache`. An image that was pulled by its
+    digest gets the usual tag. One that Docker has already is not compared with `pin`.
 
     Args:
         read_settings: Is called only if the image must be made.
@@ -262,7 +263,10 @@ def explain_no_bootstrap(system: System) -> str:
 
 
 def _install_mmdebstrap(system: System, say: Say) -> None:
-    """Install mmdebstrap with apt-get, unless it is here. Raises `BaseImageError` if that is not possible."""
+    """Install mmdebstrap with apt-get, unless it is here.
+
+    Raises `BaseImageError` if this machine cannot make base images, even with mmdebstrap, or if apt-get fails.
+    """
     if reason := explain_no_bootstrap(system):
         raise BaseImageError(reason)
     if shutil.which("mmdebstrap"):
@@ -274,7 +278,10 @@ def _install_mmdebstrap(system: System, say: Say) -> None:
 
 
 def _run(command: list[str], problem: str, **environment: str) -> None:
-    """Run a program. Raises `BaseImageError` with the problem and the end of its standard error if it fails."""
+    """Run a program with additional variables.
+
+    Raises `BaseImageError` with the problem and the end of its standard error if it fails.
+    """
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise BaseImageError(f"{problem} (exit code {result.returncode}):\n{result.stderr.strip()[-2000:]}")

@@ -1,4 +1,7 @@
-"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay."""
+"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay.
+
+It also plans builds without doing them, for `shoal plan`.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +125,8 @@ def build_images(
         bundle_digest: The digest that `shoal bundle` printed.
 
     Raises:
-        ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`,
-            or `BuildError` for a module of our packages that is not Python.
+        ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`.
+            `UsageError` if `bundle` is not a bundle. `BuildError` if a module of our packages is not Python.
     """
     wanted = {image.tag: image for image in spec.with_parents(images)}
     client = docker_client.connect()
@@ -146,13 +149,14 @@ def build_images(
 
 
 def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -> list[BuildResult]:
-    """Build images, which are by tag, up to `jobs` at once, parents first; return a result for each.
+    """Build images, which are by tag, up to `jobs` at once: parents first, then by size, variants last.
 
-    Failures become results. An interrupt stops all and is raised.
+    Returns a result for each, in the order of `images`. Failures become results. An interrupt stops all and is raised.
     """
     seconds: dict[str, float] = {}
 
     def build_timed(tag: str) -> BuildResult:
+        """Build the image of a tag, and keep the seconds that it took, also if it fails."""
         started = time.monotonic()
         try:
             return _build(session, images[tag])
@@ -177,7 +181,10 @@ def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | N
 def _load_bundle(
     client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
 ) -> None:
-    """Check a bundle, print its digest, and load its base images into Docker."""
+    """Check a bundle, print its digest, and load the base images of `systems` that Docker does not have.
+
+    Raises `UsageError` or `BundleError` if the bundle is not complete and unchanged, or lacks a system.
+    """
     digest = bundled.check_bundle(bundle, expected)
     hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
     say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
@@ -193,7 +200,10 @@ def _provide_base(
     *,
     check: bool,
 ) -> BaseImage:
-    """Return a system's base image; if `check`, say where it differs from the lock."""
+    """Return a system's base image; if Docker has none, it is pulled by its locked digest, or made.
+
+    If `check`, say where it differs from the lock.
+    """
     lock = debian.read_lock(project, system.suite)
     pin = lock.bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_settings, project.cache, say, pin=pin)
@@ -205,8 +215,9 @@ def _provide_base(
 def _build(session: _Session, image: ImageSpec) -> BuildResult:
     """Bring one image up to date and return its result; the image that it extends is there.
 
-    Nothing is built if the labels match. The image that a new one replaces is removed. Raises `BuildError` with the
-    failing step and its last lines, and `DockerError`, `DiskError`.
+    Nothing is built if the labels match. The free space is checked only for an image that Docker does not have. The
+    image that a new one replaces is removed. Raises `BuildError` with the failing step and its last lines, and
+    `DockerError`, `DiskError`.
     """
     client = docker_client.connect()  # one for each thread
     parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
@@ -263,7 +274,7 @@ def _run_build(
 def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
     """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases.
 
-    A base image that Docker does not have is None.
+    Debian's own image is None if Docker does not have it, also if a base that was made here takes its place.
     """
     client = docker_client.connect()
     systems = dict.fromkeys(image.system for image in images)
@@ -275,7 +286,7 @@ def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult
 def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
     """Return the work of `build_images` for each image, without doing it. Base images are not pulled.
 
-    Raises the same errors before any build.
+    Raises `DockerError`, `SpecError` or `BuildError`, as `build_images` does before any build.
     """
     wanted = spec.with_parents(images)
     client = docker_client.connect()
@@ -300,7 +311,7 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
 def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
     """Return the sources of images by tag. Our packages are installed once for each Python.
 
-    Raises `SpecError` if a lock or template is wrong.
+    Raises `SpecError` if a lock or template is wrong, `BuildError` if a module of our packages is not Python.
     """
     install = functools.cache(functools.partial(context.install_own_packages, project))
     return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}

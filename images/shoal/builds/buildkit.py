@@ -86,7 +86,10 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Translate Docker's JSON objects into events. A step's state is yielded once; other objects are skipped."""
+    """Translate Docker's JSON objects into events: lines of output, states of steps (each once), and the build's error.
+
+    An unfinished line of a step is yielded before the step's end. Other objects are skipped.
+    """
     known: set[tuple[str, str]] = set()
     partial: dict[str, bytes] = {}
     for entry in stream:
@@ -122,7 +125,10 @@ def _step(vertex: Fields) -> StepEvent | None:
 
 
 def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yield whole lines; keep the rest as bytes, because a chunk may end within a character."""
+    """Yield the whole lines of a chunk of output; a carriage return ends one too.
+
+    The rest is kept in `partial`, by step, as bytes: a chunk may end within a character.
+    """
     key = _text(log, 1)
     text = partial.pop(key, b"") + b"".join(log[4][-1:])
     *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

@@ -62,9 +62,10 @@ class Bundle:
 
 
 def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
-    """Download all that builds of these images, and of those that they extend, need. Writes `SHA256SUMS` at the end.
+    """Download all that builds of these images, and of those that they extend, need, and `shoal` itself.
 
-    Existing files of a bundle stay. Each file is moved to its place when it is whole, so an interrupt leaves no part.
+    Writes `SHA256SUMS` at the end. Docker gets the base images that it lacks. Existing files of a bundle stay. Each
+    file is moved to its place when it is whole, so an interrupt leaves no part.
 
     Raises:
         BuildError: With the words of apt or pip.
@@ -97,9 +98,9 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
 def _add_system(
     client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
 ) -> str:
-    """Add a system's base image and packages to the bundle; return the reference of the base image.
+    """Add a system's base image, the Debian packages `names` and their dependencies; return the base image's reference.
 
-    Docker pulls or makes the base image if it lacks it.
+    If Docker lacks the base image, it is pulled by its locked digest, or made.
     """
     pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
@@ -114,7 +115,8 @@ def _add_system(
 def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
     """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
-    Versions are pinned as for the project's tests, if they are pinned there. Raises BuildError with pip's words.
+    Versions are pinned as for the project's tests, if they are pinned there. Like `build_wheel`, it sets variables of
+    this process, and changes its working directory meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
     """
     target.mkdir(parents=True, exist_ok=True)
     pinned = project.root / "requirements" / "dev.txt"
@@ -129,7 +131,7 @@ def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
 
 
 def _make_directories(directory: Path) -> None:
-    """Make the bundle's directory, if it is missing. Raises UsageError if it is a file."""
+    """Make the bundle's directory and the one of its wheels, if missing. Raises UsageError if the first is a file."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
@@ -181,7 +183,7 @@ def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None
 def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
     """Download Debian packages and their dependencies in a container, and add them and their index to the bundle.
 
-    Raises BuildError.
+    The index also lists packages that the bundle has already. Raises `BuildError`, or `DiskError` if the disk is full.
     """
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
@@ -223,7 +225,7 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
     """Download the locked wheels of an image that the bundle does not have; nothing if it has all.
 
-    pip tries the configured indexes, then the image's own. Raises BuildError with pip's words.
+    pip tries the configured indexes, then the image's own. Raises `BuildError` with pip's words, or `DiskError`.
     """
     wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
     present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}

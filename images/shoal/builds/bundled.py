@@ -1,7 +1,8 @@
-"""Checks and reads a bundle for a build. bundle.py fills it.
+"""Checks a bundle, and loads its base images and settings for a build. bundle.py fills it.
 
 A bundle travels, so it is checked before use: every file against its SHA-256 in `SHA256SUMS`. The digest of that file
-is the digest of the bundle. It is compared with the one that `shoal bundle` printed, if the user gives it.
+is the digest of the bundle. It is compared with the one that `shoal bundle` printed, if the user gives it. `write_sums`
+makes that file when a bundle is filled.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def check_bundle(directory: Path, expected: str | None) -> str:
 
 
 def find_differences(directory: Path) -> dict[str, Literal["changed", "missing", "not listed"]]:
-    """Return the files that differ from `SHA256SUMS`, by path. Raises UsageError if there is no such file."""
+    """Return the files that differ from `SHA256SUMS`, by path.
+
+    Raises UsageError if there is no such file, and BundleError if it is damaged.
+    """
     listed = _read_sums(directory)
     there = dict(_files(directory))
     found: dict[str, Literal["changed", "missing", "not listed"]] = {}

@@ -1,4 +1,7 @@
-"""Locks the base images and Debian packages that builds get now, and describes changes: `shoal lock --bases`."""
+"""Locks the base images and Debian packages that builds get now (`shoal lock --bases`).
+
+It also tells builds how their base and packages differ from the lock, and runs scripts in containers of base images.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ def lock_systems(
 ) -> Iterator[LockResult]:
     """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
 
-    Pulls the newest base image if that is possible, and runs apt in a container of the base image. Raises BuildError
-    with apt's words, DockerError, BaseImageError.
+    Pulls the newest base image if that is possible, and runs apt in a container of the base image. The lock keeps the
+    digests of other base images. Raises BuildError with apt's words, DockerError, BaseImageError.
     """
     client = docker_client.connect()
     for system in systems:

@@ -78,7 +78,8 @@ def find_answer(command: BuildCommand) -> list[str] | None:
 def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
     """Save the lines that a build printed when all images were up to date.
 
-    Nothing is saved if an input changed in the last seconds, or the file cannot be written.
+    Nothing is saved if an input changed in the last seconds, or the file cannot be written. Answers for another state
+    of the inputs are dropped.
 
     Args:
         lines: The printed lines.
@@ -103,7 +104,7 @@ def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str
 
 
 def _load_answers(command: BuildCommand) -> dict[str, Any]:
-    """Return the answers for this state of the inputs."""
+    """Return the answers for this state of the inputs; none if the file is missing, damaged or about another state."""
     try:
         with open(command.file, encoding="utf-8") as file:
             document = json.load(file)
@@ -128,7 +129,7 @@ def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files under a directory, or the one file."""
+    """Yield the files under a directory without `__pycache__`, or the one file. Raises OSError if it is missing."""
     if not os.path.isdir(path):
         yield path, os.stat(path)
         return

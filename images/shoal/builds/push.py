@@ -100,7 +100,7 @@ def _report_lost_docker(target: str) -> Iterator[None]:
 def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
     """Tag the image with `target` while it is pushed. A tag that it had before stays.
 
-    Raises PushError if Docker does not have the image.
+    Another image that has this tag loses it. Raises PushError if Docker does not have the image.
     """
     try:
         image = client.images.get(tag)
@@ -118,7 +118,10 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
 
 
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
-    """Push once, with a progress bar on a terminal; return the manifest's digest. Raises PushError."""
+    """Push once, with a progress bar on a terminal; return the manifest's digest.
+
+    Raises PushError if the registry or Docker reports an error, or there is no digest.
+    """
     digest = ""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,7 @@
-"""Runs a command of `shoal.commands`, and prints each expected failure with its exit code."""
+"""Runs a command of `shoal.commands`, and prints each expected failure with its exit code.
+
+Signals that end the process raise an exception, so that commands clean up.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ _IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
 def main(command: BuildCommand | None) -> None:
     """Run the command line. Print expected failures, and exit with their codes.
 
-    SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
+    Imports the modules with commands; for a command of `images`, that module alone. Turns the garbage collector on
+    again. SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
 
     Args:
         command: The `build` command to cache the answer for, if all images are up to date; None for other commands.
@@ -60,7 +64,10 @@ def _convert_error(error: Exception) -> ShoalError | None:
 
 
 def _install_signal_handlers() -> None:
-    """Make the signals that end a process raise an exception, so that a command cleans up."""
+    """Make SIGTERM and SIGHUP raise an exception, so that a command cleans up.
+
+    SIGINT raises KeyboardInterrupt again if it ends the process at once; an ignored one stays ignored.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,7 @@
-"""Shared by all commands: the application, arguments, output for people and programs, and access to the project."""
+"""Shared by all commands: the application, arguments, output for people and programs, access to the project.
+
+It also parses options, and reports builds and errors of several images.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,8 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], Non
     """Return a decorator for a command that takes a dataclass: typer then sees the dataclass's fields as parameters."""
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        """Return a command with the fields as its parameters, which makes the dataclass of them."""
+
         @functools.wraps(command)
         def call(**values: Any) -> None:
             command(options(**values))
@@ -114,7 +119,10 @@ def format_json(document: object) -> str:
 
 
 def _convert_to_json(value: object) -> Any:
-    """Return an object that `json.dumps` does not know as one that it does. Raises TypeError for other types."""
+    """Return a dataclass as a dictionary, a pydantic model as JSON data, and a path or an exception as text.
+
+    Raises TypeError for other types.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, pydantic.BaseModel):
@@ -150,7 +158,10 @@ def resolve_tag(name: str) -> str:
 
 
 def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """Return the names and values of a repeatable option `NAME=VALUE`. Raises `UsageError`."""
+    """Return the names and values of a repeatable option `NAME=VALUE`.
+
+    Raises `UsageError` if a word has another form, or a name is given twice.
+    """
     pairs = {}
     for word in words or ():
         key, equals, value = word.partition("=")

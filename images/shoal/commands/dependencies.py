@@ -68,9 +68,10 @@ def lock_images(
 
 
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
-    """Lock the base images and Debian packages of `images`, and print changes.
+    """Lock the base images and Debian packages of the systems of `images`, and print changes.
 
-    With `check`, write nothing, and raise `SpecError` if they have changed.
+    With `as_json`, the locks are printed as JSON too. With `check`, write nothing, and raise `SpecError` if they have
+    changed.
     """
     say = functools.partial(print_line, on=progress_console(as_json))
     systems = list(dict.fromkeys(image.system for image in images))

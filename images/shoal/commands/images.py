@@ -131,7 +131,10 @@ def push_images(
     skip: Skip = None,
     as_json: AsJson = False,
 ) -> None:
-    """Push built images to a registry, with the credentials of `docker login`. Network errors are retried."""
+    """Push built images to a registry, with the credentials of `docker login`. Network errors are retried.
+
+    If an image cannot be pushed, the others still are.
+    """
     _, matrix = open_project()
     targets = {image.tag: push.make_reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
     client = docker_client.connect()
@@ -143,7 +146,10 @@ def push_images(
 
 
 def _push_image(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
-    """Push an image and return the result; an error that a user can act on becomes part of it."""
+    """Push an image, print its reference and digest, and return the result.
+
+    An error that a user can act on becomes part of the result, and is not printed. Others are raised.
+    """
     started = time.monotonic()
     try:
         pushed = push.push_image(client, tag, target, progress)

@@ -122,7 +122,7 @@ def _check_output(file: Path | None) -> None:
 
 
 def _write_output(text: str, file: Path | None, progress: Console) -> None:
-    """Write text to a file, or to standard output if there is none."""
+    """Write text to a file and print its path to `progress`; if there is no file, print the text to standard output."""
     if file is None:
         print(text)
     else:

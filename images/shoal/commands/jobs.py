@@ -85,7 +85,7 @@ class RunOptions:
     as_json: AsJson = False
 
     def to_request(self) -> JobRequest:
-        """Return the job to run, checked. Raises `UsageError`."""
+        """Return the job to run, checked. Raises `UsageError`. The image and the place are not part of it."""
         request = JobRequest(
             source=self.source,
             entry_point=self.entry_point,
@@ -172,7 +172,10 @@ def report_timeline(
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:
-    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds."""
+    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds.
+
+    Prints the result, or raises the error of a failed build. Images that it extends are built too.
+    """
     here, matrix = open_project()
     image = matrix.select(name)
     started = time.monotonic()

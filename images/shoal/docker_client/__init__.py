@@ -72,7 +72,7 @@ def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
 
 
 def find_data_root(client: docker.DockerClient) -> Path | None:
-    """Return the directory of Docker's data; None if Docker runs on another machine."""
+    """Return the directory of Docker's data; None if Docker runs on another machine, or the directory is not here."""
     root = Path(client.info()["DockerRootDir"])
     return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
 

@@ -1,4 +1,7 @@
-"""The containers of a job: named, labelled, and removed with their networks at the end, in every case."""
+"""Containers: creates them, copies files from them, and removes them with their networks at the end, in every case.
+
+It also delays interrupts while Docker works, and cleans and splits the text that containers print.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ def unique_name(stem: str) -> str:
 def delay_interrupts() -> Iterator[None]:
     """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
-    Then the first is raised. A removal must be complete. Docker also completes a request if its client
-    has gone, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next one is
-    raised at once. In other threads than the main one it does nothing.
+    Then the first is raised, and others are dropped. A removal must be complete. Docker also completes a request if its
+    client has gone, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next
+    one is raised at once. In other threads than the main one it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
         yield
@@ -91,7 +94,7 @@ def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
 
 
 def _remove_network(network: Network) -> None:
-    """Remove a network. Foreign containers on it, such as a monitor, are detached."""
+    """Remove a network. Containers that are still on it, such as a foreign monitor, are detached first."""
     network.reload()
     for container in network.attrs["Containers"] or ():
         with contextlib.suppress(docker.errors.NotFound):  # it has ended meanwhile

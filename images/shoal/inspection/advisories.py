@@ -85,7 +85,7 @@ class Vulnerability:
 
 
 def read_report(path: Path) -> AuditReport:
-    """Read a report of pip-audit. Raises `SpecError` if it is not one."""
+    """Read a report of pip-audit. Raises `SpecError` if it cannot be read, or is not one."""
     try:
         return AuditReport.model_validate(json.loads(path.read_text()))
     except OSError as error:
@@ -128,14 +128,17 @@ def _match_advisories(
 
 
 def list_unaudited(facts: ImageFacts, report: AuditReport) -> list[str]:
-    """Return the distributions in an image that the report does not cover."""
+    """Return the names of distributions in an image that the report lacks, or has in other versions only."""
     return sorted(canonicalize_name(found.name) for found in facts.distributions if not report.find(found))
 
 
 def list_unused(
     found: Sequence[Vulnerability], accepted: Sequence[AcceptedVulnerability]
 ) -> list[AcceptedVulnerability]:
-    """Return the entries of an allow-list that match no vulnerability."""
+    """Return the entries of an allow-list that no vulnerability uses.
+
+    If two entries name the same vulnerability, the one that expires earlier is unused.
+    """
     return [entry for entry in accepted if all(one.accepted != entry for one in found)]
 
 

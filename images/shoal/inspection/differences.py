@@ -70,7 +70,10 @@ class Differences:
         return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
     def check(self) -> None:
-        """Raise `DifferenceError` if there are differences that two builds of one commit do not have."""
+        """Raise `DifferenceError` if there are differences that two builds of one commit do not have.
+
+        A Debian package in another version is one of them.
+        """
         if self.unexpected or self.packages:
             raise DifferenceError(
                 f"{self.before} and {self.after} differ in {len(self.unexpected):,} files and"
@@ -91,7 +94,7 @@ def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
-    """Yield the settings of an image's configuration, each as a file."""
+    """Yield the command, entry point, environment, labels, user and working directory of an image, each as a file."""
     for key in ("Cmd", "Entrypoint", "Env", "Labels", "User", "WorkingDir"):
         content = json.dumps(config.get(key), sort_keys=True)
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)

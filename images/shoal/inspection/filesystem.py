@@ -105,7 +105,7 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
 
 
 def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """Yield the paths of Debian packages, each with its package."""
+    """Yield the paths of Debian packages, each with its package. dpkg's own files about a package belong to it too."""
     claims = owners.Owners([entries])
     for entry in entries:
         owner = claims.find_owner(entry)
@@ -118,7 +118,8 @@ def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
 def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:
     """Return the file of an archive member, with a hash of its content, or the target of a symlink.
 
-    A hard link gets the content of its target, which `others` has.
+    A hard link gets the content of its target, which `others` has. Docker's own changes are left out: the time of /etc,
+    and SELinux's labels.
     """
     content, source_time = "", 0
     if member.issym():
@@ -150,7 +151,10 @@ def _read_blocks(content: IO[bytes] | None) -> Iterator[bytes]:
 
 
 def _hash(blocks: Iterable[bytes], *, is_bytecode: bool) -> tuple[str, int]:
-    """Return the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s."""
+    """Return the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s.
+
+    Bytecode that does not record its source's time counts as any file.
+    """
     sum_, time = hashlib.sha256(), b""
     for number, block in enumerate(blocks):
         if number == 0 and is_bytecode and block[4:8] == bytes(4) and len(block) >= _HEADER:

@@ -36,7 +36,10 @@ def main() -> None:
 
 
 def read_os_release(*paths: str) -> dict[str, str]:
-    """Return the fields of the first file that exists. Python has a function for it only since 3.10."""
+    """Return the fields of the first file that exists; none if no file exists.
+
+    Python has a function for it only since 3.10.
+    """
     for path in map(Path, paths):
         if path.is_file():
             lines = re.findall(r"^([A-Z0-9_]+)=(.*)$", path.read_text(errors="replace"), re.MULTILINE)
@@ -51,7 +54,10 @@ def list_distributions() -> list[dict[str, str]]:
 
 
 def describe_distribution(found: importlib.metadata.Distribution) -> dict[str, str]:
-    """Return the name, version, licence and homepage of a distribution; empty if it does not name them."""
+    """Return the name, version, licence and homepage of a distribution; empty if it does not name them.
+
+    The licence is its SPDX expression, otherwise the one of its classifiers, otherwise a short field License.
+    """
     about = found.metadata
     licence = about["License-Expression"] or join_classifiers(about.get_all("Classifier") or [])
     return {
@@ -75,7 +81,10 @@ def read_short_licence(about: importlib.metadata.PackageMetadata) -> str:
 
 
 def list_packages() -> list[dict[str, str]]:
-    """Return the Debian packages; none if the system has no dpkg."""
+    """Return the name, version, architecture, source package and licence of each Debian package; none without dpkg.
+
+    Raises CalledProcessError if dpkg-query fails.
+    """
     try:
         rows = subprocess.run(DPKG, capture_output=True, text=True, check=True).stdout.splitlines()
     except FileNotFoundError:
@@ -86,7 +95,10 @@ def list_packages() -> list[dict[str, str]]:
 
 
 def read_copyright(package: str) -> str:
-    """Return the licences that a package's copyright file names, if it is in Debian's machine-readable format."""
+    """Return the licences that a package's copyright file names, joined by AND.
+
+    Empty if there is no such file, or it is not in Debian's machine-readable format.
+    """
     path = Path("/usr/share/doc", package, "copyright")
     text = path.read_text(errors="replace") if path.is_file() else ""
     names = re.findall(r"^License:[ \t]*(\S.*)$", text, re.MULTILINE) if text.startswith("Format:") else []
@@ -94,7 +106,10 @@ def read_copyright(package: str) -> str:
 
 
 def read_first_line(command: list[str]) -> str:
-    """Return the first line that a command prints; empty if there is no such command or it cannot run."""
+    """Return the first line that a command prints, on standard error if it prints nothing else.
+
+    Empty if there is no such command, it cannot run, or it takes longer than a minute.
+    """
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,7 @@
-"""Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does."""
+"""Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does.
+
+It also sets the number of MPI ranks in that argument, for `--procs-per-host`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
             multi_worker_mirrored_strategy and instance_groups.
 
     Raises:
-        UsageError: If the SDK does not know a key, or model and data parallelism are both enabled.
+        UsageError: If the SDK does not know a key, or a value is of another type. Also if model and data parallelism
+            are both enabled, or model parallelism without MPI.
     """
     _check_options(distribution, _KEYS, "distribution")
     values: dict[str, Any] = {}
@@ -57,7 +61,8 @@ def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -
     """Return `distribution` with MPI enabled and `count` ranks per host; None changes nothing.
 
     Raises:
-        UsageError: If the dictionary has another number, or enables another launcher.
+        UsageError: If `mpi` has another number, is disabled or has an unknown key. Also if another launcher is enabled,
+            and there is no `mpi`.
     """
     if count is None:
         return dict(distribution)
@@ -128,7 +133,7 @@ def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dic
 
 
 def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:
-    """Raise `UsageError` unless `options` is a dictionary with these keys, and its `enabled` a boolean."""
+    """Raise `UsageError` unless `options` is a dictionary with no keys but these, and its `enabled` a boolean."""
     if not isinstance(options, Mapping):
         raise UsageError(f"{where}: expected a dictionary, found {options!r}")
     for key in options:

@@ -185,9 +185,12 @@ def _start_log_reader(container_id: str, host: str, console: Console) -> threadi
 
 
 def _wait(hosts: dict[str, Container]) -> dict[str, _HostExit]:
-    """Wait until all hosts have ended. `STRAGGLER_SECONDS` after the last one that ended, stop the others.
+    """Wait until all hosts have ended, and return how.
 
-    An interrupt stops all hosts, and is raised. Raises `DockerError` if the connection to Docker is lost.
+    `STRAGGLER_SECONDS` after the last one that ended, stop the others.
+
+    An interrupt, or the loss of the connection to Docker, prints a message and stops all hosts. It is raised, the loss
+    as `DockerError`.
     """
     arrivals: queue.SimpleQueue[tuple[str, _HostExit | Exception]] = queue.SimpleQueue()
     for host, container in hosts.items():
@@ -238,7 +241,7 @@ def _stop(containers: Iterable[Container]) -> None:
 
 
 def _stop_container(container_id: str) -> None:
-    """Stop a container, and ignore errors: it is removed by force later."""
+    """Stop a container; Docker kills it 35 s later. Errors are ignored: it is removed by force later."""
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
         docker_client.connect().api.stop(container_id, timeout=STOP_SECONDS + _STOP_MARGIN)
 
@@ -246,7 +249,7 @@ def _stop_container(container_id: str) -> None:
 def _fetch_results(container: Container, target: Path, console: Console) -> Path:
     """Copy model, output and checkpoints from a container to `target`, which is created, and return it.
 
-    Files that are not copied, such as devices, are printed.
+    Directories that the container does not have are left out. Files that are not copied, such as devices, are printed.
     """
     target.mkdir()
     for part in ("model", "output", "checkpoints"):

@@ -58,7 +58,7 @@ def divide_gpus(
         say: Receives a line if GPUs are left over.
 
     Raises:
-        UsageError: If Docker has fewer GPUs than there are hosts.
+        UsageError: If all GPUs are divided, and Docker has fewer than there are hosts. Named GPUs are not checked.
         DockerError: If GPUs are requested but Docker cannot give them to containers, or they cannot be counted.
     """
     if option == NONE or (option is None and not _uses_gpus(client, image, len(hosts))):
@@ -92,12 +92,18 @@ def device_requests(devices: Devices) -> list[DeviceRequest]:
 
 
 def gpu_environment(devices: Devices) -> dict[str, str]:
-    """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default; none for all GPUs."""
+    """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default: `void` for no GPUs.
+
+    For all GPUs, return no variable.
+    """
     return {} if devices == (ALL,) else {VISIBLE: ",".join(devices) or "void"}
 
 
 def _uses_gpus(client: docker.DockerClient, image: str, hosts: int) -> bool:
-    """Return whether hosts get GPUs without `--gpus`: not if there are several hosts of a CPU image."""
+    """Return whether hosts get GPUs without `--gpus`: not if Docker has no NVIDIA runtime, or lacks the image.
+
+    Also not if there are several hosts of a CPU image.
+    """
     if not docker_client.has_gpus(client):
         return False
     try:

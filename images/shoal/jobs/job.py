@@ -122,7 +122,7 @@ class JobResult:
 
 
 def check_source(source: Path, entry_point: str) -> None:
-    """Raise `UsageError` unless the directory exists and has the script."""
+    """Raise `UsageError` unless the directory exists and has the script. A module (`-m NAME`) is not looked for."""
     if not source.is_dir():
         problem = "not a directory" if source.exists() else "no such directory"
         raise UsageError(f"--source {source}: {problem}")
@@ -160,6 +160,8 @@ def encode_hyperparameters(
     own: Mapping[str, str], launch: Mapping[str, Any], reserved: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
+
+    Hyperparameters of `launch` and `reserved` replace own ones of the same name.
 
     Args:
         own: The script's own hyperparameters; values that are valid JSON are passed on as JSON.
@@ -211,7 +213,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
     """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
-    at input/data/<channel>.
+    at input/data/<channel>. The code has no `__pycache__`, no `.git` and no results of earlier jobs.
 
     Args:
         root: The directory that becomes /opt/ml.
@@ -244,7 +246,7 @@ def encode_resource_config(request: JobRequest, current_host: str) -> bytes:
 
 
 def _ignore_results(output: Path) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree` that leaves out caches, and results of earlier jobs inside the source."""
+    """Return a filter for `copytree` that leaves out `__pycache__`, `.git` and the directory `output`."""
     ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
 
     def ignore(directory: str, names: list[str]) -> set[str]:
@@ -298,7 +300,8 @@ def read_result(
         notes: Problems of hosts that their files do not show, by host.
 
     Returns:
-        The result. Reports that cannot be read become messages.
+        The result, with the reports of the first host. Failure files of all hosts, and reports that cannot be read,
+        become messages.
     """
     messages = {host: [note] for host, note in (notes or {}).items()}
     for host, tree in trees.items():

@@ -59,9 +59,10 @@ def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
 
 
 def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
-    """Return the request with all ranks on one host; print a line if that changes it.
+    """Return the request with all ranks on one host, started by MPI; print a line then.
 
-    Raises `UsageError` if `distribution` contradicts `procs_per_host`.
+    A request for one host is returned as it is. Raises `UsageError` if there are several hosts, and `distribution`
+    contradicts `procs_per_host`.
     """
     if request.hosts == 1:
         return request
@@ -77,7 +78,10 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
 
 
 def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[str, str]:
-    """Return the variable that makes the GPUs of `--gpus` visible. Raises `DockerError` if there are none."""
+    """Return the variable that limits the script to the GPUs of `--gpus`; no variable for `all` or None.
+
+    Raises `DockerError` if GPUs are requested, and this machine has none. Their numbers are not checked.
+    """
     if option is None:
         return {}
     if option != gpus.NONE and not list(devices.glob("nvidia[0-9]*")):

@@ -138,7 +138,10 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
 
 
 def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
-    """Return the bytes of a part of a layer, from `begin` to `end`."""
+    """Return the bytes of a part of a layer, from `begin` to `end`, all of them hidden if `is_hidden`.
+
+    It counts as one file, unless its owner is `TAR`.
+    """
     size, compressed = end - begin, layer.measured.compressed_before(end) - layer.measured.compressed_before(begin)
     return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
 

@@ -1,4 +1,7 @@
-"""Finds the owners of an image's files: Debian packages by dpkg's lists, Python distributions by their RECORD."""
+"""Finds the owners of an image's files: Debian packages by dpkg's lists, Python distributions by their RECORD.
+
+It also lists the installed packages and distributions, with their versions.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ class Owners:
             self._claim_list(path, text)
 
     def find_owner(self, entry: Entry) -> Owner:
-        """Return the owner of an entry. Bytecode has the owner of its source."""
+        """Return the owner of an entry. Bytecode that no list has belongs to the owner of its source.
+
+        Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory.
+        """
         if entry.kind == "directory" or entry.is_whiteout:
             return TAR
         found = self._claims.get(entry.path)

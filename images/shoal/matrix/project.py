@@ -1,4 +1,4 @@
-"""The paths in a checkout."""
+"""A checkout of the project: how it is found, the paths in it, and the names of the pip layers that have locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads buildspec.yml and dockerfiles/versions.yml into the matrix: frozen `ImageSpec`s, one for each image."""
+"""Reads buildspec.yml and dockerfiles/versions.yml into the matrix: frozen `ImageSpec`s, one for each image.
+
+It has the models of these files and of dropped.yml, and checks that the files fit each other.
+"""
 
 from __future__ import annotations
 
@@ -347,7 +350,7 @@ def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[
 def _problems_of_choice(
     file: BuildFile, allowed: list[ImageSpec], images: tuple[ImageSpec, ...]
 ) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each exclusion or default that matches no image."""
+    """Yield the place and message of each exclusion or default that matches no image, and of an empty matrix."""
     for number, exclusion in enumerate(file.exclude):
         if not any(exclusion.matches(image) for image in allowed):
             yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"

@@ -80,7 +80,8 @@ def select_auth_entries(text: str, sources: Iterable[str]) -> str:
 def add_apt_credentials(url: str, auth: str) -> str:
     """Return the URL with the credentials of the first entry of `auth` (in the form of auth.conf) that matches it.
 
-    It is unchanged if no entry matches, or the URL has its own credentials.
+    An entry matches by scheme, host, port and the begin of the path. The URL is unchanged if no entry matches, or it
+    has its own credentials.
     """
     parts = urlsplit(url)
     for words in map(str.split, auth.splitlines()):

@@ -22,6 +22,8 @@ _NOT_OPTIONS = ("version", "help")
 def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str = sys.prefix) -> dict[str, str]:
     """Return the settings of `pip install`, by option. Line breaks become spaces; empty values are left out.
 
+    As in pip, no file is read if PIP_CONFIG_FILE is `os.devnull`.
+
     Args:
         environment: The environment variables to read.
         prefix: The Python environment, which may have a pip.conf.
@@ -51,7 +53,10 @@ def _parse_file(path: Path) -> configparser.RawConfigParser:
 
 
 def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path]:
-    """Yield the files that pip reads, in ascending priority."""
+    """Yield the files that pip reads, in ascending priority; they may not exist.
+
+    If PIP_CONFIG_FILE names a file that exists, it takes the place of the files in the home directory.
+    """
     home = Path(environment.get("HOME") or Path.home())
     for directory in (environment.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
         yield Path(directory, "pip", "pip.conf")

@@ -73,7 +73,8 @@ def check_indexes(settings: NetworkSettings) -> list[Answer]:
 def check_mirrors(settings: NetworkSettings, suite: str) -> list[Answer]:
     """Request the release file of each source that builds on Debian's `suite` install from.
 
-    Sources without HTTP are left out.
+    If this machine has none, it is Debian's own mirror. Sources without HTTP are left out. A mirror that does not
+    answer within 5 s is an answer with a problem.
     """
     proxies = dict(_convert_proxies(settings.apt_proxies))
     sources = settings.select_sources(suite)
@@ -117,7 +118,10 @@ def _request(
 
 @contextlib.contextmanager
 def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
-    """Yield the `verify` argument of requests: a file with the CA bundle, True for its default, False for no check."""
+    """Yield the `verify` argument of requests: a file with the CA bundle, True for its default, False for no check.
+
+    Without a check, urllib3's warnings about it are switched off in this process. The file is removed afterwards.
+    """
     if not verify:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     if not verify or content is None:

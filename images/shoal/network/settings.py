@@ -73,7 +73,7 @@ class NetworkSettings:
             suite: Such as `bookworm`.
 
         Returns:
-            Sources in one-line form; none: use the sources of the base image.
+            Sources in one-line form: the bundle's alone, if it has the suite. None: use the base image's sources.
         """
         if suite in self.debs:
             return (_BUNDLED,)
@@ -154,7 +154,10 @@ def read_network_settings() -> NetworkSettings:
 
 
 def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return pip's settings that a build can use, and a sentence for each that it cannot."""
+    """Return pip's settings that a build can use, and a sentence for each that it cannot.
+
+    Local directories in `find-links` are left out without a sentence, as their wheels are copied.
+    """
     kept = {}
     left_out = [f"pip's {key}: not supported in builds" for key in _UNUSABLE_PIP_KEYS if key in pip]
     for key in _PIP_KEYS:
@@ -205,7 +208,7 @@ def _debian_release() -> str:
 
 
 def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
-    """Yield the sources of `suite`, with the suite's name replaced by `wanted`."""
+    """Yield the sources of `suite`, its updates and security updates, with the suite's name replaced by `wanted`."""
     for source in sources:
         kind, uri, name, *components = source.split()
         if suite and name in {f"{suite}{pocket}" for pocket in _POCKETS}:

@@ -1,4 +1,7 @@
-"""The files of a report: an HTML page, a JSON file next to it, or another output file of a command."""
+"""The files of a report: an HTML page, a JSON file next to it, or another output file of a command.
+
+Checks that they can be written, renders pages from templates, and writes the files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal report size`: reads one or two images, and writes an HTML page and their inventories as JSON."""
+"""`shoal report size`: reads one or two images, and writes an HTML page and their inventories as JSON.
+
+It also prints the largest layers and packages, or changes, on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +123,7 @@ def _image_document(of: Inventory) -> dict[str, Any]:
 
 
 def _change_document(change: Change) -> dict[str, Any]:
+    """Return a change as a JSON object: kind, name, state, version, and the differences of both sizes in bytes."""
     return {
         "kind": change.kind,
         "name": change.name,
@@ -131,7 +135,7 @@ def _change_document(change: Change) -> dict[str, Any]:
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
-    """Return an image as an archive: a .tar file, an image of the matrix, or any other that Docker has.
+    """Return an image as an archive: a .tar file, the default image of a framework, or any other that Docker has.
 
     Docker's archive is read while it is made. Raises `UsageError` if there is no such image or file.
     """

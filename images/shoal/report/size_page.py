@@ -122,7 +122,7 @@ def _make_layer_row(number: int, layer: Layer, longest: int) -> Row:
 
 
 def _describe_layer(layer: Layer) -> str:
-    """Return the largest packages of a layer, and its command. Commands alone look similar."""
+    """Return the two largest packages of a layer, and its command. Commands alone look similar."""
     packages = [(owner.name, of.bytes) for owner, of in layer.owners.items() if owner.kind in ("python", "debian")]
     names = [name for name, _ in sorted(packages, key=lambda item: -item[1])[:_MAX_NAMES]]
     return " · ".join([*([", ".join(names)] if names else []), layer_title(layer)])

@@ -87,7 +87,10 @@ class Collective:
 
     @property
     def early_end(self) -> int:
-        """How long one rank ended before the last began, in nanoseconds. If not 0, the hosts' clocks differ."""
+        """How long one rank ended before the last began, in nanoseconds. If not 0, the hosts' clocks differ.
+
+        Always 0 for operations in which ranks do not wait for all others.
+        """
         end = min(span.end for span in self.spans.values())
         return max(0, self.spans[self.last].begin - end) if self.operation in _SYNCHRONIZING else 0
 
@@ -135,7 +138,10 @@ def analyse(timeline: Timeline) -> Analysis:
 
 
 def find_busy_times(rank: Rank) -> Intervals:
-    """Return the times at which the main thread of a rank computes."""
+    """Return the times at which the main thread of a rank computes: its `compute` spans without its `wait` spans.
+
+    If it has no `compute` spans, the time from its first span to its last takes their place.
+    """
     recorded = ((rank.spans[0].begin, max(span.end for span in rank.spans)),)
     return difference(_merge_times(rank.spans_of("compute")) or recorded, _merge_times(rank.spans_of("wait")))
 

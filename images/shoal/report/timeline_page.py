@@ -88,7 +88,8 @@ def make_ticks(width: int) -> Iterator[tuple[int, str]]:
 def find_steps(timeline: Timeline) -> list[Interval]:
     """Return the training steps, each from the first rank's begin to the last rank's end.
 
-    If no steps were recorded, a step lasts from one begin of the first rank's most frequent collective to the next.
+    There are as many as the rank with the fewest recorded; ranks without steps do not count. If no steps were recorded,
+    a step lasts from one begin of the first rank's most frequent collective to the next.
     """
     recorded = [rank.spans_of("step") for rank in timeline.ranks]
     if any(recorded):
@@ -155,15 +156,15 @@ def _make_bars(report: RankReport, category: str, window: Interval, y: int, shor
 
 
 def _choose_marks(report: RankReport, window: Interval) -> Iterator[Span]:
-    """Yield the instants of a window; none if they would cover the bars."""
+    """Yield the instants of a window; none if there are more than 100, which would cover the bars."""
     instants = [mark for mark in report.rank.instants if window[0] <= mark.begin < window[1]]
     return iter(instants if len(instants) <= UNITS // 100 else ())
 
 
 def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
-    """Yield the spans, joined where neighbours lie within less than `shortest` nanoseconds, and so are invisible.
+    """Yield the spans; a run of neighbours that lasts less than `shortest` nanoseconds becomes one span.
 
-    Longer spans stay as they are.
+    Joined spans are shorter than that too, so several of them can follow each other. Longer spans stay as they are.
     """
     run: list[Span] = []
     for span in spans:

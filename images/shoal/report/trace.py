@@ -88,9 +88,11 @@ class Timeline:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files of `paths`, each once; a directory stands for all timelines in and below it.
+    """Return the files of `paths`, each once.
 
-    Raises `UsageError` if a path does not exist, or a directory has no timeline.
+    A directory stands for all timelines in and below it, otherwise its JSON files.
+
+    Raises `UsageError` if a path does not exist, or a directory has neither.
     """
     files = [file for path in paths for file in (_list_directory(path) if path.is_dir() else [path])]
     for file in files:
@@ -194,7 +196,10 @@ def _is_event(event: object) -> bool:
 
 
 def _parse_complete_events(text: str) -> list[Any]:
-    """Return the complete events of a trace that is cut off; it has one event per line, as our ranks write it."""
+    """Return the complete events of a trace that is cut off; it has one event per line, as our ranks write it.
+
+    Empty if it has another form.
+    """
     for complete in (text, text.rpartition("\n")[0]):
         with contextlib.suppress(ValueError):
             return list(json.loads(complete.rstrip().rstrip(",") + "]"))

@@ -21,7 +21,9 @@ _FILES = {
 
 
 def write_project(directory: Path, image: ImageSpec) -> list[Path]:
-    """Create a project for an image that extends another.
+    """Create a project for an image that extends another: a Dockerfile, a training script, a test and a README.
+
+    The script uses TensorFlow if the image is one of TensorFlow, otherwise PyTorch. Missing directories are created.
 
     Args:
         directory: The project's directory, new or empty. Its name becomes the image's name.

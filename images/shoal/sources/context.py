@@ -45,7 +45,7 @@ class Sources:
         """Return the files of the build context, by path.
 
         Among them are locked wheels of local directories, and this machine's settings with credentials under
-        `machine/`.
+        `machine/`. The image's own package index is named for the framework, unless a local wheel makes it unnecessary.
         """
         context: dict[str, Content] = {"Dockerfile": self.dockerfile}
         for layer, pins in self.locks.items():
@@ -67,12 +67,18 @@ class Sources:
 
 
 def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Install our packages for images with that Python, by the layer that they make. Raises BuildError."""
+    """Return our packages as images with that Python have them: a tar archive for each layer.
+
+    Nothing is installed on this machine. See `packages.install_package` for the cache and other effects. Raises
+    BuildError.
+    """
     return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
 
 
 def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
-    """Read the locks, the templates and the C sources of an image. Raises `SpecError` if a lock or template is wrong.
+    """Read all parts of the project that go into an image: steps, locks, templates, C sources and Debian's lock.
+
+    Raises `SpecError` if a lock or template is wrong.
 
     Args:
         own: Our packages, installed for the image's Python. An image that extends another does not get them.

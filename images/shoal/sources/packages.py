@@ -52,7 +52,7 @@ def build_wheel(package: Path, directory: Path) -> Path:
     """Build a package's wheel with the backend in its pyproject.toml, and return its path.
 
     The wheel is the same on every host. For that, hatchling's hooks, which compile C, do not run. The build of an image
-    compiles. Sets two variables of this process, and changes its working directory meanwhile.
+    compiles. Sets two variables of this process, which stay set, and changes its working directory meanwhile.
     """
     os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend, target = importlib.import_module(_backend(package)), directory.absolute()
@@ -63,7 +63,8 @@ def build_wheel(package: Path, directory: Path) -> Path:
 def install_package(package: Path, python: str, cache: Path) -> bytes:
     """Install a package as images with that Python have it, into an archive. Nothing is installed on this machine.
 
-    Its bytecode is included if this process runs that Python.
+    Its bytecode is included if this process runs that Python. Archives of earlier versions of the package are removed
+    from the cache. Like `build_wheel`, it sets variables of this process and changes its working directory meanwhile.
 
     Args:
         package: The package's directory in the checkout.
@@ -73,7 +74,7 @@ def install_package(package: Path, python: str, cache: Path) -> bytes:
         A tar archive from the image's root.
 
     Raises:
-        BuildError: If a module is not Python.
+        BuildError: If bytecode is included, and a module is not Python.
     """
     kept = cache / "installed" / f"{package.name}-{python}-{_identity(package)}.tar"
     with contextlib.suppress(OSError):
@@ -109,7 +110,8 @@ def read_digests(layer: bytes) -> dict[str, str]:
 def _install(package: Path, python: str) -> bytes:
     """Build a package's wheel, and return the files that it installs as a tar archive from the image's root.
 
-    Modules are compiled if this Python can do it for the image's. Nothing is installed here.
+    Modules are compiled if this Python can do it for the image's. RECORD also lists files that the image's build adds.
+    Nothing is installed here, but `build_wheel` changes this process.
     """
     # Not at the top: most builds find all of this in the cache.
     import installer

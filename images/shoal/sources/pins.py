@@ -1,4 +1,7 @@
-"""Reads lock files: the exact wheels, with hashes, of a layer of an image."""
+"""Reads lock files: the exact wheels, with hashes, of a layer of an image.
+
+It also makes their first lines, which show whether a lock is for the current requirements.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The record in an image's labels of how it was made. Only this module decides whether an image is up to date.
 
 The record has a key for each step. It covers the step's instructions, the files that these read, and the steps before:
-two builds share a step if they share its key. It does not cover the machine's configuration.
+two builds share a step if they share its key. It does not cover the machine's configuration. Compared with the record
+of a new build, it shows which steps would run, and why.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def make_record(steps: Iterable[Step], contents: Contents, base: str, templates:
 
 
 def read_record(labels: Mapping[str, str]) -> Record | None:
-    """Return the record that the labels of an image hold; None if they hold none."""
+    """Return the record that the labels of an image hold; None if they hold none, or a damaged one."""
     try:
         document = json.loads(labels[STEPS])
         return Record(tuple(RecordedStep(**step) for step in document["steps"]), document["templates"])

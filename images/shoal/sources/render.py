@@ -1,6 +1,6 @@
-"""Generates the committed files: Dockerfiles, from the Jinja templates in dockerfiles/, and JSON schemas.
+"""Reads the steps of images from the Jinja templates in dockerfiles/, and generates the committed files.
 
-The same templates, tables and image give the same text.
+These are Dockerfiles and JSON schemas. The same templates, tables and image give the same text.
 """
 
 from __future__ import annotations
@@ -74,13 +74,19 @@ def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] 
 
 
 def read_dropped(project: Project) -> DroppedFile:
-    """Return the files of wheels that images leave out. Raises `SpecError` with file, line and key."""
+    """Return the files of wheels that images leave out; none without dropped.yml.
+
+    Raises `SpecError` with file, line and key.
+    """
     path = project.templates / _DROPPED
     return yaml_file.read_yaml(path, DroppedFile)[0] if path.exists() else DroppedFile(dropped=())
 
 
 def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
-    """Return the template of `image`, those that it extends or imports, and the table that they use, by name."""
+    """Return the template of `image`, those that it extends, includes or imports, and dropped.yml, by name.
+
+    Files that do not exist are left out.
+    """
     wanted = [_DROPPED, f"{image.framework}.j2"]
     found: dict[str, bytes] = {}
     while wanted:

@@ -1,4 +1,4 @@
-"""Finds the wheels in pip's find-links directories that are locked."""
+"""Finds the locked wheels in local directories: pip's find-links directories, or the wheels of a bundle."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ MPIRUN = (
     ),
     Divergence("mpirun -mca plm", ADDITIONAL, "In a Slurm job too, our agents start the daemons.", ours="rsh"),
     Divergence(
-        "mpirun -mca ras", ADDITIONAL, "The hosts are those of the plan, also in a scheduler's job.", ours=r"\^slurm,.*"
+        "mpirun -mca ras", ADDITIONAL, "The plan names the hosts, also in a scheduler's job.", ours=r"\^slurm,.*"
     ),
     *each(
         ADDITIONAL,

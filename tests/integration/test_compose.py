@@ -55,5 +55,5 @@ def test_two_services_train_the_digits(
     assert done.returncode == 0, done.stdout + done.stderr
     assert codes == [0, 0], done.stdout
     assert "has no secret" not in done.stdout
-    assert {f"{rank},host-{rank // 2}" for rank in range(4)} == set(re.findall(r"\[(\d,host-\d)\]", done.stdout))
+    assert re.search(r"\[0,host-0\] test accuracy .* with world size 4", done.stdout), done.stdout
     assert (tmp_path / "model" / "model.pt").stat().st_size > 0

@@ -43,11 +43,11 @@ def add_file(archive: tarfile.TarFile, name: str, file: IO[bytes], mode: int = 0
     archive.addfile(entry, file)
 
 
-def pack_file(name: str, content: bytes) -> bytes:
-    """Return an archive of one file."""
+def pack_file(name: str, content: bytes, mode: int = 0o644) -> bytes:
+    """Return an archive of one file, which belongs to root."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        add_file(archive, name, io.BytesIO(content))
+        add_file(archive, name, io.BytesIO(content), mode)
     return buffer.getvalue()
 
 

@@ -121,7 +121,7 @@ def _create_hosts(
             config = job.encode_resource_config(request, host)
             hosts[host].put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config))
             if secret:
-                hosts[host].put_archive("/", archive.pack_file(SECRET_PATH, secret.encode()))
+                hosts[host].put_archive("/", archive.pack_file(SECRET_PATH, secret.encode(), 0o600))
     return hosts
 
 

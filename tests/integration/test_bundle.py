@@ -14,6 +14,7 @@ import pytest
 
 from shoal import docker_client
 from shoal.builds import bundled
+from shoal.docker_client.containers import JOB_LABEL
 from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
 
@@ -85,8 +86,8 @@ def six(project: Project) -> str:
 
 def containers_of_bundles(client: docker.DockerClient) -> set[str]:
     """The containers that collect Debian packages, by their job's name."""
-    jobs = (container.labels.get("shoal.job", "") for container in client.containers.list(all=True))
-    return {job for job in jobs if job.startswith("debian-")}
+    listed = client.api.containers(all=True, filters={"label": JOB_LABEL})  # other tests remove theirs meanwhile
+    return {job for container in listed if (job := container["Labels"][JOB_LABEL]).startswith("debian-")}
 
 
 def run(directory: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -201,14 +201,14 @@ def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path
         "import os, pathlib, sys\nprint(sys.argv, dict(os.environ), flush=True)\n"
         "print('hosts', os.environ['SM_HOSTS'], len(pathlib.Path('/run/shoal-job-secret').read_text()))\n"
     )
-    options = ["--hosts", "2", "--procs-per-host", "1", "--env", "SHOAL_JOB_SECRET=planted-secret"]
+    options = ["--hosts", "2", "--procs-per-host", "1", "--env", "SHOAL_JOB_SECRET=planted-secret-17"]
     image = matrix.select("pytorch-*-cpu-*-debian12").tag
     result = subprocess.run(
         command(image, source, tmp_path / "jobs", *options), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert (
-        result.stdout.count('hosts ["algo-1","algo-2"] 14') + result.stdout.count('hosts ["algo-1", "algo-2"] 14') == 2
+        result.stdout.count('hosts ["algo-1","algo-2"] 17') + result.stdout.count('hosts ["algo-1", "algo-2"] 17') == 2
     )
     assert "no secret" not in result.stdout
     assert "planted" not in result.stdout + result.stderr

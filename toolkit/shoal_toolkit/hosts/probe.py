@@ -11,7 +11,7 @@ from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.system.loop import WRITE, Loop
 
 _SECONDS = 2.0
-_BACKLOG = 4096  # connections that nobody accepts
+_BACKLOG = 4096  # connections that wait to be accepted
 
 
 def open_port(port: str) -> socket.socket | None:

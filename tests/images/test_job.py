@@ -174,6 +174,7 @@ def test_tree_is_like_sagemakers(request_: job.JobRequest, tmp_path: Path) -> No
         ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of that, or use --gpus none"),
         ({"memory": "much"}, "--memory much: expected a size such as 512m or 2g"),
         ({"channels": {"tr aining": Path("/tmp")}}, "--channel 'tr aining'"),
+        ({"environment": {"SHOAL_JOB_SECRET": "short"}}, "--env SHOAL_JOB_SECRET: `train` takes 16 to 4096 characters"),
     ],
 )
 def test_wrong_requests_are_errors_before_anything_starts(

@@ -24,8 +24,6 @@ _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}\Z){_LABEL.pattern}(\.{_LABEL.pattern})*
 _CPUS = re.compile(r"\d+(\.\d{1,3})?|\d+m")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENTS = "requirements.txt"
-_SECRET_LENGTHS = range(16, 4096 + 1)
-"""How many characters `train` takes as a secret."""
 _RESERVED = {
     "TRAINING_JOB_NAME": "it is the name of the job. Fix: --name",
     "SHOAL_HOSTS": "the file, or its controller, lists the hosts. Fix: --hosts",
@@ -153,16 +151,7 @@ class KubernetesRequest:
             if variable in _RESERVED:
                 raise UsageError(f"--env {variable}: {_RESERVED[variable]}")
             _check_text(f"--env {variable}", value)
-        secret = self.environment.get(job.SECRET)
-        if secret is None:
-            return
-        if job.SECRET_FILE in self.environment:
-            raise UsageError(f"--env {job.SECRET} and {job.SECRET_FILE}: `train` refuses both. Fix: leave out one")
-        if len(secret.strip()) not in _SECRET_LENGTHS:
-            raise UsageError(
-                f"--env {job.SECRET}: `train` takes {_SECRET_LENGTHS[0]} to {_SECRET_LENGTHS[-1]} characters. Fix:"
-                " leave it out, and the file gets a new secret"
-            )
+        job.check_secret(self.environment)
 
     def _check_names(self) -> None:
         """Raise `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""

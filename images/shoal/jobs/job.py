@@ -23,6 +23,7 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
 
 `train` accepts only one of the two."""
+_SECRET_LENGTHS = range(16, 4096 + 1)  # characters that `train` takes in a file
 RESOURCE_CONFIG = "input/config/resourceconfig.json"
 """The only file of the tree that differs between hosts."""
 SHM_SIZE = "1g"
@@ -66,6 +67,7 @@ class JobRequest:
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
         gpus.check_gpus_option(self.gpus, self.hosts)
+        check_secret(self.environment)
         self.encode_hyperparameters("")
 
     @property
@@ -131,6 +133,20 @@ def check_source(source: Path, entry_point: str) -> None:
         names = sorted(path.name for path in source.iterdir())
         hint = did_you_mean(entry_point, names)
         raise UsageError(f"--entry-point {entry_point}: not in {source}.{hint} It contains: {', '.join(names)}")
+
+
+def check_secret(environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` unless `train` takes the job's secret in an environment. None there is right too."""
+    secret = environment.get(SECRET)
+    if secret is None:
+        return
+    if SECRET_FILE in environment:
+        raise UsageError(f"--env {SECRET} and {SECRET_FILE}: `train` refuses both. Fix: leave out one")
+    if len(secret.strip()) not in _SECRET_LENGTHS:
+        raise UsageError(
+            f"--env {SECRET}: `train` takes {_SECRET_LENGTHS[0]} to {_SECRET_LENGTHS[-1]} characters. Fix: leave it "
+            "out, and the job gets a new secret"
+        )
 
 
 def check_size(option: str, size: str | None) -> int:

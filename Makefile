@@ -139,7 +139,7 @@ bench-tensorflow: image ## measure the tape and collectives in the TensorFlow im
 bench-scale: setup ## check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
 	@$(BIN)/python benchmarks/scale.py
 
-bench-cluster: setup ## launch jobs on 2 to 64 hosts of this machine: time, and memory and open files of the first (needs root)
+bench-cluster: setup ## launch jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
 	@$(BIN)/python benchmarks/cluster.py
 
 bench-gpu: setup ## measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU

@@ -14,23 +14,28 @@ mpirun. A small program replaces torchrun, which imports torch for seconds on ev
 - `cluster-model-LAUNCHER`: the relative error of the model at 64 hosts. The model is a line through the processor times
   at 2, 8 and 32 hosts.
 
+- `slurm-…`: a job of 2 nodes, see `cluster_slurm.py`.
+
 The lines for 1,000 hosts are of that MODEL, not measured. Use a machine without other load: a host counts as lost after
 10 s of silence.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+import cluster_slurm
 from cluster_hosts import LAUNCHERS, MPI, PYTHON, Costs, Times, look, run
 from hosts import Host, missing, switched_hosts
 from report import Figure, finish, make_parser, print_machine
 from scale_model import errors, fit
 
+SLURM = "slurm"
 COUNTS = (2, 8, 32, 64)
 MODELLED = 1000
 SECONDS, KILOBYTES, FILES = 6, 100, 3
@@ -43,25 +48,34 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--hosts", type=int, nargs="+", default=COUNTS, metavar="N", help="three or more numbers (2 8 32 64)"
     )
-    parser.add_argument("--launcher", choices=LAUNCHERS, nargs="+", default=LAUNCHERS, help="only these")
+    launchers = (*LAUNCHERS, SLURM)
+    parser.add_argument("--launcher", choices=launchers, nargs="+", default=launchers, help="only these")
     options = parser.parse_args(arguments)
     problem = missing("unshare")
     if problem:
         print(f"no hosts on this machine, it lacks {problem}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # hosts and the cluster are ended then
     print_machine()
-    counts = sorted(options.hosts)
+    figures = measure_hosts(sorted(options.hosts), [each for each in options.launcher if each != SLURM], options.rounds)
+    return finish([*figures, *(cluster_slurm.measure(options.rounds) if SLURM in options.launcher else [])])
+
+
+def measure_hosts(counts: Sequence[int], launchers: Sequence[str], rounds: int) -> list[Figure]:
+    """Returns the figures of jobs on so many hosts of this machine; none without a launcher."""
     figures: list[Figure] = []
+    if not launchers:
+        return figures
     with switched_hosts(counts[-1]) as hosts, tempfile.TemporaryDirectory() as directory:
         job = Path(directory, "job")
-        floor = {count: measure(hosts[:count], PYTHON, job, options.rounds) for count in counts}
-        for launcher in options.launcher:
-            times = {count: measure(hosts[:count], launcher, job, options.rounds) for count in counts}
+        floor = {count: measure(hosts[:count], PYTHON, job, rounds) for count in counts}
+        for launcher in launchers:
+            times = {count: measure(hosts[:count], launcher, job, rounds) for count in counts}
             costs = {count: look(hosts[:count], launcher, job) for count in (counts[0], counts[-1])}
             figures += time_figures(launcher, times, floor)
             figures += cost_figures(launcher, costs)
             figures.append(check_model(launcher, times))
-    return finish(figures)
+    return figures
 
 
 def measure(hosts: Sequence[Host], launcher: str, directory: Path, rounds: int) -> Times:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import statistics
 import sys
 import time
 from pathlib import Path
 
-from report import Figure, finish, make_parser, print_machine
+from report import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -29,14 +28,6 @@ SCRIPT = """import os, time
 open(f"{os.environ['STARTED']}/{time.time()}-{os.environ['SLURMD_NODENAME']}-{os.getpid()}", "w")
 """
 START = 'SAGEMAKER_BASE_DIR="$PWD/$SLURMD_NODENAME" exec "$0"'
-
-
-def main(arguments: list[str]) -> int:
-    """Measure, and print the figures."""
-    options = make_parser(__doc__, 5).parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the cluster is ended then, too
-    print_machine()
-    return finish(measure(options.rounds))
 
 
 def measure(rounds: int) -> list[Figure]:
@@ -83,7 +74,3 @@ def start_job(cluster: Cluster, work: Path, command: list[object]) -> float:
     if done.returncode or len(times) != RANKS:
         sys.exit(f"{len(times)} of {RANKS} ranks have started: {done.stdout}{done.stderr}")
     return min(times) - began
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

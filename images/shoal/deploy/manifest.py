@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,8 @@ def build_objects(request: KubernetesRequest) -> list[Object]:
         UsageError: If the source directory cannot be read, or is too large.
     """
     objects = [_build_network_policy(request), _build_config_map(request)]
-    if has_secret(request):
-        secret = request.environment.get(job.SECRET) or secrets.token_hex(32)
+    secret = job.make_secret(request.environment)
+    if secret is not None:
         objects.append(_build_object(request, "Secret", "secret", stringData={SECRET_KEY: secret}, immutable=True))
     return objects + build_workload(request)
 

@@ -101,7 +101,7 @@ def _create_hosts(
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, name)
     settings = _container_settings(request, name, str(network.name))
-    secret = request.make_secret()
+    secret = job.make_secret(request.environment)
     with TemporaryDirectory(prefix="shoal-job-") as scratch, TemporaryFile() as packed_tree:
         tree = Path(scratch)
         job.write_tree(tree, request, name)

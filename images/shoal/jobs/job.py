@@ -80,13 +80,6 @@ class JobRequest:
         """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
 
-    def make_secret(self) -> str | None:
-        """Return the job's secret: the one in `environment`, otherwise 256 new random bits in hexadecimal.
-
-        None if `environment` names a file with the secret, which the hosts already have.
-        """
-        return None if SECRET_FILE in self.environment else self.environment.get(SECRET) or secrets.token_hex(32)
-
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
 
@@ -133,6 +126,14 @@ def check_source(source: Path, entry_point: str) -> None:
         names = sorted(path.name for path in source.iterdir())
         hint = did_you_mean(entry_point, names)
         raise UsageError(f"--entry-point {entry_point}: not in {source}.{hint} It contains: {', '.join(names)}")
+
+
+def make_secret(environment: Mapping[str, str]) -> str | None:
+    """Return the secret for a job: the one in its environment, otherwise 256 new random bits in hexadecimal.
+
+    None if the environment names a file with the secret, which the hosts already have.
+    """
+    return None if SECRET_FILE in environment else environment.get(SECRET) or secrets.token_hex(32)
 
 
 def check_secret(environment: Mapping[str, str]) -> None:

@@ -51,7 +51,7 @@ def run_job_locally(request: job.JobRequest, console: Console) -> job.JobResult:
         "TRAINING_JOB_NAME": name,
         "PATH": f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
-    if job.SECRET_FILE not in environment and (secret := request.make_secret()):
+    if job.SECRET_FILE not in environment and (secret := job.make_secret(request.environment)):
         environment.setdefault(job.SECRET, secret)
     code = _run_train(str(train), environment, console)
     shutil.rmtree(tree / "code")

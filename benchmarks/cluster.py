@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_hosts(counts: Sequence[int], launchers: Sequence[str], rounds: int) -> list[Figure]:
-    """Returns the figures of jobs on so many hosts of this machine; none without a launcher."""
+    """Returns the figures of jobs with these numbers of hosts, all on this machine; none without a launcher."""
     figures: list[Figure] = []
     if not launchers:
         return figures

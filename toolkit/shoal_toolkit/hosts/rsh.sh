@@ -1,7 +1,7 @@
 #!/bin/sh
 # Replaces ssh for mpirun: asks `train` to run a command on another host, and ends with the exit code that it answers.
-# daemons.py is the other side. mpirun starts one for each host, all at the same time, and a Python
-# for each would take more memory and time.
+# daemons.py is the other side.
+# mpirun starts one for each host, all at the same time. A Python for each would take more memory and time.
 #
 # mpirun runs it with a host and a command. The exit code is 255, like ssh's, if `train` ends without an answer.
 host="$1"

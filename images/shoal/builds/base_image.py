@@ -189,7 +189,7 @@ def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | N
 
 
 def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return the image that was made here by the present recipe, if Docker has one."""
+    """Return the image that was made here by the present recipe; None if Docker has none."""
     # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
     images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={recipe_digest(system)}"})
     tagged = sorted(tag for image in images for tag in image["RepoTags"])

@@ -1,4 +1,4 @@
-"""The file for `kubectl create`: the objects of a job as YAML."""
+"""The file for `kubectl create`: the objects of a job as YAML, with the packed source code in one of them."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class _Handle(Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Returns the collective's error, if it has ended with one."""
+        """Returns the collective's error, if it has ended with one; otherwise None."""
         try:
             if self._future.done():
                 self._future.value()

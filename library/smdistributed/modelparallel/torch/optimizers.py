@@ -62,7 +62,10 @@ class _Layerwise(torch.optim.Optimizer):
         """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates one parameter in place, by its gradient. `own`: its state, which may be empty and is changed."""
+        """Updates one parameter in place, by its gradient. Each optimizer overrides it.
+
+        `group` is the parameter's group. `own` is its state, which may be empty and is changed.
+        """
         raise NotImplementedError
 
     def _gradients(self) -> Iterator[torch.Tensor]:

@@ -186,7 +186,7 @@ class _Handle(Work):
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
-        """Returns a future that ends with the result, or with the collective's error. Then C++ needs no handle."""
+        """Returns a future that ends with the result, or with the collective's error. Lets this handle be freed."""
         self._release()
         return self._for_cpp
 

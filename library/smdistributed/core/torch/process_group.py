@@ -477,7 +477,7 @@ def _close(queue: CollectiveQueue, engine: Engine, torchs: dict[str, Any], pid: 
 
     gloo's threads must not outlive the interpreter: freeing a tensor then would abort the process. A forked process
     does not have these threads, and gloo would wait for them; there gloo is never freed. `torchs` has torch's groups,
-    and is emptied. `pid` is the process that made them.
+    and is emptied then. `pid` is the process that made them.
     """
     if os.getpid() != pid:
         for group in torchs.values():

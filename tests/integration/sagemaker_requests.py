@@ -175,7 +175,7 @@ def record(case: Case) -> dict[str, Any]:
         "uploads": {
             address: content.decode() if address.endswith(DRIVER_SETTINGS) else _digest(content)
             for address, content in sorted(uploads.items())
-            if "/__pycache__/" not in address  # it depends on what has run before
+            if not _is_bytecode(address)
         },
     }
     recorded: dict[str, Any] = json.loads(json.dumps(recording).replace(job, "JOB").replace(str(ROOT), "CHECKOUT"))
@@ -200,8 +200,14 @@ def _digest(content: bytes) -> str | dict[str, str]:
     if not content.startswith(b"\x1f\x8b"):
         return hashlib.sha256(content).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        files = [(member.name, archive.extractfile(member)) for member in archive.getmembers() if member.isfile()]
+        members = [each for each in archive.getmembers() if each.isfile() and not _is_bytecode(each.name)]
+        files = [(member.name, archive.extractfile(member)) for member in members]
         return {name: hashlib.sha256(file.read()).hexdigest() for name, file in sorted(files) if file}
+
+
+def _is_bytecode(path: str) -> bool:
+    """Returns whether a file is bytecode: whether one is there depends on the programs that ran before."""
+    return "__pycache__" in path.split("/")
 
 
 def main(names: list[str]) -> int:

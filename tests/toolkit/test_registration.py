@@ -9,6 +9,7 @@ import pytest
 
 from shoal_toolkit.discovery.host_list import HostList, Registration
 from shoal_toolkit.hosts import registration, wire
+from shoal_toolkit.hosts.messages import Register
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.job.settings import Settings, take_settings
 from shoal_toolkit.system.loop import Loop
@@ -78,4 +79,22 @@ def test_a_child_that_does_not_register_is_disconnected_and_one_that_does_stays(
     run_until(loop, lambda: silent.lost)  # later than the child's own limit
     assert list(desk._registered) == [1], child.problem
     for side in (child, silent, desk):
+        side.close()
+
+
+class Greedy(registration._Visitor):
+    """A child that registers its own rank, and then the next one."""
+
+    def _on_found(self, host: str, channel: Channel) -> None:
+        super()._on_found(host, channel)
+        channel.send(Register(self._rank + 1))
+
+
+def test_a_child_registers_one_rank_only(loop: Loop) -> None:
+    settings = choose_settings()
+    desk = registration._Desk(loop, list_hosts(3, 0), settings)
+    child = Greedy(loop, list_hosts(3, 1), settings)
+    run_until(loop, lambda: bool(child.problem or desk.addresses))
+    assert (desk.addresses, desk._registered) == ((), {})
+    for side in (child, desk):
         side.close()

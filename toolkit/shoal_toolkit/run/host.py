@@ -261,6 +261,7 @@ def make_report(task: Task) -> dict[str, Any]:
         "interface": plan.interface if plan else None,
         "launch_seconds": None,
         "training_seconds": None,
+        "restarts": [],
         "exit_code": None,
         "began": round(time.time() - (time.monotonic() - task.began), 3),
     }

@@ -16,7 +16,7 @@ from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
-from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.loop import Loop, Timer
 from shoal_toolkit.system.process import (
     MARK,
     find_descendants,
@@ -31,6 +31,7 @@ from shoal_toolkit.system.process import (
 )
 
 _POLL_SECONDS = 0.1
+_KILL_SECONDS = 10.0
 
 # Returns the reader of a process's stdout (1) or stderr (2).
 ReaderOf = Callable[[int], Callable[[bytes], None]]
@@ -76,6 +77,7 @@ class HostProcesses:
         self._on_end: Callable[[int], None] = events.on_command_ended
         self._pid = self._since = 0
         self._stopping = self._killed = False
+        self._limit = Timer(0, lambda: None)  # for the end before a restart
         self.directory = ""  # the run directory, if ranks run here
 
     @property
@@ -223,7 +225,7 @@ class HostProcesses:
         return sources, [write for _, write in pipes]
 
     def _start_sidecars(self) -> None:
-        """Starts the sidecars.
+        """Starts the sidecars that don't run yet.
 
         Their output goes to stdout and stderr of `train`, or through the log if that must be read.
         """
@@ -232,7 +234,10 @@ class HostProcesses:
             lines = Lines(b"")  # whole lines, because several processes write at once
             return lambda data: self._events.on_launcher_output(stream, lines.feed(data))
 
+        running = {name for name, _ in self._sidecars.values()}  # those that drain, after a restart
         for sidecar in self._plan.sidecars:
+            if sidecar.name in running:
+                continue
             sources, writes = self._make_pipes(reader_of) if self._reads_all else ([], [STDOUT, STDERR])
             # A sidecar that drains waits for SIGTERM. The signal may come before its Python is ready.
             blocked = (signal.SIGTERM,) if sidecar.drains else ()
@@ -288,10 +293,51 @@ class HostProcesses:
                 signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Adds variables to the environment of all processes that are started from now on."""
+        self._environ.update(variables)
+
+    def end(self, on_ended: OnSetUp) -> None:
+        """Kills the command, its ranks and the sidecars that don't drain, so that the host can start again.
+
+        Args:
+            on_ended: Called with None when nothing is left, or with an error if a process still runs after 10 s.
+        """
+        self._limit.cancel()
+
+        def finish(_: int) -> None:
+            self._limit.cancel()
+            self._forget_command()
+            on_ended(None)
+
+        hangs = LaunchError("A process does not end although it was killed, so that the job cannot start again.")
+        self._limit = self._loop.call_later(_KILL_SECONDS, lambda: on_ended(hangs))
+        self._on_end = finish
+        if self.running:
+            self.kill()
+        else:
+            self._limit.cancel()
+            self._limit = self._loop.call_later(0, lambda: finish(0))
+
+    def _forget_command(self) -> None:
+        """Resets what belongs to the command that has ended, and kills the sidecars that don't drain."""
+        self._stopping = self._killed = False
+        self._on_end = self._events.on_command_ended
+        self._close_ranks()
+        draining = {sidecar.name for sidecar in self._plan.sidecars if sidecar.drains}
+        for pid in [pid for pid, (name, _) in self._sidecars.items() if name not in draining]:
+            _, sources = self._sidecars.pop(pid)
+            signal_group(pid, signal.SIGKILL)
+            self._loop.on_child(pid, lambda _, ended=sources: [source.finish() for source in ended])  # type: ignore[misc]
+
     def close(self) -> None:
         """Kills the sidecars, reads the last output of the ranks, and removes the run directory."""
         for pid in self._sidecars:
             signal_group(pid, signal.SIGKILL)
+        self._close_ranks()
+
+    def _close_ranks(self) -> None:
+        """Reads the last output of the ranks, and removes the run directory, if there are ranks."""
         if self._ranks is not None:
             self._ranks.finish()
             self._ranks = None

@@ -23,7 +23,7 @@ LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    *("SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON"),
+    *("SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON", "SHOAL_STANDBY"),
 )
 # Set by `train` and the library, not by users.
 _INTERNAL = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS")
@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     log_format: str  # one of LOG_FORMATS
     max_restarts: int = 0
     restart: int = 0  # restarts of this job before this `train`, which count too
+    standby: bool = True  # keep a process with imported frameworks for restarts
 
 
 def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
@@ -77,6 +78,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
         max_restarts=number("SHOAL_MAX_RESTARTS", 0, 0, MOST_RESTARTS),
         restart=number("SHOAL_RESTART", 0, 0, MOST_RESTARTS),
+        standby=bool(number("SHOAL_STANDBY", 1, 0, 1)),
     )
     if settings.log_format not in LOG_FORMATS:
         problems.append(

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.light_typing import Protocol
+from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
@@ -29,6 +29,9 @@ from shoal_toolkit.system.process import (
     signal_process,
     spawn,
 )
+
+if TYPE_CHECKING:  # few jobs have one
+    from shoal_toolkit.run.standby import Standby
 
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
@@ -69,7 +72,7 @@ class HostProcesses:
         self._environ = {**environ, **plan.env}
         self._events = events
         self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
-        self._mark = os.urandom(8).hex()
+        self._own_mark = self._mark = os.urandom(8).hex()  # of the commands of this process, of the current command
         self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
         self._sidecars: dict[int, tuple[str, list[Source]]] = {}  # pid → name, readers of its output
@@ -79,6 +82,8 @@ class HostProcesses:
         self._stopping = self._killed = False
         self._limit = Timer(0, lambda: None)  # for the end before a restart
         self.directory = ""  # the run directory, if ranks run here
+        self._standby: Standby | None = None
+        self._forks = False  # the standby starts the command
 
     @property
     def running(self) -> bool:
@@ -151,8 +156,41 @@ class HostProcesses:
             )
         )
 
+    def keep_standby(self) -> None:
+        """Has a standby start this host's command from the second time on, if it can (standby.py)."""
+        from shoal_toolkit.run.standby import Standby, can_fork
+
+        if can_fork(self._plan):
+            self._standby = Standby(self._loop, self._plan, self._environ)
+
     def start(self) -> None:
-        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't."""
+        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't.
+
+        If a standby is importing frameworks, the command starts when that is ready.
+        """
+        if self._standby is None:
+            self._start_command()
+        else:
+            self._standby.when_ready(self._start_with_standby)
+
+    def _start_with_standby(self, is_ready: bool) -> None:
+        """Starts this host's own command, forked by the standby if that is ready.
+
+        A command that can't be started is logged, and reported as one that has ended with 127.
+        """
+        self._forks = is_ready
+        try:
+            self._start_command()
+        except LaunchError as error:
+            write_log(str(error))
+            self._events.on_command_ended(127)
+        finally:
+            self._forks = False
+        if self._standby is not None and self._pid:
+            self._standby.prepare(self._pid)
+
+    def _start_command(self) -> None:
+        """Starts this host's own command and the sidecars. Raises LaunchError if it can't."""
         if self._plan.has_ranks:
             self.prepare_ranks()
             self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)
@@ -304,6 +342,8 @@ class HostProcesses:
             on_ended: Called with None when nothing is left, or with an error if a process still runs after 10 s.
         """
         self._limit.cancel()
+        if self._standby is not None:
+            self._standby.cancel_wait()
 
         def finish(_: int) -> None:
             self._limit.cancel()
@@ -331,9 +371,11 @@ class HostProcesses:
             self._loop.on_child(pid, lambda _, ended=sources: [source.finish() for source in ended])  # type: ignore[misc]
 
     def close(self) -> None:
-        """Kills the sidecars, reads the last output of the ranks, and removes the run directory."""
+        """Kills the sidecars and the standby, reads the last output of the ranks, and removes the run directory."""
         for pid in self._sidecars:
             signal_group(pid, signal.SIGKILL)
+        if self._standby is not None:
+            self._standby.close()
         self._close_ranks()
 
     def _close_ranks(self) -> None:
@@ -350,11 +392,15 @@ class HostProcesses:
     ) -> None:
         """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
 
-        `_on_child_ended` is called when it has ended.
+        The standby forks it if it is to, and can. `_on_child_ended` is called when it has ended.
         """
         try:
-            marks = f"{env.get(MARK, '')} {self._mark}".strip()
-            self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
+            if self._standby is not None and self._forks and (pid := self._standby.fork(env, outputs, self.directory)):
+                self._pid, self._mark = pid, self._standby.mark
+            else:
+                self._mark = self._own_mark
+                marks = f"{env.get(MARK, '')} {self._mark}".strip()
+                self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
             self._since = int(read_start_time(self._pid) or self._since)
         finally:
             for fd in to_close:

@@ -25,7 +25,13 @@ from shoal_toolkit.discovery.sources import remove_launch_variables
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import Settings, derive_rank_secret, describe_restarts, take_settings, warn_without_secret
+from shoal_toolkit.job.settings import (
+    Settings,
+    derive_rank_secret,
+    describe_restarts,
+    take_settings,
+    warn_without_secret,
+)
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import configure_log, write_log
 from shoal_toolkit.plan.launcher import select_hosts

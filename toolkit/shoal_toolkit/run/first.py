@@ -25,7 +25,7 @@ from shoal_toolkit.run.rank_table import RankTable, explain
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
     from shoal_toolkit.hosts.connect import WorkerSearch
     from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
-    from shoal_toolkit.hosts.messages import CommandEnded, HostFailed
+    from shoal_toolkit.hosts.messages import CommandEnded, HostFailed, Ready
     from shoal_toolkit.hosts.wire import Channel
     from shoal_toolkit.output.mpirun_log import MpirunLog
     from shoal_toolkit.run.preflight import Preflight
@@ -169,8 +169,8 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. With mpirun on several hosts, it also
-        listens for requests to start daemons. Raises TrainError if a process can't be started.
+        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. With mpirun on several
+        hosts, it also listens for requests to start daemons. Raises TrainError if a process can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None
@@ -257,29 +257,31 @@ class FirstHost(Host):
         """
         from shoal_toolkit.hosts import messages
 
-        if isinstance(message, messages.HostFailed):
+        if isinstance(message, (messages.HostFailed, messages.Ready)):
             if message.number == self._awaited:
-                self._on_host_failed(host, message)
+                self._on_state(host, message)
         elif isinstance(message, messages.StopReceived):
             self._on_stopped_host(host, message.signal)
         elif isinstance(message, messages.Facts):
             if self._preflight is not None:  # without a plan there is none, and a worker has facts all the same
                 self._preflight.add(host, message.facts)
-        elif isinstance(message, messages.Ready):
-            if message.number == self._awaited:
-                if host not in self._unready:
-                    raise messages.ProtocolError("it is ready for the second time")
-                self._on_ready(host)
-        elif self._launched:
+        elif self._launched or self._awaited:
             self._on_rank_message(host, message)
-        elif self._awaited:
-            if isinstance(message, messages.Output):
-                self.on_rank_output(message.stream, message.rank, message.data)
         else:
             raise messages.ProtocolError(f"{type(message).__name__} before the launch")
 
-    def _on_host_failed(self, host: str, message: HostFailed) -> None:
-        """Fails or restarts the job because a worker can't take part."""
+    def _on_state(self, host: str, message: HostFailed | Ready) -> None:
+        """Notes a worker that is ready. Fails or restarts the job if it can't take part.
+
+        Raises ProtocolError if it is ready for the second time.
+        """
+        from shoal_toolkit.hosts.messages import ProtocolError, Ready
+
+        if isinstance(message, Ready):
+            if host not in self._unready:
+                raise ProtocolError("it is ready for the second time")
+            self._on_ready(host)
+            return
         result = Result(message.code or 1, f"On {host}: {message.message}")
         if self._launched and message.restartable:
             self._fail(result, host=host)
@@ -292,6 +294,8 @@ class FirstHost(Host):
 
         if isinstance(message, messages.Output):
             self.on_rank_output(message.stream, message.rank, message.data)
+        elif not self._launched:
+            return  # about an earlier start
         elif isinstance(message, messages.RankStarted):
             self._note_start(host, message.rank)
         elif isinstance(message, messages.RankEnded):
@@ -372,7 +376,9 @@ class FirstHost(Host):
     def _note_end(self, rank: int, code: int) -> None:
         """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here.
 
-        A failure that restarts the job does so at once, also with mpirun. A job that is being stopped ends when all ranks that have started have ended.
+        A failure that restarts the job does so at once, also with mpirun.
+
+        A job that is being stopped ends when all ranks that have started have ended.
         """
         self._ranks.add_end(rank, code)
         if self.stopped_by:
@@ -399,10 +405,12 @@ class FirstHost(Host):
     def _check_end(self) -> None:
         """Sets the result once every host's own command has ended; mpirun's failure is handled before.
 
+        During a restart it does nothing.
+
         It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it. Before a
         success it may warn about an exception in a shell script.
         """
-        if self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
+        if not self._launched or self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
             return
         if self.stopped_by:
             self.set_result(Result.from_signal(self.stopped_by))

@@ -28,7 +28,7 @@ class Restarts:
         self._paths = paths
         self._report = report
         self._failed_at = 0.0  # time.monotonic() of the failure whose restart has not ended
-        self._last: tuple[str, Mapping[str, int]] = ("", {})  # the last failure, and the checkpoints at that time
+        self._last: tuple[str, Mapping[str, int]] | None = None  # the last failure, and the checkpoints at that time
 
     def explain_refusal(self, failure: Result) -> str:
         """Returns why a failure does not restart the job; empty if it does."""

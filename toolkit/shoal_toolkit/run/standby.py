@@ -54,7 +54,7 @@ class Standby:
             self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, _LOOKS))
 
     def _look(self, command: int, looks: int) -> None:
-        """Starts the standby with the frameworks of the command's processes; looks again after 5 s if there are none."""
+        """Starts the standby with the frameworks of the command's processes. Without any, it looks again after 5 s."""
         modules = find_modules([command, *find_descendants(command)])
         if modules:
             self._start(modules)
@@ -121,7 +121,10 @@ class Standby:
         """
         request = {
             "argv": self._plan.script[1:],
-            "env": {**{name: variables[name] for name in variables if name not in SHELL_VARIABLES}, MARK: self._marks()},
+            "env": {
+                **{name: variables[name] for name in variables if name not in SHELL_VARIABLES},
+                MARK: self._marks(),
+            },
             "cwd": self._plan.cwd,
             "directory": directory,
             "ranks": list_rank_variables(self._plan) if self._plan.has_ranks else [],

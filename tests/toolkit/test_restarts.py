@@ -290,7 +290,7 @@ def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
         "import sys, time\nif 'shoal_toolkit.sidecars.install' in sys.orig_argv: time.sleep(60)\n"
     )
     hosts.start(WORKER, PYTHONPATH=str(slow))
-    time.sleep(1)
+    until(hosts.log(FIRST), f"{WORKER} has come back")
     hosts.lose(WORKER)
     until(hosts.log(FIRST), "restart 2 of at most 3")
     (hosts.trees[1].code / "requirements.txt").unlink()

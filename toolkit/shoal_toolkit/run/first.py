@@ -159,7 +159,8 @@ class FirstHost(Host):
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        if self._restarts is not None and self._awaited:
+        if self._awaited:
+            write_log(f"{host} has come back")
             self._send_restart(channel)
         if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
             self.set_result(self._early)
@@ -410,7 +411,12 @@ class FirstHost(Host):
         It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it. Before a
         success it may warn about an exception in a shell script.
         """
-        if not self._launched or self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
+        if (
+            not self._launched
+            or self._pending
+            or self.result is not None
+            or (self.plan.by_mpirun and not self._mpirun_over)
+        ):
             return
         if self.stopped_by:
             self.set_result(Result.from_signal(self.stopped_by))
@@ -446,7 +452,8 @@ class FirstHost(Host):
         if (code or rank is not None) and not self.stopped_by:  # MPI_Abort(256) ends mpirun with 0
             if rank is not None and self._ranks.host_of.get(rank) == self.name:
                 self._ranks.add_facts(self.name, self.collect_facts())
-            self._fail(self._ranks.explain_mpirun(log, rank, code or 1), **({} if rank is None else {"rank": rank}))
+            where = {} if rank is None else {"rank": rank}
+            self._fail(self._ranks.explain_mpirun(log, rank, code or 1), **where)
             return
         self._check_end()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
@@ -368,7 +369,7 @@ class HostProcesses:
         for pid in [pid for pid, (name, _) in self._sidecars.items() if name not in draining]:
             _, sources = self._sidecars.pop(pid)
             signal_group(pid, signal.SIGKILL)
-            self._loop.on_child(pid, lambda _, ended=sources: [source.finish() for source in ended])  # type: ignore[misc]
+            self._loop.on_child(pid, partial(_finish_sources, sources))
 
     def close(self) -> None:
         """Kills the sidecars and the standby, reads the last output of the ranks, and removes the run directory."""
@@ -435,6 +436,12 @@ class HostProcesses:
     def _may_be_saving(self) -> bool:
         """Whether child processes of a stopped script still run, and may save a checkpoint. A shell ends at once."""
         return has_orphans(self._pid) or bool(find_marked(self._mark, self._since))
+
+
+def _finish_sources(sources: Sequence[Source], _: int) -> None:
+    """Reads the last output of a sidecar that was killed."""
+    for source in sources:
+        source.finish()
 
 
 def _explain_setup_failure(command: Sequence[str], code: int, output: str) -> LaunchError:

@@ -9,8 +9,7 @@ Both run the same script with 2 ranks on this machine (resume_train.py: gloo, a 
   multiplied by the median time of a step without failures, and divided by the time since the first step.
 
 Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
-`rank-killed-...` are the parts of our restart: until the script runs again, its imports, loading its checkpoint, and its
-first step.
+`rank-killed-...` are the parts of our restart: until the script runs again, its imports, its checkpoint, its first step.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ Both run the same script with 2 ranks on this machine (resume_train.py: gloo, a 
 - `rank-killed`: rank 1 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`;
 - `host-killed`: 2 hosts with a rank each; the second host is killed with its rank, and started again at once. Rival:
   torchrun with a rendezvous (c10d) and `--nnodes=1:2`;
-- `lost-share`: 1 - goodput with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step,
-  multiplied by the median time of a step without failures, and divided by the time since the first step.
+- `lost-share`: 1 - goodput with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times
+  the median time of a step without failures, divided by the time since the first step.
 
-Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
-`rank-killed-...` are the parts of our restart: until the script runs again, its imports, its checkpoint, its first step.
+Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn. The
+figures `rank-killed-...` are the parts of our restart: until the script runs again, its imports, its checkpoint, and its
+first step.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
 
 def start_torchrun(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
     """Start torchrun on one host."""
-    options = ["--nproc-per-node=2", "--max-restarts=1000", f"--master-port={port_of(directory, 'master')}"]
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000"]
     return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
 
 
@@ -259,7 +260,7 @@ def start_elastic(directory: Path, number: int, hosts: int) -> subprocess.Popen[
 
 
 def start_process(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command whose output goes to the log of the job."""
+    """Start a command. Its output goes to the log of the job."""
     shared = {"RESUME_DIRECTORY": str(directory), "RESUME_STEPS": FOREVER, "OMP_NUM_THREADS": "1"}
     with (directory / "log").open("ab") as log:
         return subprocess.Popen(command, env={**os.environ, **shared, **variables}, stdout=log, stderr=log)

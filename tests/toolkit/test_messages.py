@@ -38,7 +38,7 @@ VALID: list[Any] = [
     messages.CommandEnded(1, "words", None, {}, ""),
     messages.CommandEnded(1, "words", 3, {}, "it cannot be recorded"),
     messages.HostFailed(0, 2, "no script", False),
-    messages.Restart(3, "rank 1: it was killed"),
+    messages.Restart(3, "rank 1: it was killed", True),
     messages.StopReceived(2),
     messages.Register(2),
     messages.Addresses(["10.0.0.1", "10.0.0.2"]),
@@ -112,7 +112,7 @@ def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
         messages.JobResult(1, "", {"restarts": [{"deep": {"er": 1}}]}),
         messages.JobResult(1, "", {"restarts": [[1]]}),
         messages.HostFailed(0, 1, "", 1),  # type: ignore[arg-type]
-        messages.Restart(1, "two\nlines"),
+        messages.Restart(1, "two\nlines", False),
         messages.Output(3, 1, b""),
         messages.Output(0, 1, b""),
     ],

@@ -100,6 +100,7 @@ class Restart(NamedTuple):
 
     number: int  # restarts of the job so far
     reason: str
+    standby: bool  # whether standbys fork the ranks: torchrun on one host and a standby on another would not meet
 
 
 class JobResult(NamedTuple):
@@ -306,7 +307,7 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
-    b"N": (Restart, (_check_code, _check_line)),
+    b"N": (Restart, (_check_code, _check_line, _check_flag)),
     b"r": (Ready, (_check_code,)),
     b"f": (HostFailed, (_check_code, _check_code, _check_text, _check_flag)),
     b"t": (StopReceived, (_check_stop_signal,)),

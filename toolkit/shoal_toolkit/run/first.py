@@ -4,8 +4,8 @@ It launches once every host is ready: connected, and set up. The result: mpirun 
 failed first. If every host starts its own command, the first rank or host that fails decides. The other hosts get the
 result then, and the first host ends after they have confirmed it.
 
-A restart (SHOAL_MAX_RESTARTS) goes back to the time before the launch: every host ends its processes and reports that
-it is ready again, and a lost host is looked for. Before that report, messages of a host are about the earlier start.
+A restart (SHOAL_MAX_RESTARTS) goes back to the time before the launch. Every host ends its processes, and reports that
+it is ready again; lost hosts are looked for. Before that report, messages of a host are about the earlier start.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. With mpirun on several
-        hosts, it also listens for requests to start daemons. Raises TrainError if a process can't be started.
+        Before the first launch, it logs the findings of the preflight, and closes MASTER_PORT. With mpirun on several
+        hosts, it listens for requests to start daemons. Raises TrainError if a process can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None
@@ -489,14 +489,15 @@ class FirstHost(Host):
             self._send_restart(channel)
         if len(self._channels) + 1 < len(self.task.hosts):
             self._search_workers()
-        self.processes.set_variables(variables)
+        self.processes.prepare_restart(variables, self.task.settings.standby)
         self.processes.end(self._on_set_up)
 
     def _send_restart(self, channel: Channel) -> None:
         """Sends the number of the current restart and its reason to a worker."""
         from shoal_toolkit.hosts.messages import Restart
 
-        channel.send(Restart(self._awaited, self.report["restarts"][-1]["reason"]))
+        reason = self.report["restarts"][-1]["reason"]
+        channel.send(Restart(self._awaited, reason, self.task.settings.standby))
 
     def _forget_launch(self) -> None:
         """Resets what belongs to the launch that has failed. Writes the last line of its mpirun."""

@@ -84,8 +84,8 @@ class Host(Role):
         self._signalled_here = self._hurried = self._gave_up = False
         if self.has_plan:
             self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
-            if task.settings.max_restarts and task.settings.standby and not task.preflight:
-                self.processes.keep_standby()
+            if task.settings.max_restarts and not task.preflight:
+                self.processes.keep_standby(task.settings.standby)
 
     @property
     def plan(self) -> LaunchPlan:

@@ -85,6 +85,7 @@ class HostProcesses:
         self.directory = ""  # the run directory, if ranks run here
         self._standby: Standby | None = None
         self._forks = False  # the standby starts the command
+        self._must_fork = False  # as on the other hosts
 
     @property
     def running(self) -> bool:
@@ -157,11 +158,13 @@ class HostProcesses:
             )
         )
 
-    def keep_standby(self) -> None:
-        """Has a standby start this host's command from the second time on, if it can (standby.py)."""
+    def keep_standby(self, wanted: bool) -> None:
+        """Has a standby start this host's command again, if it can and that is wanted (standby.py)."""
         from shoal_toolkit.run.standby import Standby, can_fork
 
-        if can_fork(self._plan):
+        if not wanted or not can_fork(self._plan):
+            self._standby = None
+        elif self._standby is None:
             self._standby = Standby(self._loop, self._plan, self._environ)
 
     def start(self) -> None:
@@ -177,14 +180,16 @@ class HostProcesses:
     def _start_with_standby(self, is_ready: bool) -> None:
         """Starts this host's own command, forked by the standby if that is ready.
 
-        A command that can't be started is logged, and reported as one that has ended with 127.
+        A command that can't be started is logged, and reported as one that has ended with 1.
         """
         self._forks = is_ready
         try:
+            if self._must_fork and not is_ready:
+                raise _no_standby()
             self._start_command()
         except LaunchError as error:
             write_log(str(error))
-            self._events.on_command_ended(127)
+            self._events.on_command_ended(1)
         finally:
             self._forks = False
         if self._standby is not None and self._pid:
@@ -332,9 +337,16 @@ class HostProcesses:
                 signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
-    def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Adds variables to the environment of all processes that are started from now on."""
+    def prepare_restart(self, variables: Mapping[str, str], standby: bool) -> None:
+        """Adds variables to the environment of the next start.
+
+        If standbys fork the ranks on all hosts, starts the one of this host in case that it has none yet.
+        """
         self._environ.update(variables)
+        self.keep_standby(standby)
+        if self._standby is not None and self._plan.has_ranks:
+            self._must_fork = True
+            self._standby.start_now()
 
     def end(self, on_ended: OnSetUp) -> None:
         """Kills the command, its ranks and the sidecars that don't drain, so that the host can start again.
@@ -398,6 +410,8 @@ class HostProcesses:
         try:
             if self._standby is not None and self._forks and (pid := self._standby.fork(env, outputs, self.directory)):
                 self._pid, self._mark = pid, self._standby.mark
+            elif self._forks and self._must_fork:
+                raise _no_standby()
             else:
                 self._mark = self._own_mark
                 marks = f"{env.get(MARK, '')} {self._mark}".strip()
@@ -436,6 +450,11 @@ class HostProcesses:
     def _may_be_saving(self) -> bool:
         """Whether child processes of a stopped script still run, and may save a checkpoint. A shell ends at once."""
         return has_orphans(self._pid) or bool(find_marked(self._mark, self._since))
+
+
+def _no_standby() -> LaunchError:
+    """Returns the error for ranks that torchrun can't start, because the other hosts have no torchrun any more."""
+    return LaunchError("The standby, which starts the ranks again, has ended or did not import torch in time.")
 
 
 def _finish_sources(sources: Sequence[Source], _: int) -> None:

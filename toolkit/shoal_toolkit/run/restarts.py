@@ -27,7 +27,7 @@ class Restarts:
         self._most = settings.max_restarts
         self._paths = paths
         self._report = report
-        self._failed_at = 0.0  # time.monotonic() of the failure whose restart has not ended
+        self._failed_at = 0.0  # time.monotonic(), until the restart has ended
         self._last: tuple[str, Mapping[str, int]] | None = None  # the last failure, and the checkpoints at that time
 
     def explain_refusal(self, failure: Result) -> str:
@@ -46,7 +46,7 @@ class Restarts:
         """Adds a restart to the report, and logs its reason.
 
         Args:
-            failure: What ended the last start.
+            failure: The result of the last start.
             where: The rank or the host that failed, for the report.
 
         Returns:

@@ -1,8 +1,8 @@
 """Keeps a process with imported frameworks on this host, which forks the ranks at a restart (sidecars/standby.py).
 
-The first start is as without restarts. While the ranks run, their memory maps show the packages that they use; the
-standby imports the frameworks among them. A restart then takes no time for imports. If there is no standby yet, or it
-does not answer, the ranks start as they did the first time.
+The first start is as without restarts. While the ranks run, their memory maps show which packages they use, and the
+standby imports the frameworks among them. A restart then takes no time for imports. Without a standby that answers, a
+script starts as it did the first time. Only ranks of torchrun are always forked at a restart: the hosts have to agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal_toolkit.tables import read_table
 
 _START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
 _LOOKS = 24  # for the frameworks of the ranks; a script may download data first
-_IMPORT_SECONDS = 60.0  # that a restart waits for a standby that is importing
+_IMPORT_SECONDS = 300.0  # that a restart waits for a standby that is importing
 _ANSWER_SECONDS = 5.0
 _NUMBER = struct.Struct("!I")
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -52,6 +52,12 @@ class Standby:
         if self._pid == 0:
             self._timer.cancel()
             self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, _LOOKS))
+
+    def start_now(self) -> None:
+        """Starts the standby with torch, if there is none: ranks of torchrun use it."""
+        if self._pid <= 0:
+            self._timer.cancel()
+            self._start(read_table("standby")["torch"])
 
     def _look(self, command: int, looks: int) -> None:
         """Starts the standby with the frameworks of the command's processes. Without any, it looks again after 5 s."""

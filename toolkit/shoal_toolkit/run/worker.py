@@ -136,7 +136,7 @@ class Worker(Host):
 
         self._number = message.number
         if self.processes is not None:
-            self.processes.set_variables(make_variables(message.number, message.reason))
+            self.processes.prepare_restart(make_variables(message.number, message.reason), message.standby)
         if self.processes is None or not self._is_set_up:
             self._report_state()
             return

@@ -6,8 +6,8 @@ the pid (4 bytes) of a process that runs the script. `train` becomes its parent,
 ends at once, and `train` is a subreaper at that time. This process ends with the socket.
 
 A rank that is forked has its own session, environment, arguments and standard streams, and new states of the random
-generators of Python and numpy. Fork is how torch's DataLoader starts its workers, too: the frameworks are imported, but
-have not computed anything, so that no lock is held and no device is open.
+generators of Python and numpy. The frameworks are imported, but have not computed anything: no lock is held, and no
+device is open. torch's DataLoader forks its workers too.
 """
 
 from __future__ import annotations

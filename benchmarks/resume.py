@@ -2,15 +2,14 @@
 
 Both run the same script with 2 ranks on this machine (resume_train.py: gloo, a checkpoint every 10 steps):
 
-- `rank-killed`: rank 1 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`;
-- `host-killed`: 2 hosts with a rank each; the second host is killed with its rank, and started again at once. Rival:
-  torchrun with a rendezvous (c10d) and `--nnodes=1:2`;
-- `lost-share`: 1 - goodput with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times
-  the median time of a step without failures, divided by the time since the first step.
+- `rank-killed`: rank 1 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
+- `host-killed`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival:
+  torchrun with a rendezvous (c10d) and `--nnodes=1:2`.
+- `lost-share`: 1 - goodput, with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step,
+  times the median time of a step without failures, divided by the time since the first step.
 
-Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn. The
-figures `rank-killed-...` are the parts of our restart: until the script runs again, its imports, its checkpoint, and its
-first step.
+Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
+The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
 """
 
 from __future__ import annotations
@@ -254,7 +253,8 @@ def start_torchrun(directory: Path, number: int, hosts: int) -> subprocess.Popen
 def start_elastic(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
     """Start torchrun with a rendezvous on one of the hosts; the first serves it."""
     endpoint = f"127.0.0.1:{port_of(directory, 'rendezvous')}"
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", "--local-addr=127.0.0.1"]
+    serves = f"--rdzv-conf=is_host={int(number == 0)}"
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", serves]
     options = [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", *rendezvous]
     return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
 

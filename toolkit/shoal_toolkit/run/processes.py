@@ -159,7 +159,7 @@ class HostProcesses:
         )
 
     def keep_standby(self, wanted: bool) -> None:
-        """Has a standby start this host's command again, if it can and that is wanted (standby.py)."""
+        """Has a standby start this host's command again, if it can (standby.py)."""
         from shoal_toolkit.run.standby import Standby, can_fork
 
         if not wanted or not can_fork(self._plan):

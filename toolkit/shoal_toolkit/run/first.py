@@ -170,8 +170,8 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. It listens for requests of
-        mpirun to start daemons on other hosts. Raises TrainError if a process can't be started.
+        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. It listens for mpirun's
+        requests to start daemons on other hosts. Raises TrainError if a process can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.settings import take_settings
+from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.result.result import RETRY_CODE, Result
 from shoal_toolkit.run import standby
+from shoal_toolkit.run.processes import HostProcesses
 from shoal_toolkit.run.restarts import Restarts
 from shoal_toolkit.run.standby import Standby
 from shoal_toolkit.system.loop import Loop
@@ -366,8 +369,9 @@ def test_mpirun_on_two_hosts_after_a_killed_rank_and_a_lost_host(tmp_path: Path)
 class FakePlan:
     """What a standby reads of a plan."""
 
-    by_mpirun = False
-    has_ranks = False
+    by_mpirun = has_ranks = False
+    env: Mapping[str, str] = {}
+    sidecars = ()
 
     def __init__(self, script: Path) -> None:
         self.script = (sys.executable, str(script), "--epochs", "3")
@@ -418,6 +422,24 @@ def test_a_standby_forks_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shown == [
         [name, ["--epochs", "3"], str(tmp_path), True, os.getpid(), "__main__"] for name in ("first", "second")
     ]
+
+
+def test_a_signal_while_the_standby_imports_ends_the_command(tmp_path: Path) -> None:
+    loop = Loop()
+    plan: Any = FakePlan(tmp_path / "train.py")
+    codes: list[int] = []
+    events: Any = SimpleNamespace(on_command_ended=codes.append)
+    processes = HostProcesses(loop, FlowControl(), plan, dict(os.environ), events)
+    try:
+        processes.keep_standby(True)
+        assert processes._standby is not None
+        processes._standby._start(["time"])
+        processes.start()
+        processes.stop(signal.SIGTERM)
+        assert (codes, processes.running) == ([143], False)
+    finally:
+        processes.close()
+        loop.close()
 
 
 def test_a_standby_that_has_ended_forks_nothing(tmp_path: Path) -> None:

@@ -310,9 +310,12 @@ class HostProcesses:
     def stop(self, number: int) -> None:
         """Sends a signal that stops the job to each rank, or to the script with all processes that it started.
 
-        They then have time to end.
+        They then have time to end. A command that waits for the standby is not started, and counts as ended.
         """
         self._stopping = True
+        if self._standby is not None and self._standby.cancel_wait():
+            self._events.on_command_ended(128 + number)
+            return
         if self._ranks is not None:
             self._ranks.stop(number)
         elif self._pid:

@@ -164,10 +164,11 @@ class Standby:
         (pid,) = _NUMBER.unpack(answer)
         return int(pid)
 
-    def cancel_wait(self) -> None:
-        """Makes `when_ready` call back no more. The standby goes on."""
+    def cancel_wait(self) -> bool:
+        """Makes `when_ready` call back no more, and returns whether it would have. The standby goes on."""
         self._timer.cancel()
-        self._on_ready = None
+        waited, self._on_ready = self._on_ready is not None, None
+        return waited
 
     def close(self) -> None:
         """Ends the standby; processes that it has forked go on."""

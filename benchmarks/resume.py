@@ -158,8 +158,9 @@ def measure(rounds: int, seconds: int) -> Iterator[Figure]:
     for _ in range(rounds):
         with running(1, start_train) as run:
             killed_at = run.kill_rank(1)
-            ours.append(run.await_recovery(killed_at).time - killed_at)
-            parts.append(split(run, killed_at))
+            step = run.await_recovery(killed_at)
+            ours.append(step.time - killed_at)
+            parts.append(split(run, killed_at, step.pid))
         with running(1, start_torchrun) as run:
             killed_at = run.kill_rank(1)
             rival.append(run.await_recovery(killed_at).time - killed_at)
@@ -191,14 +192,11 @@ def running(hosts: int, start: Callable[[Path, int, int], subprocess.Popen[bytes
             run.end()
 
 
-def split(run: Run, killed_at: float) -> dict[str, float]:
-    """Return the parts of a restart: the times between the events of rank 0 after a failure."""
-    events = ("began", "imported", "loaded", "step")
-    times = [
-        next(mark.time for mark in run.marks(event) if mark.rank == 0 and mark.time > killed_at) for event in events
-    ]
-    names = ("until-script-runs", "imports", "load", "first-step")
-    return {name: max(0.0, end - begin) for name, begin, end in zip(names, [killed_at, *times], times)}
+def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
+    """Return the parts of a restart: the times between the events of the new process of rank 0."""
+    events = {"until-script-runs": "began", "imports": "imported", "load": "loaded", "first-step": "step"}
+    times = [next(mark.time for mark in run.marks(event) if mark.pid == pid) for event in events.values()]
+    return {name: end - begin for name, begin, end in zip(events, [killed_at, *times], times)}
 
 
 def lose_host(start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> float:

@@ -44,7 +44,7 @@ def main() -> None:
     mark("loaded", time.time(), step)
     while step < int(os.environ["RESUME_STEPS"]):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(0, 10, (32,))).backward()
+        nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(0, 10, (32,))).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         time.sleep(STEP_SECONDS)
         step += 1

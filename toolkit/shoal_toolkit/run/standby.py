@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.plan.launcher import TORCH_DISTRIBUTED
@@ -82,11 +83,16 @@ class Standby:
         finally:
             os.close(null)
             other.close()
-        self._loop.on_child(self._pid, lambda _: self.close())
+        self._loop.on_child(self._pid, partial(self._on_ended, self._pid))
         self._loop.watch(self._server.fileno(), READ, self._on_readable)
 
     def _marks(self) -> str:
         return f"{self._environ.get(MARK, '')} {self.mark}".strip()
+
+    def _on_ended(self, pid: int, _: int) -> None:
+        """Gives up the standby that has ended, unless it is an earlier one."""
+        if pid == self._pid:
+            self._finish_wait(False)
 
     def _on_readable(self) -> None:
         """Notes that the imports are done; without a byte, that the process has ended."""

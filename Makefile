@@ -21,7 +21,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 
 bench-launch: image ## measure how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
+
+bench-resume: setup ## measure restarts after a killed rank and a killed host, against torchrun
+	@$(BIN)/python benchmarks/resume.py
 
 bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py

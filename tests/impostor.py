@@ -57,7 +57,7 @@ class Impostor:
             self._channel.start(wire.make_seals(self._secret, "first", self._transcript))
         elif isinstance(said, messages.Refused):
             self.reason = said.reason
-        elif said == messages.READY:
+        elif isinstance(said, messages.Ready):
             self._start()
         elif isinstance(said, messages.CommandEnded):
             self._channel.send(messages.JobResult(0, "", {}))

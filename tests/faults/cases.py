@@ -6,6 +6,7 @@ import pytest
 
 from .job import Launcher
 
+LOST_CODE = 138  # of a job that lost a host: another start may succeed
 WHICH = {"algo-1": "the first host", "algo-2": "a worker"}
 EITHER_HOST = pytest.mark.parametrize("host", list(WHICH))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from . import scripts
-from .cases import EITHER_HOST, WHICH, launchers
+from .cases import EITHER_HOST, LOST_CODE, WHICH, launchers
 from .job import MPI, PROCESS, TORCHRUN, Launcher
 from .scripts import TRAIN_A_LITTLE, TRAIN_FOR_LONG, TRAIN_TOGETHER, script
 from .start import StartJob
@@ -30,7 +30,7 @@ def test_a_killed_host_ends_the_other(start: StartJob, table: Table, launcher: L
     job.up()
     since = time.time()
     job.container(host).kill("KILL")
-    codes = {**dict.fromkeys(WHICH, 1), host: 137}
+    codes = {**dict.fromkeys(WHICH, LOST_CODE), host: 137}
     fault = f"{WHICH[host]} is killed (`docker kill`)"
     table.failed(fault, job, since, codes=codes, says=f"host {host} was lost", silent=[host])
 
@@ -58,7 +58,7 @@ def test_a_killed_train_ends_every_host(start: StartJob, table: Table, host: str
     job = start(TRAIN_FOR_LONG)
     job.up()
     since = job.kill(host, "/train")
-    codes = {**dict.fromkeys(WHICH, 1), host: 137}
+    codes = {**dict.fromkeys(WHICH, LOST_CODE), host: 137}
     fault = f"`train` itself is killed on {WHICH[host]}, under its PID 1"
     table.failed(fault, job, since, codes=codes, says=f"host {host} was lost", silent=[host])
 
@@ -111,7 +111,7 @@ def test_a_network_cut_for_good_ends_both_hosts(start: StartJob, table: Table, l
     job.up()
     since = job.cut(host)
     fault = f"the network of {WHICH[host]} is cut for good (`ip link set eth0 down`)"
-    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
+    table.failed(fault, job, since, codes=LOST_CODE, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
@@ -119,7 +119,7 @@ def test_a_disconnected_host_ends_both(start: StartJob, table: Table) -> None:
     job.up()
     since = start.disconnect(job.hosts["algo-2"])
     fault = "a worker leaves the network (`docker network disconnect`)"
-    table.failed(fault, job, since, codes=1, says="was lost: it was silent for", bar=LOST)
+    table.failed(fault, job, since, codes=LOST_CODE, says="was lost: it was silent for", bar=LOST)
 
 
 def test_a_network_that_works_one_way_ends_both_hosts(start: StartJob, table: Table) -> None:
@@ -127,7 +127,7 @@ def test_a_network_that_works_one_way_ends_both_hosts(start: StartJob, table: Ta
     job.up()
     since = job.mislead("algo-2", "algo-1")
     fault = "packets arrive in one direction only"
-    table.failed(fault, job, since, codes=1, says="was lost", bar=LOST)
+    table.failed(fault, job, since, codes=LOST_CODE, says="was lost", bar=LOST)
 
 
 def test_a_host_frozen_for_five_seconds_is_waited_for(start: StartJob, table: Table) -> None:
@@ -147,10 +147,10 @@ def test_a_frozen_host_ends_the_other_and_then_itself(start: StartJob, table: Ta
     since = time.time()
     job.container(host).pause()
     says = "was lost: it was silent for"
-    table.failed(f"{WHICH[host]} is frozen (`docker pause`)", job, since, codes={other: 1}, says=says, bar=LOST)
+    table.failed(f"{WHICH[host]} is frozen (`docker pause`)", job, since, codes={other: LOST_CODE}, says=says, bar=LOST)
     since = time.time()
     job.container(host).unpause()
-    table.failed(f"{WHICH[host]} is thawed after that", job, since, codes={host: 1}, says="was lost")
+    table.failed(f"{WHICH[host]} is thawed after that", job, since, codes={host: LOST_CODE}, says="was lost")
 
 
 @pytest.fixture

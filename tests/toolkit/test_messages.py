@@ -31,20 +31,22 @@ VALID: list[Any] = [
     messages.Start('orted -mca ess "env"'),
     messages.PassSignal(15),
     messages.JobResult(1, "it failed", {"hosts": ["a", "b"], "ranks": 2, "launch_seconds": 0.5, "launcher": None}),
+    messages.JobResult(0, "", {"hosts": ["a", "b"], "restarts": [{"number": 1, "rank": 0, "seconds": None}]}),
     messages.RankStarted(3),
     messages.Output(1, 3, b"\0words\xff"),
     messages.RankEnded(3, 137, {"oom_kills": -1, "shm": (1 << 64) - 1}),
     messages.CommandEnded(1, "words", None, {}, ""),
     messages.CommandEnded(1, "words", 3, {}, "it cannot be recorded"),
-    messages.HostFailed(2, "no script"),
+    messages.HostFailed(0, 2, "no script", False),
+    messages.Restart(3, "rank 1: it was killed", True),
     messages.StopReceived(2),
     messages.Register(2),
     messages.Addresses(["10.0.0.1", "10.0.0.2"]),
     messages.Measure("algo-2", 7411),
     messages.Measured("algo-2", 90, 10**9, -3, ""),
     messages.Facts({"gpus": 8, "driver": "550.1", "time": 1.5}),
+    messages.Ready(0),
     messages.GO,
-    messages.READY,
     messages.PING,
 ]
 HANDSHAKE = VALID[:4]
@@ -87,7 +89,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize(
-    "kind", [messages.encode_message(message)[0] for message in VALID if message not in VALID[-3:]]
+    "kind", [messages.encode_message(message)[0] for message in VALID if message not in VALID[-2:]]
 )
 def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
     if kind == messages.OUTPUT and len(payload) >= 5:  # bytes of any kind, after a stream and a rank
@@ -107,6 +109,10 @@ def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
         messages.RankEnded(1, 1, {"facts": {"deep": 1}}),  # type: ignore[dict-item]
         messages.RankEnded(1, 1, {str(number): number for number in range(9999)}),
         messages.JobResult(1, "", {"deep": {"er": 1}}),
+        messages.JobResult(1, "", {"restarts": [{"deep": {"er": 1}}]}),
+        messages.JobResult(1, "", {"restarts": [[1]]}),
+        messages.HostFailed(0, 1, "", 1),  # type: ignore[arg-type]
+        messages.Restart(1, "two\nlines", False),
         messages.Output(3, 1, b""),
         messages.Output(0, 1, b""),
     ],

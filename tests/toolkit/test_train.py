@@ -41,7 +41,7 @@ def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> No
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
-    assert [name for name in environ if name.startswith("SHOAL_")] == ["SHOAL_JOB"]
+    assert {name for name in environ if name.startswith("SHOAL_")} == {"SHOAL_JOB", "SHOAL_RESTART", "SHOAL_STOP_GRACE"}
     assert "s3cret" not in done.out + done.err
 
 

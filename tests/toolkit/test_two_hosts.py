@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
+from shoal_toolkit.result.result import RETRY_CODE
 
 from .. import impostor
 from ..repeats import times
@@ -427,7 +428,7 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
         until(hosts[0].file("out"), "up", 2)
         processes[killed].kill()
         other = 1 - killed
-        assert hosts[other].finished(processes[other]).code == 1
+        assert hosts[other].finished(processes[other]).code == RETRY_CODE
     assert hosts[other].tree.outcome() == {"failure"}
     # At once: silence, which it would notice after LOST_SECONDS, has another message.
     assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
@@ -440,7 +441,7 @@ def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
         until(hosts[0].file("out"), "up", 2)
         began = time.monotonic()
         cut(hosts[0])
-        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [1, 1]
+        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [RETRY_CODE] * 2
         assert time.monotonic() - began < LOST_SECONDS + 30
     assert all("was lost: it was silent for" in host.tree.failure for host in hosts)
 

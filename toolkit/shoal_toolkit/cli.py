@@ -25,7 +25,13 @@ from shoal_toolkit.discovery.sources import remove_launch_variables
 from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
-from shoal_toolkit.job.settings import Settings, derive_rank_secret, take_settings, warn_without_secret
+from shoal_toolkit.job.settings import (
+    Settings,
+    derive_rank_secret,
+    describe_restarts,
+    take_settings,
+    warn_without_secret,
+)
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import configure_log, write_log
 from shoal_toolkit.plan.launcher import select_hosts
@@ -103,7 +109,8 @@ def explain(words: Sequence[str], as_json: bool) -> int:
         cluster = read_cluster(paths, os.uname().nodename, environ)
         remove_launch_variables(environ)
         plan = plan_host(paths, cluster, environ, words, fetch=False)
-        plan = plan._replace(notes=(*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes))
+        warnings = warn_without_secret(settings, plan.hosts, cluster.found.secret)
+        plan = plan._replace(notes=(*describe_restarts(settings), *warnings, *plan.notes))
     except TrainError as error:
         write_log(str(error))
         return error.exit_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 
 from shoal_toolkit.hosts import messages, wire
@@ -25,7 +25,7 @@ _MAX_SHOWN = 200  # characters of a text from another host
 
 
 class WorkerSearch:
-    """Connects to all workers at once, from its creation on, and tries again after each failure.
+    """Connects to all workers, or to the `wanted` ones, at once from its creation on. Tries again after each failure.
 
     Calls `on_found(host, channel)` for each worker that has proved the secret. Calls `on_failed(reason)` at most once,
     if workers are missing after `seconds`. The log shows every 15 s which hosts are missing.
@@ -40,6 +40,7 @@ class WorkerSearch:
         on_found: Callable[[str, Channel], None],
         on_failed: Callable[[str], None],
         seconds: float,
+        wanted: Collection[str] = (),
     ) -> None:
         self._loop = loop
         self._seconds = seconds
@@ -51,7 +52,7 @@ class WorkerSearch:
             loop.call_later(seconds, self._on_timeout),
             loop.call_later(_PROGRESS_SECONDS, self._log_progress),
         ]
-        self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in hosts[1:]}
+        self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in wanted or hosts[1:]}
 
     def close(self) -> None:
         """Stops searching for the missing hosts, without calling `on_failed`. Connections that were found stay open."""

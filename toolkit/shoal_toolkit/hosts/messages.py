@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 6
+VERSION = 7
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -95,6 +95,14 @@ class PassSignal(NamedTuple):
     number: int
 
 
+class Restart(NamedTuple):
+    """End your processes, and get ready for the next start of the job."""
+
+    number: int  # restarts of the job so far
+    reason: str
+    standby: bool  # whether standbys fork the ranks: torchrun on one host and a standby on another would not meet
+
+
 class JobResult(NamedTuple):
     """The result of the job, and job.json."""
 
@@ -107,7 +115,7 @@ class JobResult(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about this host that must fit the other hosts' facts. Sent before READY."""
+    """Facts about this host that must fit the other hosts' facts. Sent before Ready."""
 
     facts: Mapping[str, Any]
 
@@ -154,11 +162,19 @@ class CommandEnded(NamedTuple):
     unrecorded: str  # why this host can't write a success; empty if it can
 
 
+class Ready(NamedTuple):
+    """This host can start."""
+
+    number: int  # of the last Restart that this host got; 0 before
+
+
 class HostFailed(NamedTuple):
     """This host can't take part."""
 
+    number: int  # as in Ready
     code: int
     message: str
+    restartable: bool  # whether another start may succeed
 
 
 class StopReceived(NamedTuple):
@@ -168,12 +184,12 @@ class StopReceived(NamedTuple):
 
 
 class Bare(NamedTuple):
-    """A message without fields: PING, GO (start your own command) or READY (this host can start)."""
+    """A message without fields: PING, or GO (start your own command)."""
 
     kind: bytes
 
 
-PING, GO, READY = Bare(b"."), Bare(b"G"), Bare(b"r")
+PING, GO = Bare(b"."), Bare(b"G")
 Handshake = (Hello, Prove, Welcome, Refused)
 
 
@@ -206,6 +222,13 @@ def _check_text(value: Any) -> Any:
     """Returns a field that is text. Raises ProtocolError for another."""
     if not isinstance(value, str):
         raise ProtocolError("a field that is not text")
+    return value
+
+
+def _check_flag(value: Any) -> Any:
+    """Returns a field that is true or false. Raises ProtocolError for another."""
+    if type(value) is not bool:
+        raise ProtocolError("a flag that is neither true nor false")
     return value
 
 
@@ -242,13 +265,18 @@ def _check_facts(value: Any) -> Any:
 
 
 def _check_report(value: Any) -> Any:
-    """Returns the fields of job.json: scalars, and lists of scalars. Raises ProtocolError for anything else."""
+    """Returns the fields of job.json: scalars, lists of scalars, and the list of restarts, which are flat objects.
+
+    Raises ProtocolError for anything else.
+    """
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
         raise ProtocolError("a report that is not an object")
-    for item in value.values():
-        for each in item if isinstance(item, list) else [item]:
-            if isinstance(each, (dict, list)):
-                raise ProtocolError("a report that is not flat")
+    for name, item in value.items():
+        entries = item if isinstance(item, list) else [item]
+        if name == "restarts":
+            entries = [field for each in entries for field in (each.values() if isinstance(each, dict) else [each])]
+        if any(isinstance(entry, (dict, list)) for entry in entries):
+            raise ProtocolError("a report that is not flat")
     return value
 
 
@@ -279,7 +307,9 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
-    b"f": (HostFailed, (_check_code, _check_text)),
+    b"N": (Restart, (_check_code, _check_line, _check_flag)),
+    b"r": (Ready, (_check_code,)),
+    b"f": (HostFailed, (_check_code, _check_code, _check_text, _check_flag)),
     b"t": (StopReceived, (_check_stop_signal,)),
 }
 _KINDS = {make: kind for kind, (make, _) in _FIELDS.items()}
@@ -310,7 +340,7 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
         raise ProtocolError(f"the kind {kind!r} before the end of the handshake")
     if kind == OUTPUT:
         return _parse_output(payload)
-    if kind in (PING.kind, GO.kind, READY.kind):
+    if kind in (PING.kind, GO.kind):
         return Bare(kind)
     if make is None:
         raise ProtocolError(f"the kind {kind!r}")

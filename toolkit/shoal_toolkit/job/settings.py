@@ -17,11 +17,13 @@ DEFAULT_HOSTS_TIMEOUT = 600
 LOG_FORMATS = ("text", "json")
 DEFAULT_SETUP_TIMEOUT = 3600  # long enough to compile packages
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
+MOST_RESTARTS = 10000
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
+    *("SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON", "SHOAL_STANDBY"),
 )
 # Set by `train` and the library, not by users.
 _INTERNAL = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS")
@@ -38,6 +40,9 @@ class Settings(NamedTuple):
     setup_timeout: int
     stop_grace: int
     log_format: str  # one of LOG_FORMATS
+    max_restarts: int = 0
+    restart: int = 0  # restarts of this job before this `train`, which count too
+    standby: bool = True  # keep a process with imported frameworks for restarts
 
 
 def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
@@ -71,6 +76,9 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         setup_timeout=number("SHOAL_SETUP_TIMEOUT", DEFAULT_SETUP_TIMEOUT, 1, 7 * 24 * 3600),
         stop_grace=number("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
         log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
+        max_restarts=number("SHOAL_MAX_RESTARTS", 0, 0, MOST_RESTARTS),
+        restart=number("SHOAL_RESTART", 0, 0, MOST_RESTARTS),
+        standby=bool(number("SHOAL_STANDBY", 1, 0, 1)),
     )
     if settings.log_format not in LOG_FORMATS:
         problems.append(
@@ -155,6 +163,14 @@ def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = ""
         f"Fix: set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file "
         f"with it.{' ' * bool(hint)}{hint}",
     )
+
+
+def describe_restarts(settings: Settings) -> tuple[str, ...]:
+    """Returns a note that says how often a failure restarts the job; none if it never does."""
+    if not settings.max_restarts:
+        return ()
+    before = f", and was restarted {settings.restart} times before" if settings.restart else ""
+    return (f"after a failure this job is restarted, at most {settings.max_restarts} times in all{before}",)
 
 
 def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:

@@ -31,6 +31,10 @@ class Tail:
         while self._held - len(self._chunks[0]) >= self._size:
             self._held -= len(self._chunks.popleft())
 
+    def clear(self) -> None:
+        self._chunks.clear()
+        self._held = 0
+
     def text(self) -> str:
         """Returns the kept bytes as text, with replacement characters for bytes that are not UTF-8."""
         return b"".join(self._chunks)[-self._size :].decode("utf-8", "replace")

@@ -85,6 +85,11 @@ class Output:
         """Returns the end of stderr of a rank; empty if nothing is known."""
         return self._tails[rank].text() if rank in self._tails else ""
 
+    def forget_tails(self) -> None:
+        """Forgets the end of each stderr: the ranks are started again."""
+        for tail in self._tails.values():
+            tail.clear()
+
     def flush(self) -> None:
         """Writes incomplete last lines: no more output will come."""
         for (stream, rank), handlers in self._streams.items():

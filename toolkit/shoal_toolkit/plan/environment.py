@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.contract import Job, read_flag
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.settings import DEFAULT_STOP_GRACE
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES
 from shoal_toolkit.plan.launcher import LAUNCHER_OF, select_hosts
@@ -232,7 +233,8 @@ def _job_name(job: Job) -> str:
 def _unprefixed_variables(job: Job) -> dict[str, str]:
     """Returns the variables of the contract without SM_. PYTHONPATH begins with the code directory.
 
-    PYTHONUNBUFFERED is 1, unless the user has set it.
+    PYTHONUNBUFFERED is 1, unless the user has set it. SHOAL_RESTART and SHOAL_STOP_GRACE are for scripts that save
+    checkpoints.
     """
     environ = job.environ
     # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
@@ -243,4 +245,6 @@ def _unprefixed_variables(job: Job) -> dict[str, str]:
         "SAGEMAKER_REGION": job.region,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
+        "SHOAL_RESTART": environ.get("SHOAL_RESTART") or "0",
+        "SHOAL_STOP_GRACE": environ.get("SHOAL_STOP_GRACE") or str(DEFAULT_STOP_GRACE),
     }

@@ -31,6 +31,8 @@ TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
 MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 
+SHELL_VARIABLES = ("SHOAL_RUN_DIR", "SHOAL_CODE_DIR")  # for the shells only
+
 # A shell exports variables that it got exported. Therefore a LOCAL_RANK of the container is unset first.
 _OPEN_MPI = (
     "unset LOCAL_RANK\n"

@@ -16,6 +16,8 @@ from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.log import write_log
 
+# A platform may start the job again: the failure is not the script's. Kubeflow reserves this code for that.
+RETRY_CODE = 138
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
 _MAX_SCRIPT_FAILURE = 1 << 16  # characters
 
@@ -101,6 +103,14 @@ def read_script_failure(paths: Paths) -> str:
         return ""
 
 
+def remove_script_failure(paths: Paths) -> None:
+    """Removes the failure file that the script wrote before a restart. An error is ignored: the next end reports it."""
+    try:
+        _remove_file(paths, FAILURE)
+    except OSError:
+        return
+
+
 def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int:
     """Writes job.json, and the file `success` or `failure`. Removes the other one, and logs a failure.
 
@@ -133,6 +143,19 @@ def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int
         _write_failure_only(paths, message)
         return code or 1
     return code
+
+
+def write_progress(paths: Paths, report: Mapping[str, Any]) -> None:
+    """Writes job.json while the job runs. An error is ignored here, because `write_result` reports it.
+
+    Args:
+        paths: The directories of the job.
+        report: The content of job.json.
+    """
+    try:
+        _write_file(paths, REPORT, _format_report(report))
+    except OSError:
+        return
 
 
 def check_writable(paths: Paths, report: Mapping[str, Any]) -> None:

@@ -3,10 +3,14 @@
 It launches once every host is ready: connected, and set up. The result: mpirun ends with the exit code of the rank that
 failed first. If every host starts its own command, the first rank or host that fails decides. The other hosts get the
 result then, and the first host ends after they have confirmed it.
+
+A restart (SHOAL_MAX_RESTARTS) goes back to the time before the launch. Every host ends its processes, and reports that
+it is ready again; lost hosts are looked for. Before that report, messages of a host are about the earlier start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from time import monotonic
 
@@ -14,17 +18,19 @@ from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
-from shoal_toolkit.result.result import Failure, Result
+from shoal_toolkit.result.result import RETRY_CODE, Failure, Result, remove_script_failure
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.rank_table import RankTable, explain
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
     from shoal_toolkit.hosts.connect import WorkerSearch
     from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
-    from shoal_toolkit.hosts.messages import CommandEnded
+    from shoal_toolkit.hosts.messages import CommandEnded, HostFailed, Ready
     from shoal_toolkit.hosts.wire import Channel
     from shoal_toolkit.output.mpirun_log import MpirunLog
     from shoal_toolkit.run.preflight import Preflight
+    from shoal_toolkit.run.restarts import Restarts
+    from shoal_toolkit.system.loop import Timer
 
 _FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun, and to confirm the result
 _PROGRESS_SECONDS = 15.0
@@ -53,6 +59,13 @@ class FirstHost(Host):
         self._mpirun_code: int | None = None
         self._unrecorded = ""  # why a worker can't write a success
         self._preflight: Preflight | None = None  # for several hosts
+        self._farewell: Timer | None = None  # for the daemons of a mpirun that has ended
+        self._restarts: Restarts | None = None
+        self._awaited = 0  # the number of the restart for which hosts get ready
+        if task.settings.max_restarts:
+            from shoal_toolkit.run.restarts import Restarts
+
+            self._restarts = Restarts(task.settings, task.paths, self.report)
 
     # Connecting and setting up
 
@@ -64,18 +77,7 @@ class FirstHost(Host):
         """
         task = self.task
         if len(task.hosts) > 1:
-            from shoal_toolkit.hosts.connect import WorkerSearch
-
-            self._search = WorkerSearch(
-                self.loop,
-                task.hosts,
-                task.settings.port,
-                task.settings.secret,
-                self._on_found,
-                lambda reason: self.set_result(self._early or Result.from_error(LaunchError(reason))),
-                task.settings.hosts_timeout,
-            )
-            self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
+            self._search_workers()
             if self.has_plan:
                 from shoal_toolkit.run.preflight import Preflight
 
@@ -85,6 +87,25 @@ class FirstHost(Host):
             self._fail_early(Result.from_error(task.plan))
         elif self.processes is not None:
             self.processes.set_up(task.settings.setup_timeout, self._on_set_up)
+
+    def _search_workers(self) -> None:
+        """Starts to connect to the workers without a connection. If one isn't found in time, the job fails."""
+        from shoal_toolkit.hosts.connect import WorkerSearch
+
+        if self._search is not None:
+            self._search.close()
+        code = RETRY_CODE if self._awaited else 1  # a host did not come back
+        self._search = WorkerSearch(
+            self.loop,
+            self.task.hosts,
+            self.task.settings.port,
+            self.task.settings.secret,
+            self._on_found,
+            lambda reason: self.set_result(self._early or Result(code, reason)),
+            self.task.settings.hosts_timeout,
+            [host for host in self.task.hosts[1:] if host not in self._channels],
+        )
+        self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
 
     def _on_set_up(self, error: LaunchError | None) -> None:
         """Fails the job if the set-up of this host failed, otherwise counts this host as ready."""
@@ -130,11 +151,17 @@ class FirstHost(Host):
             self.loop.call_later(_DELIVERY_SECONDS, lambda: self.set_result(result))
 
     def _on_found(self, host: str, channel: Channel) -> None:
-        """Takes over a worker's connection. The last one sends an earlier failure to all."""
+        """Takes over a worker's connection. The last one sends an earlier failure to all.
+
+        A host that came back for a restart has to know its number and reason.
+        """
         channel.on_message = partial(self._on_message, host)
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
+        if self._awaited:
+            write_log(f"{host} has come back")
+            self._send_restart(channel)
         if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
             self.set_result(self._early)
 
@@ -143,14 +170,15 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
-        Before, it logs the findings of the preflight and closes MASTER_PORT. With mpirun on several hosts, it also
-        listens for requests to start daemons. Raises TrainError if a process can't be started.
+        Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. It listens for mpirun's
+        requests to start daemons on other hosts. Raises TrainError if a process can't be started.
         """
         plan, processes = self.plan, self.processes
         assert processes is not None
         self._launched = True
         if self._preflight is not None:
             self._preflight.log_findings()
+            self._preflight = None
         self._ranks = RankTable(plan, self.output, self.task.paths)
         self._pending = {host for host in plan.hosts if plan.runs_own_command(host)}
         for host, channel in self._channels.items():
@@ -193,12 +221,13 @@ class FirstHost(Host):
     # While it runs
 
     def on_rank_started(self, rank: int) -> None:
-        self._note_start(self.name, rank)
+        if self._launched:
+            self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
         """Notes the host of a rank, and answers mpirun's request for a daemon there with 0.
 
-        The first start sets `launch_seconds` in the report, which began with the job.
+        The first start sets `launch_seconds` in the report, which began with the job. The last one ends a restart.
         """
         self._ranks.host_of[rank] = host
         if host in self._daemons:
@@ -206,37 +235,59 @@ class FirstHost(Host):
         if not self._first_start:
             self._first_start = monotonic()
             self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
+        if self._restarts is not None and self._ranks.all_started:
+            self._restarts.finish()
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
         self.output.write_rank(stream, rank, self._ranks.host_of.get(rank, "?"), data)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
-        """Writes output of the launcher without mpirun's noise. The lines left out say which rank failed."""
+        """Writes output of the launcher without mpirun's noise. The lines left out say which rank failed.
+
+        The notices of a mpirun that is killed for a restart are dropped.
+        """
+        if self._mpirun_log is not None and not self._launched:
+            return
         kept = self._mpirun_log.feed(stream, data) if self._mpirun_log is not None else data
         self.output.write_launcher(stream, self.name, kept)
 
     def _on_message(self, host: str, message: Any) -> None:
         """Handles a message from an authenticated worker: ready, failed, stopped, or after the launch about its ranks.
 
-        Raises ProtocolError if it is wrong at this time.
+        Messages about an earlier start are dropped, except output. Raises ProtocolError if it is wrong at this time.
         """
         from shoal_toolkit.hosts import messages
 
-        if isinstance(message, messages.HostFailed):
-            self._fail_early(Result(message.code or 1, f"On {host}: {message.message}"))
+        if isinstance(message, (messages.HostFailed, messages.Ready)):
+            if message.number == self._awaited:
+                self._on_state(host, message)
         elif isinstance(message, messages.StopReceived):
             self._on_stopped_host(host, message.signal)
         elif isinstance(message, messages.Facts):
             if self._preflight is not None:  # without a plan there is none, and a worker has facts all the same
                 self._preflight.add(host, message.facts)
-        elif message == messages.READY:
-            if host not in self._unready:
-                raise messages.ProtocolError("it is ready for the second time")
-            self._on_ready(host)
-        elif self._launched:
+        elif self._launched or self._awaited:
             self._on_rank_message(host, message)
         else:
             raise messages.ProtocolError(f"{type(message).__name__} before the launch")
+
+    def _on_state(self, host: str, message: HostFailed | Ready) -> None:
+        """Notes a worker that is ready. Fails or restarts the job if it can't take part.
+
+        Raises ProtocolError if it is ready for the second time.
+        """
+        from shoal_toolkit.hosts.messages import ProtocolError, Ready
+
+        if isinstance(message, Ready):
+            if host not in self._unready:
+                raise ProtocolError("it is ready for the second time")
+            self._on_ready(host)
+            return
+        result = Result(message.code or 1, f"On {host}: {message.message}")
+        if self._launched and message.restartable:
+            self._fail(result, host=host)
+        else:
+            self._fail_early(result)
 
     def _on_rank_message(self, host: str, message: Any) -> None:
         """Handles a worker's message about its ranks, or about its own command. Raises ProtocolError for another."""
@@ -244,6 +295,8 @@ class FirstHost(Host):
 
         if isinstance(message, messages.Output):
             self.on_rank_output(message.stream, message.rank, message.data)
+        elif not self._launched:
+            return  # about an earlier start
         elif isinstance(message, messages.RankStarted):
             self._note_start(host, message.rank)
         elif isinstance(message, messages.RankEnded):
@@ -257,14 +310,19 @@ class FirstHost(Host):
     def _on_lost(self, host: str, reason: str) -> None:
         """Forgets a worker after its connection was lost, and answers mpirun's request for its daemon with 255.
 
-        If the job has no result yet, it fails.
+        If the job has no result yet, it fails, or restarts if it has been launched.
         """
         self.flow.remove(self._channels.pop(host))
         send_exit_code = self._daemons.pop(host, None)
         if send_exit_code:
             send_exit_code(255)
-        if self.result is None:
-            self._fail_early(Result(1, f"The host {host} was lost: {reason}. Its own log says why, if it still can."))
+        if self.result is not None:
+            return
+        text = f"The host {host} was lost: {reason}. Its own log says why, if it still can."
+        if self._launched or self._awaited:
+            self._fail(Result(RETRY_CODE, text), host=host)
+        else:
+            self._fail_early(Result(RETRY_CODE, text))
 
     # The end
 
@@ -287,11 +345,13 @@ class FirstHost(Host):
 
     def on_command_ended(self, code: int) -> None:
         """Handles the end of this host's command. After mpirun, the workers' daemons have 5 s to end."""
+        if not self._launched:
+            return
         if not self.plan.by_mpirun:
             self._on_host_command_ended(self.name, code, self._mpirun_log.text() if self._mpirun_log else "")
             return
         self._mpirun_code = code
-        self.loop.call_later(_FAREWELL_SECONDS, self._give_up_daemons)
+        self._farewell = self.loop.call_later(_FAREWELL_SECONDS, self._give_up_daemons)
         self._check_mpirun_end()
 
     def _on_host_command_ended(self, host: str, code: int, stderr: str) -> None:
@@ -306,14 +366,18 @@ class FirstHost(Host):
             self.output.add_tail(rank, stderr)
             self._note_end(rank, code)
         elif code and not self.stopped_by:
-            self.set_result(explain(Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True)))
+            failure = Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True)
+            self._fail(explain(failure), host=host)
         self._check_end()
 
     def on_rank_ended(self, rank: int, code: int) -> None:
-        self._note_end(rank, code)
+        if self._launched:
+            self._note_end(rank, code)
 
     def _note_end(self, rank: int, code: int) -> None:
         """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here.
+
+        A failure that restarts the job does so at once, also with mpirun.
 
         A job that is being stopped ends when all ranks that have started have ended.
         """
@@ -322,7 +386,11 @@ class FirstHost(Host):
             if self._ranks.all_ended:
                 self.set_result(Result.from_signal(self.stopped_by))
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
-            self.set_result(self._explain_rank(rank, code))
+            self._fail(self._explain_rank(rank, code), rank=rank)
+        elif code and self._restarts is not None:
+            failure = self._explain_rank(rank, code)
+            if not self._restarts.explain_refusal(failure):
+                self._fail(failure, rank=rank)
 
     def _explain_rank(self, rank: int, code: int) -> Result:
         """Returns the result for a rank that failed; if it ran here, with facts about this host."""
@@ -331,17 +399,24 @@ class FirstHost(Host):
         return self._ranks.explain_rank(rank, code)
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
-        """Fails the job, unless it is being stopped: a sidecar must not end before it."""
+        """Fails or restarts the job, unless it is being stopped: a sidecar must not end before it."""
         if not self.stopped_by:
-            self.set_result(Result(code or 1, describe_sidecar_end(name, self.name, code)))
+            self._fail(Result(code or 1, describe_sidecar_end(name, self.name, code)), host=self.name)
 
     def _check_end(self) -> None:
         """Sets the result once every host's own command has ended; mpirun's failure is handled before.
 
+        During a restart it does nothing.
+
         It is a success, unless the job is being stopped, ranks have not started, or a worker can't record it. Before a
         success it may warn about an exception in a shell script.
         """
-        if self._pending or self.result is not None or (self.plan.by_mpirun and not self._mpirun_over):
+        if (
+            not self._launched
+            or self._pending
+            or self.result is not None
+            or (self.plan.by_mpirun and not self._mpirun_over)
+        ):
             return
         if self.stopped_by:
             self.set_result(Result.from_signal(self.stopped_by))
@@ -377,8 +452,66 @@ class FirstHost(Host):
         if (code or rank is not None) and not self.stopped_by:  # MPI_Abort(256) ends mpirun with 0
             if rank is not None and self._ranks.host_of.get(rank) == self.name:
                 self._ranks.add_facts(self.name, self.collect_facts())
-            self.set_result(self._ranks.explain_mpirun(log, rank, code or 1))
+            where = {} if rank is None else {"rank": rank}
+            self._fail(self._ranks.explain_mpirun(log, rank, code or 1), **where)
+            return
         self._check_end()
+
+    # Restarting
+
+    def _fail(self, failure: Result, **where: str | int) -> None:
+        """Restarts the job after a failure, or ends it.
+
+        Args:
+            failure: The result without a restart.
+            where: `rank` or `host`, for the report.
+        """
+        restarts = self._restarts
+        if restarts is None or self.result is not None or self._early is not None or self.stopped_by:
+            self.set_result(failure)
+        elif refusal := restarts.explain_refusal(failure):
+            summary, separator, rest = failure.message.partition("\n\n")
+            self.set_result(failure._replace(message=f"{summary}\n{refusal}{separator}{rest}"))
+        else:
+            self._restart(restarts.begin(failure, where))
+
+    def _restart(self, variables: Mapping[str, str]) -> None:
+        """Ends the processes of all hosts, and looks for lost hosts. When all hosts are ready, the job is launched.
+
+        Nothing is set up again, except on a host that comes back.
+        """
+        assert self._restarts is not None and self.processes is not None
+        self._awaited = self._restarts.number
+        self._launched = False
+        self._unready = set(self.task.hosts)
+        self._forget_launch()
+        for channel in self._channels.values():
+            self._send_restart(channel)
+        if len(self._channels) + 1 < len(self.task.hosts):
+            self._search_workers()
+        self.processes.prepare_restart(variables, self.task.settings.standby)
+        self.processes.end(self._on_set_up)
+
+    def _send_restart(self, channel: Channel) -> None:
+        """Sends the number of the current restart and its reason to a worker."""
+        from shoal_toolkit.hosts.messages import Restart
+
+        reason = self.report["restarts"][-1]["reason"]
+        channel.send(Restart(self._awaited, reason, self.task.settings.standby))
+
+    def _forget_launch(self) -> None:
+        """Resets what belongs to the launch that has failed. Writes the last line of its mpirun."""
+        self._write_mpirun_rest()
+        self._mpirun_code = self._failed_rank = None
+        self._unrecorded = ""
+        self._daemons.clear()
+        if self._farewell is not None:
+            self._farewell.cancel()
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+        self.output.forget_tails()
+        remove_script_failure(self.task.paths)
 
     # Stopping
 
@@ -425,10 +558,14 @@ class FirstHost(Host):
         if self.result is None:
             if self._first_start:
                 self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
-            if self._mpirun_log is not None:
-                for stream in (STDOUT, STDERR):
-                    self.output.write_launcher(stream, self.name, self._mpirun_log.flush(stream))
+            self._write_mpirun_rest()
         super().set_result(result)
+
+    def _write_mpirun_rest(self) -> None:
+        """Writes the last line of mpirun, if it is incomplete."""
+        if self._mpirun_log is not None:
+            for stream in (STDOUT, STDERR):
+                self.output.write_launcher(stream, self.name, self._mpirun_log.flush(stream))
 
     def send_result(self, result: Result) -> None:
         """Sends every worker the result, and waits at most 5 s until they have confirmed it.

@@ -84,6 +84,8 @@ class Host(Role):
         self._signalled_here = self._hurried = self._gave_up = False
         if self.has_plan:
             self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
+            if task.settings.max_restarts and not task.preflight:
+                self.processes.keep_standby(task.settings.standby)
 
     @property
     def plan(self) -> LaunchPlan:
@@ -261,6 +263,7 @@ def make_report(task: Task) -> dict[str, Any]:
         "interface": plan.interface if plan else None,
         "launch_seconds": None,
         "training_seconds": None,
+        "restarts": [],
         "exit_code": None,
         "began": round(time.time() - (time.monotonic() - task.began), 3),
     }

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.light_typing import Protocol
+from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
-from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.loop import Loop, Timer
 from shoal_toolkit.system.process import (
     MARK,
     find_descendants,
@@ -30,7 +31,11 @@ from shoal_toolkit.system.process import (
     spawn,
 )
 
+if TYPE_CHECKING:  # few jobs have one
+    from shoal_toolkit.run.standby import Standby
+
 _POLL_SECONDS = 0.1
+_KILL_SECONDS = 10.0
 
 # Returns the reader of a process's stdout (1) or stderr (2).
 ReaderOf = Callable[[int], Callable[[bytes], None]]
@@ -68,7 +73,7 @@ class HostProcesses:
         self._environ = {**environ, **plan.env}
         self._events = events
         self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
-        self._mark = os.urandom(8).hex()
+        self._own_mark = self._mark = os.urandom(8).hex()  # of the commands of this process, of the current command
         self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
         self._sidecars: dict[int, tuple[str, list[Source]]] = {}  # pid → name, readers of its output
@@ -76,7 +81,11 @@ class HostProcesses:
         self._on_end: Callable[[int], None] = events.on_command_ended
         self._pid = self._since = 0
         self._stopping = self._killed = False
+        self._limit = Timer(0, lambda: None)  # for the end before a restart
         self.directory = ""  # the run directory, if ranks run here
+        self._standby: Standby | None = None
+        self._forks = False  # the standby starts the command
+        self._must_fork = False  # as on the other hosts
 
     @property
     def running(self) -> bool:
@@ -149,8 +158,45 @@ class HostProcesses:
             )
         )
 
+    def keep_standby(self, wanted: bool) -> None:
+        """Has a standby start this host's command again, if it can (standby.py)."""
+        from shoal_toolkit.run.standby import Standby, can_fork
+
+        if not wanted or not can_fork(self._plan):
+            self._standby = None
+        elif self._standby is None:
+            self._standby = Standby(self._loop, self._plan, self._environ)
+
     def start(self) -> None:
-        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't."""
+        """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't.
+
+        If a standby is importing frameworks, the command starts when that is ready.
+        """
+        if self._standby is None:
+            self._start_command()
+        else:
+            self._standby.when_ready(self._start_with_standby)
+
+    def _start_with_standby(self, is_ready: bool) -> None:
+        """Starts this host's own command, forked by the standby if that is ready.
+
+        A command that can't be started is logged, and reported as one that has ended with 1.
+        """
+        self._forks = is_ready
+        try:
+            if self._must_fork and not is_ready:
+                raise _no_standby()
+            self._start_command()
+        except LaunchError as error:
+            write_log(str(error))
+            self._events.on_command_ended(1)
+        finally:
+            self._forks = False
+        if self._standby is not None and self._pid:
+            self._standby.prepare(self._pid)
+
+    def _start_command(self) -> None:
+        """Starts this host's own command and the sidecars. Raises LaunchError if it can't."""
         if self._plan.has_ranks:
             self.prepare_ranks()
             self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)
@@ -223,7 +269,7 @@ class HostProcesses:
         return sources, [write for _, write in pipes]
 
     def _start_sidecars(self) -> None:
-        """Starts the sidecars.
+        """Starts the sidecars that don't run yet.
 
         Their output goes to stdout and stderr of `train`, or through the log if that must be read.
         """
@@ -232,7 +278,10 @@ class HostProcesses:
             lines = Lines(b"")  # whole lines, because several processes write at once
             return lambda data: self._events.on_launcher_output(stream, lines.feed(data))
 
+        running = {name for name, _ in self._sidecars.values()}  # those that drain, after a restart
         for sidecar in self._plan.sidecars:
+            if sidecar.name in running:
+                continue
             sources, writes = self._make_pipes(reader_of) if self._reads_all else ([], [STDOUT, STDERR])
             # A sidecar that drains waits for SIGTERM. The signal may come before its Python is ready.
             blocked = (signal.SIGTERM,) if sidecar.drains else ()
@@ -261,9 +310,12 @@ class HostProcesses:
     def stop(self, number: int) -> None:
         """Sends a signal that stops the job to this host's ranks, or to the script with the processes it started.
 
-        They then have time to end.
+        They then have time to end. A command that waits for the standby is not started, and counts as ended.
         """
         self._stopping = True
+        if self._standby is not None and self._standby.cancel_wait():
+            self._events.on_command_ended(128 + number)
+            return
         if self._ranks is not None:
             self._ranks.stop(number)
         elif self._pid:
@@ -288,10 +340,62 @@ class HostProcesses:
                 signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
+    def prepare_restart(self, variables: Mapping[str, str], standby: bool) -> None:
+        """Adds variables to the environment of the next start.
+
+        If standbys fork the ranks on all hosts, starts the one of this host in case that it has none yet.
+        """
+        self._environ.update(variables)
+        self.keep_standby(standby)
+        if self._standby is not None and self._plan.has_ranks:
+            self._must_fork = True
+            self._standby.start_now()
+
+    def end(self, on_ended: OnSetUp) -> None:
+        """Kills the command, its ranks and the sidecars that don't drain, so that the host can start again.
+
+        Args:
+            on_ended: Called with None when nothing is left, or with an error if a process still runs after 10 s.
+        """
+        self._limit.cancel()
+        if self._standby is not None:
+            self._standby.cancel_wait()
+
+        def finish(_: int) -> None:
+            self._limit.cancel()
+            self._forget_command()
+            on_ended(None)
+
+        hangs = LaunchError("A process does not end although it was killed, so that the job cannot start again.")
+        self._limit = self._loop.call_later(_KILL_SECONDS, lambda: on_ended(hangs))
+        self._on_end = finish
+        if self.running:
+            self.kill()
+        else:
+            self._limit.cancel()
+            self._limit = self._loop.call_later(0, lambda: finish(0))
+
+    def _forget_command(self) -> None:
+        """Resets what belongs to the command that has ended, and kills the sidecars that don't drain."""
+        self._stopping = self._killed = False
+        self._on_end = self._events.on_command_ended
+        self._close_ranks()
+        draining = {sidecar.name for sidecar in self._plan.sidecars if sidecar.drains}
+        for pid in [pid for pid, (name, _) in self._sidecars.items() if name not in draining]:
+            _, sources = self._sidecars.pop(pid)
+            signal_group(pid, signal.SIGKILL)
+            self._loop.on_child(pid, partial(_finish_sources, sources))
+
     def close(self) -> None:
-        """Kills the sidecars, reads the last output of the ranks, and removes the run directory."""
+        """Kills the sidecars and the standby, reads the last output of the ranks, and removes the run directory."""
         for pid in self._sidecars:
             signal_group(pid, signal.SIGKILL)
+        if self._standby is not None:
+            self._standby.close()
+        self._close_ranks()
+
+    def _close_ranks(self) -> None:
+        """Reads the last output of the ranks, and removes the run directory, if there are ranks."""
         if self._ranks is not None:
             self._ranks.finish()
             self._ranks = None
@@ -304,11 +408,17 @@ class HostProcesses:
     ) -> None:
         """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
 
-        `_on_child_ended` is called when it has ended.
+        The standby forks it if it is to, and can. `_on_child_ended` is called when it has ended.
         """
         try:
-            marks = f"{env.get(MARK, '')} {self._mark}".strip()
-            self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
+            if self._standby is not None and self._forks and (pid := self._standby.fork(env, outputs, self.directory)):
+                self._pid, self._mark = pid, self._standby.mark
+            elif self._forks and self._must_fork:
+                raise _no_standby()
+            else:
+                self._mark = self._own_mark
+                marks = f"{env.get(MARK, '')} {self._mark}".strip()
+                self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
             self._since = int(read_start_time(self._pid) or self._since)
         finally:
             for fd in to_close:
@@ -343,6 +453,17 @@ class HostProcesses:
     def _may_be_saving(self) -> bool:
         """Whether child processes of a stopped script still run, and may save a checkpoint. A shell ends at once."""
         return has_orphans(self._pid) or bool(find_marked(self._mark, self._since))
+
+
+def _no_standby() -> LaunchError:
+    """Returns the error for ranks that torchrun can't start, because the other hosts have no torchrun any more."""
+    return LaunchError("The standby, which starts the ranks again, has ended or did not import torch in time.")
+
+
+def _finish_sources(sources: Sequence[Source], _: int) -> None:
+    """Reads the last output of a sidecar that was killed."""
+    for source in sources:
+        source.finish()
 
 
 def _explain_setup_failure(command: Sequence[str], code: int, output: str) -> LaunchError:

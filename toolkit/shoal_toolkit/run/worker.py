@@ -15,7 +15,7 @@ from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts
-from shoal_toolkit.result.result import Result, check_writable
+from shoal_toolkit.result.result import RETRY_CODE, Result, check_writable, remove_script_failure
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
 
@@ -32,6 +32,7 @@ class Worker(Host):
         self._has_ranks = self.has_plan and self.plan.has_ranks
         self._is_set_up = self._is_started = False
         self._problem: TrainError | None = None  # why this host can't take part
+        self._number = 0  # of the last restart
         self._probe: Probe | None = None
         self._facts: dict[str, Any] = {}
 
@@ -58,19 +59,22 @@ class Worker(Host):
     def _report_state(self) -> None:
         """Reports to the first host, if it is connected, that this host is ready or has failed, once that is known.
 
-        A ready host first checks that it reaches the port at which the ranks meet.
+        A ready host first checks that it reaches the port at which the ranks meet, but not for a restart.
         """
         if self._problem is not None:
             self._report_failure(self._problem)
+        elif self._is_set_up and self._number:
+            self._send(messages.Ready(self._number))
         elif self._is_set_up and self._channel is not None:
             env = self.plan.env
             self._probe = Probe(self.loop, env["MASTER_ADDR"], env["MASTER_PORT"], self._on_probed)
             self._facts = self.collect_ready_facts()  # while it connects
 
     def _on_probed(self, problem: str) -> None:
-        """Sends the facts about this host, and that it is ready."""
-        self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
-        self._send(messages.READY)
+        """Sends the facts about this host, and that it is ready. Does nothing if it has to restart meanwhile."""
+        if not self._number:
+            self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
+            self._send(messages.Ready(0))
 
     def collect_ready_facts(self) -> dict[str, Any]:
         """Returns the facts about this host that must fit the other hosts' facts."""
@@ -99,9 +103,8 @@ class Worker(Host):
 
     def _on_lost(self, reason: str) -> None:
         """Fails the job on this host: the first host is gone without a result."""
-        self.set_result(
-            Result(1, f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can.")
-        )
+        lost = f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can."
+        self.set_result(Result(RETRY_CODE, lost))
 
     def _on_message(self, message: Any) -> None:
         """Handles a message from the authenticated first host: start, pass a signal on, or the result of the job.
@@ -112,6 +115,8 @@ class Worker(Host):
             self._start(None)
         elif isinstance(message, messages.Start):
             self._start(message.command)
+        elif isinstance(message, messages.Restart):
+            self._restart(message)
         elif isinstance(message, messages.PassSignal):
             self.note_stop(message.number)
             if self.processes is not None:
@@ -121,6 +126,25 @@ class Worker(Host):
             self.set_result(Result(message.code, message.message))
         else:
             raise messages.ProtocolError(f"{type(message).__name__}, which a first host does not send")
+
+    def _restart(self, message: messages.Restart) -> None:
+        """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
+
+        The next start gets the number of the restart and its reason.
+        """
+        from shoal_toolkit.run.restarts import make_variables
+
+        self._number = message.number
+        if self.processes is not None:
+            self.processes.prepare_restart(make_variables(message.number, message.reason), message.standby)
+        if self.processes is None or not self._is_set_up:
+            self._report_state()
+            return
+        self._is_started = False
+        self._daemon_log = MpirunLog()
+        self.output.forget_tails()
+        remove_script_failure(self.task.paths)
+        self.processes.end(self._on_set_up)
 
     def _start(self, command: str | None) -> None:
         """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan.
@@ -153,7 +177,7 @@ class Worker(Host):
         processes.start_launcher(argv, variables)
 
     def _report_failure(self, error: TrainError) -> None:
-        self._send(messages.HostFailed(error.exit_code, str(error)))
+        self._send(messages.HostFailed(self._number, error.exit_code, str(error), restartable=False))
 
     def on_rank_started(self, rank: int) -> None:
         self._send(messages.RankStarted(rank))
@@ -168,7 +192,8 @@ class Worker(Host):
         Does nothing if the job has a result, or is being stopped.
         """
         if self.result is None and not self.stopped_by:
-            self._send(messages.HostFailed(code or 1, describe_sidecar_end(name, self.name, code)))
+            text = describe_sidecar_end(name, self.name, code)
+            self._send(messages.HostFailed(self._number, code or 1, text, restartable=True))
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
         """Sends output of ranks to the first host. The output of a plain process stays here, as on SageMaker."""

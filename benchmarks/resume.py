@@ -1,0 +1,287 @@
+"""How long a failure stops training, with `train` and with torchrun: `make bench-resume`.
+
+Both run the same script with 2 ranks on this machine (resume_train.py: gloo, a checkpoint every 10 steps):
+
+- `rank-killed`: rank 1 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
+- `host-killed`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival:
+  torchrun with a rendezvous (c10d) and `--nnodes=1:2`. If it has not gone on after 90 s, it counts as 90 s: the agent
+  of torch 2.13 waits for the rank of the dead host, and fails after a minute.
+- `lost-share`: 1 - goodput, with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step,
+  times the median time of a step without failures, divided by the time since the first step.
+
+Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
+The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from report import Figure, finish, make_parser, print_machine
+
+SCRIPT = Path(__file__).with_name("resume_train.py")
+ROUNDS = 5
+WARM_SECONDS = 12.0  # of training before a failure: by then `train` has its standby
+EVERY_SECONDS = 15.0
+GOODPUT_SECONDS = 180
+LIMIT_SECONDS = 90.0
+FOREVER = "1000000000"
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+class Mark(NamedTuple):
+    """A line that the script wrote."""
+
+    event: str
+    rank: int
+    pid: int
+    time: float
+    step: int
+
+
+class NotRecoveredError(Exception):
+    """A job did not go on within the limit, or all of its hosts have ended."""
+
+
+class Run:
+    """A job that trains in a directory; `start` starts one of its hosts, which `hosts` lists."""
+
+    def __init__(self, directory: Path, hosts: int, start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> None:
+        self.directory = directory
+        self._start = start
+        self._count = hosts
+        self.hosts: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> None:
+        """Starts all hosts, and waits until they have trained for some seconds."""
+        self.hosts = [self._start(self.directory, number, self._count) for number in range(self._count)]
+        self.await_step(lambda _: True)
+        time.sleep(WARM_SECONDS)
+
+    def marks(self, event: str) -> list[Mark]:
+        """Returns the lines of an event."""
+        path = self.directory / "marks"
+        lines = path.read_text().splitlines() if path.exists() else []
+        words = [line.split() for line in lines if line.startswith(f"{event} ")]
+        return [
+            Mark(word[0], int(word[1]), int(word[2]), float(word[3]), int(word[4])) for word in words if len(word) == 5
+        ]
+
+    def await_step(self, wanted: Callable[[Mark], bool]) -> Mark:
+        """Waits for a completed step of rank 0."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while True:
+            found = next((mark for mark in self.marks("step") if mark.rank == 0 and wanted(mark)), None)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline or all(host.poll() is not None for host in self.hosts):
+                log = (self.directory / "log").read_text()
+                raise NotRecoveredError(f"no step within {LIMIT_SECONDS:.0f} s\n{log[-4000:]}")
+            time.sleep(0.02)
+
+    def kill_rank(self, rank: int) -> float:
+        """Kills the newest process of a rank; returns when."""
+        pid = [mark.pid for mark in self.marks("began") if mark.rank == rank][-1]
+        now = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return now
+
+    def await_recovery(self, killed_at: float) -> Mark:
+        """Waits for the first step of a process of rank 0 that began after a failure."""
+        before = {mark.pid for mark in self.marks("began") if mark.time < killed_at}
+        return self.await_step(lambda mark: mark.time > killed_at and mark.pid not in before)
+
+    def lose_host(self, number: int) -> float:
+        """Kills a host with everything that it started, and starts it again; returns when it was killed."""
+        pids = [self.hosts[number].pid, *descendants(self.hosts[number].pid)]
+        now = time.time()
+        for pid in pids:
+            kill(pid)
+        self.hosts[number].wait()
+        self.hosts[number] = self._start(self.directory, number, self._count)
+        return now
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        for host in self.hosts:
+            for pid in [*descendants(host.pid), host.pid]:
+                kill(pid)
+            host.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the child processes of a process, their child processes and so on."""
+    try:
+        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and return the exit code."""
+    parser = make_parser(__doc__, ROUNDS)
+    parser.add_argument(
+        "--seconds", type=int, default=GOODPUT_SECONDS, help="how long to measure goodput; 0: don't (%(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    print_machine()
+    print(f"rounds: {options.rounds} (medians)")
+    return finish(measure(options.rounds, options.seconds))
+
+
+def measure(rounds: int, seconds: int) -> Iterator[Figure]:
+    """Measure both sides, and yield the figures."""
+    ours: list[float] = []
+    rival: list[float] = []
+    parts: list[dict[str, float]] = []
+    for _ in range(rounds):
+        with running(1, start_train) as run:
+            killed_at = run.kill_rank(1)
+            step = run.await_recovery(killed_at)
+            ours.append(step.time - killed_at)
+            parts.append(split(run, killed_at, step.pid))
+        with running(1, start_torchrun) as run:
+            killed_at = run.kill_rank(1)
+            rival.append(run.await_recovery(killed_at).time - killed_at)
+    yield compare("rank-killed", ours, rival, 3.0, 0.3)
+    for name in parts[0]:
+        yield Figure(f"rank-killed-{name}", statistics.median(each[name] for each in parts), "s")
+    lost = [[lose_host(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
+    yield compare("host-killed", lost[0], lost[1], None, 0.3)
+    if seconds:
+        shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
+        yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
+
+
+def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: float | None, ceiling: float) -> Figure:
+    """Print the spread, and return the figure of the medians."""
+    print(f"{name}: {min(ours):.3f} .. {max(ours):.3f} s, torchrun {min(rival):.3f} .. {max(rival):.3f} s", flush=True)
+    return Figure(name, statistics.median(ours), "s", goal, statistics.median(rival), "torchrun", ceiling)
+
+
+@contextmanager
+def running(hosts: int, start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> Iterator[Run]:
+    """Start a job that has trained for some seconds, and end it in any case."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = Run(Path(directory), hosts, start)
+        try:
+            run.begin()
+            yield run
+        finally:
+            run.end()
+
+
+def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
+    """Return the parts of a restart: the times between the events of the new process of rank 0."""
+    events = {"until-script-runs": "began", "imports": "imported", "load": "loaded", "first-step": "step"}
+    times = [next(mark.time for mark in run.marks(event) if mark.pid == pid) for event in events.values()]
+    return {name: end - begin for name, begin, end in zip(events, [killed_at, *times], times)}
+
+
+def lose_host(start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> float:
+    """Return the seconds from the loss of the second host until the next step."""
+    with running(2, start) as run:
+        killed_at = run.lose_host(1)
+        try:
+            return run.await_recovery(killed_at).time - killed_at
+        except NotRecoveredError as error:
+            if start is start_train:
+                raise
+            print(f"torchrun did not go on: {error}".splitlines()[0], flush=True)
+            return LIMIT_SECONDS
+
+
+def lose_share(start: Callable[[Path, int, int], subprocess.Popen[bytes]], seconds: int) -> float:
+    """Return the share of the time that is lost with a killed rank every 15 s."""
+    with running(1, start) as run:
+        began = run.marks("step")[0]
+        steady = [mark.time for mark in run.marks("step") if mark.rank == 0]
+        usual = statistics.median(after - before for before, after in itertools.pairwise(steady))
+        end = began.time + seconds
+        while (now := time.time()) < end:
+            time.sleep(min(EVERY_SECONDS, end - now))
+            if time.time() < end - 1:
+                run.kill_rank(1)
+        last = max(mark.step for mark in run.marks("step") if mark.rank == 0 and mark.time < end)
+    goodput = last * usual / seconds
+    print(
+        f"goodput of {start.__name__.removeprefix('start_')}: {goodput:.3f}, {last} steps of {usual:.4f} s", flush=True
+    )
+    return 1 - goodput
+
+
+def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
+    """Start `train` on a host of a job, each a loopback address."""
+    base = directory / HOSTS[number]
+    (base / "code").mkdir(parents=True, exist_ok=True)
+    (base / "code" / "train.py").write_bytes(SCRIPT.read_bytes())
+    config = base / "input" / "config"
+    config.mkdir(parents=True, exist_ok=True)
+    values = {"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2 // hosts}
+    (config / "hyperparameters.json").write_text(json.dumps({key: json.dumps(value) for key, value in values.items()}))
+    resources = {"current_host": HOSTS[number], "hosts": HOSTS[:hosts], "network_interface_name": "lo"}
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    variables = {
+        "SAGEMAKER_BASE_DIR": str(base),
+        "SAGEMAKER_PROGRAM": "train.py",
+        "SHOAL_MAX_RESTARTS": "1000",
+        "SHOAL_AGENT_PORT": str(port_of(directory, "agent")),
+        "MASTER_PORT": str(port_of(directory, "master")),
+    }
+    return start_process([sys.executable, "-m", "shoal_toolkit"], directory, variables)
+
+
+def start_torchrun(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
+    """Start torchrun on one host."""
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000"]
+    return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
+
+
+def start_elastic(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
+    """Start torchrun with a rendezvous on one of the hosts; the first serves it."""
+    endpoint = f"127.0.0.1:{port_of(directory, 'rendezvous')}"
+    serves = f"--rdzv-conf=is_host={int(number == 0)}"
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", serves]
+    options = [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", *rendezvous]
+    return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
+
+
+def start_process(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command. Its output goes to the log of the job."""
+    shared = {"RESUME_DIRECTORY": str(directory), "RESUME_STEPS": FOREVER, "OMP_NUM_THREADS": "1"}
+    with (directory / "log").open("ab") as log:
+        return subprocess.Popen(command, env={**os.environ, **shared, **variables}, stdout=log, stderr=log)
+
+
+def port_of(directory: Path, name: str) -> int:
+    """Return a port that was free when the job first asked for it by this name."""
+    path = directory / f"{name}.port"
+    if not path.exists():
+        with socket.create_server(("", 0)) as probe:
+            path.write_text(str(probe.getsockname()[1]))
+    return int(path.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

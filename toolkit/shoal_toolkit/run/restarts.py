@@ -1,0 +1,93 @@
+"""Decides which failures restart a job, and keeps the list of restarts. Only jobs with SHOAL_MAX_RESTARTS need it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from time import gmtime, monotonic, strftime
+
+from shoal_toolkit import redact
+from shoal_toolkit.job.contract import Paths
+from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.light_typing import Any
+from shoal_toolkit.log import write_log
+from shoal_toolkit.result.result import Result, write_progress
+
+_MAX_REASON = 300  # characters of a line in a variable
+# A shell's codes for a wrong use, a program that can't be run, and one that is missing. Python and argparse use 2 too.
+_USAGE_CODES = (2, 126, 127)
+_USAGE_ERRORS = ("SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError")
+
+
+class Restarts:
+    """The restarts of a job, on the first host. Each is added to `report`, which becomes job.json."""
+
+    def __init__(self, settings: Settings, paths: Paths, report: dict[str, Any]) -> None:
+        self.number = settings.restart
+        self._most = settings.max_restarts
+        self._paths = paths
+        self._report = report
+        self._failed_at = 0.0  # time.monotonic(), until the restart has ended
+        self._last: tuple[str, Mapping[str, int]] | None = None  # the last failure, and the checkpoints at that time
+
+    def explain_refusal(self, failure: Result) -> str:
+        """Returns why a failure does not restart the job; empty if it does."""
+        if self.number >= self._most:
+            return f"It was restarted {self.number} times (SHOAL_MAX_RESTARTS)."
+        if failure.exit_code in _USAGE_CODES:
+            return f"It was not restarted: exit code {failure.exit_code} means an error that would occur again."
+        if failure.message.startswith(_USAGE_ERRORS):
+            return "It was not restarted: this error would occur again."
+        if failure.exit_code < 128 and self._last == (failure.message, self._list_checkpoints()):
+            return "It was not restarted: it failed in the same way as before, without a new checkpoint in between."
+        return ""
+
+    def begin(self, failure: Result, where: Mapping[str, Any]) -> dict[str, str]:
+        """Adds a restart to the report, and logs its reason.
+
+        Args:
+            failure: The result of the last start.
+            where: The rank or the host that failed, for the report.
+
+        Returns:
+            The variables of the contract for the script.
+        """
+        self.number += 1
+        self._failed_at = monotonic()
+        self._last = (failure.message, self._list_checkpoints())
+        rank = f"rank {where['rank']}: " if "rank" in where else ""
+        reason = f"{rank}{summarize(failure.message)}"
+        entry = {"number": self.number, "at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()), "reason": reason, **where}
+        self._report["restarts"] = [*self._report["restarts"], {**entry, "seconds": None}]
+        write_progress(self._paths, self._report)
+        write_log(f"restart {self.number} of at most {self._most} (SHOAL_MAX_RESTARTS): {reason}")
+        return make_variables(self.number, reason)
+
+    def finish(self) -> None:
+        """Notes that all ranks have started again, and how long that took. Only the first call of a restart counts."""
+        if not self._failed_at:
+            return
+        seconds = round(monotonic() - self._failed_at, 3)
+        self._failed_at = 0.0
+        self._report["restarts"][-1]["seconds"] = seconds
+        write_progress(self._paths, self._report)
+        write_log(f"restart {self.number}: all ranks run again, {seconds:.1f} s after the failure")
+
+    def _list_checkpoints(self) -> dict[str, int]:
+        """Returns the entries of the checkpoint directory with the times of their last change; none without it."""
+        try:
+            with os.scandir(os.path.join(self._paths.base, "checkpoints")) as entries:
+                return {entry.name: entry.stat().st_mtime_ns for entry in entries}
+        except OSError:  # it does not exist, or a checkpoint was just removed
+            return {}
+
+
+def make_variables(number: int, reason: str) -> dict[str, str]:
+    """Returns the variables with which a script learns that it was restarted, and why."""
+    return {"SHOAL_RESTART": str(number), "SHOAL_RESTART_REASON": reason}
+
+
+def summarize(message: str) -> str:
+    """Returns the first line of a failure's text, printable and without secrets."""
+    line = redact.mask_text(message.partition("\n")[0])[:_MAX_REASON]
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,0 +1,239 @@
+"""Keeps a process with imported frameworks on this host, which forks the ranks at a restart (sidecars/standby.py).
+
+The first start is as without restarts. While the ranks run, their memory maps show which packages they use, and the
+standby imports the frameworks among them. A restart then takes no time for imports. Without a standby that answers, a
+script starts as it did the first time. Only ranks of torchrun are always forked at a restart: the hosts have to agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.plan.launcher import TORCH_DISTRIBUTED
+from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
+from shoal_toolkit.system.files import read_text
+from shoal_toolkit.system.loop import READ, Loop, Timer
+from shoal_toolkit.system.process import MARK, find_descendants, signal_group, spawn
+from shoal_toolkit.tables import read_table
+
+_START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
+_LOOKS = 24  # for the frameworks of the ranks; a script may download data first
+_IMPORT_SECONDS = 300.0  # that a restart waits for a standby that is importing
+_ANSWER_SECONDS = 5.0
+_NUMBER = struct.Struct("!I")
+_SET_CHILD_SUBREAPER = 36  # of prctl
+
+
+class Standby:
+    """The standby of this host. Creating it starts nothing."""
+
+    def __init__(self, loop: Loop, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+        self.mark = os.urandom(8).hex()  # of the processes that it forks
+        self._loop = loop
+        self._plan = plan
+        self._environ = environ
+        self._server: socket.socket | None = None
+        self._pid = 0
+        self._is_ready = False
+        self._on_ready: Callable[[bool], None] | None = None
+        self._timer = Timer(0, lambda: None)
+
+    def prepare(self, command: int) -> None:
+        """Starts the standby 5 s after a command, or when its processes have loaded a framework. Does this once."""
+        if self._pid == 0:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, _LOOKS))
+
+    def start_now(self) -> None:
+        """Starts the standby with torch, if there is none: ranks of torchrun use it."""
+        if self._pid <= 0:
+            self._timer.cancel()
+            self._start(read_table("standby")["torch"])
+
+    def _look(self, command: int, looks: int) -> None:
+        """Starts the standby with the frameworks of the command's processes. Without any, it looks again after 5 s."""
+        modules = find_modules([command, *find_descendants(command)])
+        if modules:
+            self._start(modules)
+        elif looks:
+            self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, looks - 1))
+
+    def _start(self, modules: Sequence[str]) -> None:
+        """Starts the process. An error leaves this host without a standby."""
+        self._server, other = socket.socketpair()
+        os.set_inheritable(other.fileno(), True)
+        python, descriptor = self._plan.script[0], str(other.fileno())
+        argv = [python, "-m", "shoal_toolkit.sidecars.standby", descriptor, *modules]
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self._plan.cwd, null, null)
+        except (LaunchError, OSError):
+            self.close()
+            return
+        finally:
+            os.close(null)
+            other.close()
+        self._loop.on_child(self._pid, partial(self._on_ended, self._pid))
+        self._loop.watch(self._server.fileno(), READ, self._on_readable)
+
+    def _marks(self) -> str:
+        return f"{self._environ.get(MARK, '')} {self.mark}".strip()
+
+    def _on_ended(self, pid: int, _: int) -> None:
+        """Gives up the standby that has ended, unless it is an earlier one."""
+        if pid == self._pid:
+            self._finish_wait(False)
+
+    def _on_readable(self) -> None:
+        """Notes that the imports are done; without a byte, that the process has ended."""
+        assert self._server is not None
+        self._loop.unwatch(self._server.fileno(), READ)
+        self._is_ready = bool(self._server.recv(1))
+        if self._on_ready is not None:
+            self._finish_wait(self._is_ready)
+
+    def when_ready(self, on_ready: Callable[[bool], None]) -> None:
+        """Calls back with whether ranks can be forked: at once, or when a standby that is importing is ready."""
+        self._timer.cancel()
+        if self._is_ready or self._pid <= 0:
+            on_ready(self._is_ready)
+            return
+        self._on_ready = on_ready
+        self._timer = self._loop.call_later(_IMPORT_SECONDS, lambda: self._finish_wait(False))
+
+    def _finish_wait(self, is_ready: bool) -> None:
+        """Calls back once. A standby that is not ready is given up."""
+        self._timer.cancel()
+        on_ready, self._on_ready = self._on_ready, None
+        if not is_ready:
+            self.close()
+        if on_ready is not None:
+            on_ready(is_ready)
+
+    def fork(self, variables: Mapping[str, str], outputs: tuple[int, int], directory: str) -> int:
+        """Has the standby fork the script, or a process with the ranks that torchrun would start on this host.
+
+        Args:
+            variables: The environment.
+            outputs: The descriptors for stdout and stderr.
+            directory: The run directory, for ranks.
+
+        Returns:
+            The pid of the process, a child of this one; 0 if that failed, which ends the standby.
+        """
+        request = {
+            "argv": self._plan.script[1:],
+            "env": {
+                **{name: variables[name] for name in variables if name not in SHELL_VARIABLES},
+                MARK: self._marks(),
+            },
+            "cwd": self._plan.cwd,
+            "directory": directory,
+            "ranks": list_rank_variables(self._plan) if self._plan.has_ranks else [],
+        }
+        payload = json.dumps(request).encode()
+        try:
+            return self._request(payload, outputs)
+        except OSError:
+            self.close()
+            return 0
+
+    def _request(self, payload: bytes, outputs: tuple[int, int]) -> int:
+        """Sends a request, and returns the pid in the answer. Meanwhile this process adopts orphans: one is the script.
+
+        Raises OSError if there is no answer within 5 s.
+        """
+        server = self._server
+        if server is None:
+            return 0
+        server.settimeout(_ANSWER_SECONDS)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(server, [_NUMBER.pack(len(payload))], outputs)
+            server.sendall(payload)
+            answer = server.recv(_NUMBER.size)
+        finally:
+            libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if len(answer) < _NUMBER.size:
+            raise OSError("the standby has ended")
+        (pid,) = _NUMBER.unpack(answer)
+        return int(pid)
+
+    def cancel_wait(self) -> bool:
+        """Makes `when_ready` call back no more, and returns whether it would have. The standby goes on."""
+        self._timer.cancel()
+        waited, self._on_ready = self._on_ready is not None, None
+        return waited
+
+    def close(self) -> None:
+        """Ends the standby; processes that it has forked go on."""
+        self.cancel_wait()
+        self._is_ready = False
+        if self._server is not None:
+            self._loop.unwatch(self._server.fileno(), READ)
+            self._server.close()
+            self._server = None
+        if self._pid > 0:
+            signal_group(self._pid, signal.SIGKILL)
+            self._pid = -1  # it is not started again
+
+
+def can_fork(plan: LaunchPlan) -> bool:
+    """Whether a standby can start the script: a file or module of Python, which mpirun does not start."""
+    words = plan.script
+    is_python = os.path.basename(words[0]).startswith("python") and len(words) > 1
+    return is_python and not plan.by_mpirun and (words[1].endswith(".py") or words[1] == "-m")
+
+
+def find_modules(pids: Sequence[int]) -> list[str]:
+    """Returns the modules to import for processes: those in data/standby.json of the packages in their memory maps."""
+    found: set[str] = set()
+    for pid in pids:
+        found.update(re.findall(r"/(?:site|dist)-packages/(\w+)/", read_text(f"/proc/{pid}/maps")))
+    table = read_table("standby")
+    return [module for package in sorted(found & table.keys()) for module in table[package]]
+
+
+def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:
+    """Returns the variables that torchrun sets for each rank of this host. Rank 0 serves the rendezvous itself."""
+    assert plan.launcher == TORCH_DISTRIBUTED
+    hosts = list(plan.ranks)
+    host, count = hosts.index(plan.current_host), plan.ranks[plan.current_host]
+    before = sum(plan.ranks[name] for name in hosts[:host])
+    common = {
+        "WORLD_SIZE": plan.world_size,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": len(hosts),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": plan.world_size,
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+    }
+    return [
+        {
+            name: str(value)
+            for name, value in {
+                **common,
+                "RANK": before + local,
+                "ROLE_RANK": before + local,
+                "LOCAL_RANK": local,
+                "SMDATAPARALLEL_LOCAL_RANK": local,
+            }.items()
+        }
+        for local in range(count)
+    ]

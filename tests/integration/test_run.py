@@ -38,10 +38,12 @@ print("got", *sys.argv[1:], os.environ["WORLD_SIZE"], "of", limit)
 
 
 def job_objects(client: docker.DockerClient, *stems: str) -> set[str]:
-    """Every container and network of a job whose name begins so; tests beside this one have others."""
+    """Every container, network and volume of a job whose name begins so; tests beside this one have others."""
     containers = client.api.containers(all=True, filters={"label": "shoal.job"})
     networks = client.api.networks(filters={"label": "shoal.job"})
-    return {found["Id"] for found in (*containers, *networks) if found["Labels"]["shoal.job"].startswith(stems)}
+    volumes = client.api.volumes(filters={"label": "shoal.job"})["Volumes"] or []
+    found = [(each.get("Id") or each["Name"], each["Labels"]) for each in (*containers, *networks, *volumes)]
+    return {identity for identity, labels in found if labels["shoal.job"].startswith(stems)}
 
 
 def command(image: str, source: Path, output: Path, *options: str, script: str = "train.py") -> list[str | Path]:

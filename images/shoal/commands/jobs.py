@@ -167,8 +167,14 @@ def run_job(options: RunOptions) -> None:
         tag = resolve_tag(record.image)
     with open_job(dataclasses.replace(record, image=tag), options.resume) as opened:
         run = local_job.run_job_locally if record.engine == LOCAL else docker_job.run_job_in_docker
-        result = run(opened, progress)
+        try:
+            result = run(opened, progress)
+        except BaseException:
+            if opened.has_checkpoints:
+                summary.print_resume_command(progress, record.request, opened.name)
+            raise
         opened.update(exit_code=result.exit_code)
+        result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
     summary.print_summary(progress, record.request, result, build_seconds)
     if options.as_json:
         print_json({**vars(result), "build_seconds": build_seconds})

@@ -148,7 +148,8 @@ class DockerHosts:
 
     def _find_container(self) -> Container:
         """Return a container that still exists, or the first one. All of them have the volume."""
-        present = {each.id for each in self.client.containers.list(all=True)}
+        filters = {"label": f"{containers.JOB_LABEL}={self.name}"}
+        present = {each["Id"] for each in self.client.api.containers(all=True, filters=filters)}
         found = (container for container in self.by_name.values() if container.id in present)
         return next(found, self.by_name[self.first])
 

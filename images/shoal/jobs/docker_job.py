@@ -16,7 +16,7 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.docker_client import containers
-from shoal.errors import DockerError
+from shoal.errors import DockerError, UsageError
 from shoal.jobs import docker_hosts, job, restarts
 from shoal.jobs.docker_hosts import DockerHosts, HostExit
 from shoal.jobs.record import OpenJob
@@ -47,7 +47,7 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
         UsageError: If the source cannot be copied, there are fewer GPUs than hosts, or the job runs already.
     """
     client = docker_client.connect()
-    is_filled = docker_hosts.remove_earlier(client, opened.name, keep_volume=opened.record.uncollected)
+    is_filled = opened.resumed and _keep_volume(client, opened, console)
     with (
         _remove_all_at_end(client, opened, console),
         docker_hosts.create_hosts(client, opened.record.image, opened.record.request, opened.name, console) as hosts,
@@ -73,6 +73,23 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
 
+def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:
+    """Remove what an earlier command has left in Docker, and return whether its volume has the newest checkpoints.
+
+    Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
+    """
+    is_expected = opened.record.uncollected
+    if docker_hosts.remove_earlier(client, opened.name, keep_volume=is_expected):
+        return True
+    if is_expected:
+        opened.update(uncollected=False)
+        lost = f"the Docker volume {docker_hosts.volume_name(opened.name)} with the newest checkpoints is gone"
+        if not opened.checkpoints.has_files():
+            raise UsageError(f"--resume {opened.name}: {lost}. Fix: start the job again without --resume")
+        console.print(f"{lost}; continuing from {opened.checkpoints.path}", markup=False, soft_wrap=True)
+    return False
+
+
 @contextlib.contextmanager
 def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Console) -> Iterator[None]:
     """Remove all that the job has in Docker at the end. A volume with checkpoints that could not be collected stays."""
@@ -82,9 +99,9 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
         with containers.delay_interrupts():
             containers.remove_objects(client, opened.name, volumes=not opened.record.uncollected)
         if opened.record.uncollected:
+            volume = docker_hosts.volume_name(opened.name)
             console.print(
-                f"the newest checkpoints are still in the Docker volume {docker_hosts.volume_name(opened.name)}."
-                f" `shoal run --resume {opened.name}` continues from them",
+                f"the newest checkpoints were not collected. They are in the Docker volume {volume}",
                 soft_wrap=True,
                 markup=False,
             )

@@ -140,6 +140,8 @@ class JobResult:
     """By host, its failure file and other problems."""
     restarts: Sequence[Mapping[str, Any]] = ()
     """The restarts of the job: number, time (`at`), reason, host or rank, and seconds."""
+    checkpoints: Path | None = None
+    """The directory with its checkpoints; None if it has none."""
 
 
 def check_source(source: Path, entry_point: str) -> None:

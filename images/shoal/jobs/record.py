@@ -46,6 +46,12 @@ class OpenJob:
     directory: Path
     record: JobRecord
     checkpoints: checkpoints.CheckpointDirectory
+    resumed: bool
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is something to continue from."""
+        return self.record.uncollected or self.checkpoints.has_files()
 
     def update(self, **changes: Any) -> None:
         """Change the record, and write it."""
@@ -56,7 +62,7 @@ class OpenJob:
 def read_record(output: Path, name: str) -> JobRecord:
     """Return the record of a job. Raises `UsageError` if the output directory has no such job."""
     path = output / name / RECORD
-    if not path.is_file():
+    if Path(name).name != name or not path.is_file():
         known = [found.parent.name for found in output.glob(f"*/{RECORD}")]
         problem = f"{output / name} has no {RECORD}" if (output / name).is_dir() else f"no such job in {output}"
         raise UsageError(
@@ -102,7 +108,7 @@ def open_job(record: JobRecord, resumed: str | None) -> Iterator[OpenJob]:
             the resumed job has succeeded or has no checkpoints.
     """
     request = record.request
-    if resumed:
+    if resumed is not None:
         name, directory = resumed, (request.output / resumed).resolve()
         option = f"--resume {name}"
     else:
@@ -111,13 +117,13 @@ def open_job(record: JobRecord, resumed: str | None) -> Iterator[OpenJob]:
         option = f"--checkpoints {request.checkpoints}"
     try:
         with checkpoints.open_directory(request.checkpoints or directory / checkpoints.CONTENT, name, option) as opened:
-            if resumed:
+            if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
-            result = OpenJob(name, directory, record, opened)
+            result = OpenJob(name, directory, record, opened, resumed is not None)
             result.update()
             yield result
     finally:
-        if not resumed:
+        if resumed is None:
             with contextlib.suppress(OSError):  # it is not empty
                 directory.rmdir()
 

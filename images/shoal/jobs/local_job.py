@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +18,8 @@ from shoal.docker_client import containers
 from shoal.errors import DockerError
 from shoal.jobs import checkpoints, distribution, gpus, job, restarts
 from shoal.jobs.record import OpenJob, collect_tree
+
+_PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
 def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
@@ -131,13 +135,32 @@ def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[s
 def _run_train(command: str, environment: dict[str, str], lock: int, console: Console) -> int:
     """Run `train` and return its exit code. An interrupt terminates it, waits for it and is raised again.
 
-    It inherits the lock of the checkpoints, so that they stay locked while it runs, also if this process is killed.
+    A second interrupt kills it. If it is killed, its ranks are killed too: they would still write checkpoints. It
+    inherits the lock of the checkpoints, so that they stay locked while it runs, also if this process is killed.
     """
+    adopt_orphans = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
+    adopt_orphans(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen([command], env=environment, stdout=console.file, pass_fds=[lock])
     try:
         code = process.wait()
-        return 128 - code if code < 0 else code
     except BaseException:
         process.terminate()
-        process.wait()
+        try:
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            _kill_orphans()
         raise
+    if code < 0:
+        _kill_orphans()
+        return 128 - code
+    return code
+
+
+def _kill_orphans() -> None:
+    """Kill the processes that `train` has left, which have become children of this one, and wait for them."""
+    while pids := [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]:
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

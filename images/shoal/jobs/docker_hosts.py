@@ -279,7 +279,7 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
             "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
-            **request.restart_variables,
+            **restarts.limit_variables(request.max_restarts),
             **own,
             "TRAINING_JOB_NAME": name,
         },

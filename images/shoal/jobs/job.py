@@ -99,11 +99,6 @@ class JobRequest:
         """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
 
-    @property
-    def restart_variables(self) -> dict[str, str]:
-        """The variable with the number of restarts, if the job may restart."""
-        return {restarts.MAX_RESTARTS: str(self.max_restarts)} if self.max_restarts else {}
-
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
 

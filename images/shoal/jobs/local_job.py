@@ -52,7 +52,7 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
         **os.environ,
         **_gpu_environment(request.gpus),
         **request.script_variables,
-        **request.restart_variables,
+        **restarts.limit_variables(request.max_restarts),
         **request.environment,
         "SAGEMAKER_BASE_DIR": str(tree),
         "SAGEMAKER_SUBMIT_DIRECTORY": str(tree / "code"),

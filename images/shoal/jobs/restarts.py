@@ -18,6 +18,11 @@ _FINAL = (0, 2, 143)
 """Exit codes after which a new start is wrong: success, wrong configuration, SIGTERM from outside."""
 
 
+def limit_variables(most: int) -> dict[str, str]:
+    """Return the variable with the limit of restarts; none for 0, the default of `train`."""
+    return {MAX_RESTARTS: str(most)} if most else {}
+
+
 def is_final(exit_code: int) -> bool:
     """Return whether a host that ended with this code is not to be started again, whatever it has written."""
     return exit_code in _FINAL

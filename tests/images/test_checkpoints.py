@@ -293,7 +293,7 @@ def test_refused_job_leaves_no_directory(request_: JobRequest, tmp_path: Path) -
 
 
 def test_checkpoints_of_a_killed_command_are_found(request_: JobRequest) -> None:
-    """Without Docker they are in the tree; in Docker, in its volume, and another engine cannot read them."""
+    """Without Docker they are in the tree; in Docker, in its volume, which a job without Docker cannot read."""
     name = run(request_, None, LOCAL, model="1")
     directory = request_.output / name
     tree = directory / "algo-1" / CONTENT

@@ -74,7 +74,8 @@ def _build_deadline(request: KubernetesRequest) -> Object:
 
 
 def _build_job_spec(request: KubernetesRequest, container: str, retries: int) -> Object:
-    """Return the specification of an Indexed Job; `retries`: how often all its pods may fail, besides `max_restarts`.
+    """Return the specification of an Indexed Job; `retries`: how often all its pods may fail, in addition to
+    `max_restarts`.
 
     With `max_restarts` alone, only lost pods are made again: `train` has decided that the script does not start again.
     """

@@ -65,9 +65,9 @@ def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) 
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
     It unpacks only while the caller iterates. Such a link becomes a copy of the file. With `keep_symlinks`, symbolic
-    links stay links, also to directories, unless they lead out of `target`. Files keep their time and permissions,
-    without setuid and setgid, and are readable for this user. `tarfile`'s own `filter="data"` is missing in Debian 12's
-    Python (3.11.2), and would let one odd file stop the others.
+    links stay links, also to directories, unless they lead out of their topmost directory. Files keep their time and
+    permissions, without setuid and setgid, and are readable for this user. `tarfile`'s own `filter="data"` is missing
+    in Debian 12's Python (3.11.2), and would let one odd file stop the others.
     """
     with tarfile.open(fileobj=source) as archive:
         symlinks, directories = [], []
@@ -90,14 +90,15 @@ def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) 
 
 
 def _make_symlinks(entries: Sequence[tarfile.TarInfo], target: Path) -> Iterator[str]:
-    """Make symbolic links, and remove those that lead out of `target`, with a message for each.
+    """Make symbolic links, and remove those that lead out of their topmost directory, with a message for each.
 
-    They are made after all files, so that no file is written through one, and checked when all exist: a link can lead
-    through another one.
+    They are made after all files, so that no file is written through one. They are checked when all exist, because a
+    link can lead through another one.
     """
 
     def is_inside(path: Path) -> bool:
-        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(target))
+        top = Path(os.path.realpath(target), *path.relative_to(target).parts[:1])
+        return Path(os.path.realpath(path)).is_relative_to(top)
 
     made = []
     for entry in entries:
@@ -139,7 +140,7 @@ def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -
 
 
 def _set_time(path: Path, entry: tarfile.TarInfo) -> None:
-    """Set the time of a file or directory to that of its entry. A time that the file system cannot keep is ignored."""
+    """Set the time of a file or directory from its entry. A time that the file system cannot keep is ignored."""
     with contextlib.suppress(OSError, OverflowError):
         os.utime(path, (entry.mtime, entry.mtime))
 

@@ -83,7 +83,7 @@ class DockerHosts:
 
         Args:
             host: The name of the host.
-            environment: Variables in addition to those of the job.
+            environment: More variables than the job's own.
         """
         settings = _container_settings(self.request, self.name, self.network)
         variables = {**gpus.gpu_environment(self.devices[host]), **settings["environment"], **(environment or {})}
@@ -232,7 +232,7 @@ def volume_name(name: str) -> str:
 
 
 def remove_earlier(client: docker.DockerClient, name: str, keep_volume: bool) -> bool:
-    """Remove what an earlier command has left of a job in Docker, and return whether its volume is kept.
+    """Remove the objects of an earlier command for a job from Docker, and return whether its volume is kept.
 
     Raises `UsageError` if a container of the job still runs.
     """

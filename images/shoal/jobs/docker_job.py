@@ -1,4 +1,4 @@
-"""Runs a job in containers, one per host, and replaces lost hosts. What it has started is removed when the job ends."""
+"""Runs a job in containers, one per host, and replaces lost hosts. All of it is removed when the job ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
 
 
 def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:
-    """Remove what an earlier command has left in Docker, and return whether its volume has the newest checkpoints.
+    """Remove the objects of an earlier command from Docker, and return whether its volume has the newest checkpoints.
 
     Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
     """

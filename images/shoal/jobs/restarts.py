@@ -24,7 +24,7 @@ def limit_variables(most: int) -> dict[str, str]:
 
 
 def is_final(exit_code: int) -> bool:
-    """Return whether a host that ended with this code is not to be started again, whatever it has written."""
+    """Return whether a host that ended with this code is never started again, also without a result."""
     return exit_code in _FINAL
 
 

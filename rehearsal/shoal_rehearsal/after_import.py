@@ -21,7 +21,7 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds the module with the other finders, and extends its loader.
+    """Finds the module with the other finders, and extends its loader, which then calls `function`.
 
     It stays in sys.meta_path until the module is imported: many libraries look for a module without importing it.
     """

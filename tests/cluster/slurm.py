@@ -7,6 +7,7 @@ service of the system is started. Everything ends and is removed when the `with`
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -205,10 +206,10 @@ def start_cluster(node_timeout: int = 5, kill_wait: int = 30) -> Iterator[Cluste
         kill_wait: Seconds between SIGTERM and SIGKILL (KillWait).
     """
     subprocess.run([_INSTALL], check=True)
-    unique = f"slurm{os.getpid()}"
     with ExitStack() as undo:
         # Short, as it has sockets; and open, as jobs of any user have their files here.
-        directory = Path(tempfile.mkdtemp(prefix="shoal-slurm-", dir="/var/tmp"))
+        directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/var/tmp"))
+        unique = directory.name  # one process may run several clusters
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
         directory.chmod(0o755)
         addresses = _wire(unique, undo)
@@ -267,7 +268,7 @@ def _configure(directory: Path, unique: str, addresses: dict[str, str], node_tim
         "login": _LOGIN,
         "prefix": _PREFIX,
     }
-    settings["first_job"] = os.getpid()  # jobs of different clusters have different directories in jobs/
+    settings["first_job"] = random.randrange(1, 10**7)  # jobs of different clusters have different directories in jobs/
     (directory / "slurm.conf").write_text(_CONFIGURATION.format(directory=directory, nodes=nodes, **settings))
     # slurmd looks for cgroups although this configuration uses none; of v1, none need be mounted.
     (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

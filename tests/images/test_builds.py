@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ import pytest
 from shoal.matrix.project import Project
 
 from .buildkit_stream import field, log, stamp, trace, vertex
+from .command import shoal_command
 
-SHOAL = Path(sys.executable).with_name("shoal")
 BUILDSPEC = "mpi: []\ndefaults: {}\n"
 TEMPLATE = """\
 {% call step("base") %}{{ begin_stage() }}{% endcall %}
@@ -156,7 +155,7 @@ def checkout(tmp_path: Path, project: Project) -> Path:
 def start(fake: FakeEngine, checkout: Path, *arguments: str) -> subprocess.Popen[str]:
     env = {**os.environ, "DOCKER_HOST": fake.address, "COLUMNS": "200"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([SHOAL, *arguments], cwd=checkout, env=env, text=True, **pipes)
+    return subprocess.Popen([*shoal_command(), *arguments], cwd=checkout, env=env, text=True, **pipes)
 
 
 def shoal(fake: FakeEngine, checkout: Path, *arguments: str) -> tuple[int, str, str]:

@@ -27,13 +27,14 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, render
 
-SHOAL = Path(sys.executable).with_name("shoal")
+from .command import shoal_command
+
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
 def shoal(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "200", **environment}
-    return subprocess.run([SHOAL, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([*shoal_command(), *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def test_list_works_without_docker(project: Project) -> None:

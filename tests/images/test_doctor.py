@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,7 +36,8 @@ from shoal.matrix.project import Project
 from shoal.network import reachability, settings
 from shoal.network.settings import NetworkSettings
 
-SHOAL = Path(sys.executable).with_name("shoal")
+from .command import shoal_command
+
 PLAIN = NetworkSettings((), (), (), (), None, (), ())
 GIB = 1024**3
 VERSION = {"ApiVersion": "1.41", "Version": "20.10.24", "Arch": "amd64", "Components": [{"Name": "Engine"}]}
@@ -479,7 +479,8 @@ def test_interrupt_waits_for_checks_to_clean_up(site: Site) -> None:
 def run(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     nowhere = {"PIP_NO_INDEX": "1", "http_proxy": "http://127.0.0.1:9"}  # no test waits for a real network
     env = {**os.environ, **nowhere, "COLUMNS": "80", **environment}
-    return subprocess.run([SHOAL, "doctor", *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    command = [*shoal_command(), "doctor", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def test_the_command_exits_10_and_prints_only_json(fake: FakeEngine, project: Project) -> None:

@@ -33,6 +33,8 @@ from shoal.report import size, size_page, size_text, treemap
 from shoal.report.formats import format_byte_change, format_bytes, format_share
 from shoal.report.size_comparison import compare_sizes, layer_title
 
+from .command import shoal_command
+
 SITE = "opt/venv/lib/python3.11/site-packages"
 RECORD = 10_240  # bytes: tarfile pads its archives to a multiple of it
 
@@ -602,7 +604,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 
 
 def shoal(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from shoal.cli import main; main()", "report", "size", *arguments]
+    command = [*shoal_command(), "report", "size", *arguments]
     env = {**os.environ, "COLUMNS": "120", **environment}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

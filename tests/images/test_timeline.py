@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from shoal.report.formats import format_time
 from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
 from shoal.report.timeline import write_timeline_report
 from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
+
+from .command import shoal_command
 
 EPOCH = 1_700_000_000_000_000
 COMMUNICATION, COMPUTE, WAIT, STEP = "communication", "compute", "wait", "step"
@@ -382,7 +383,7 @@ def test_input_is_not_overwritten(tmp_path: Path, as_json: bool) -> None:
 
 
 def shoal(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from shoal.cli import main; main()", "report", "timeline", *arguments]
+    command = [*shoal_command(), "report", "timeline", *arguments]
     env = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+
 import pytest
 
 from shoal.matrix.spec import BuildSpec
@@ -33,3 +37,13 @@ def pytest_configure() -> None:
 def pytorch(matrix: BuildSpec) -> str:
     """The CUDA 11 PyTorch image."""
     return matrix.select("pytorch").tag
+
+
+@pytest.fixture(scope="session")
+def compose() -> str:
+    """The command of compose, Debian's, which is installed if it is missing."""
+    if not shutil.which("docker-compose"):
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "docker-compose"]
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(install, env=environment, check=True, capture_output=True, timeout=300)
+    return "docker-compose"

@@ -3,7 +3,8 @@
     python tests/integration/sagemaker_requests.py [NAME ...]     record these cases, or all; part of `make sagemaker`
 
 The scripts run unmodified, in virtual environments with the real SDKs (.cache/sagemaker-sdk). moto stands in for AWS,
-on loopback. A recording has the CreateTrainingJob request, and the names and digests of the uploaded files.
+on loopback. A recording has the CreateTrainingJob request, and the names and digests of the uploaded files. The
+settings that SDK 3 uploads for its drivers are there with their text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -36,6 +38,8 @@ SDKS = {
 IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.13.0-gpu-py311-cu130-debian12"
 ROLE = "arn:aws:iam::123456789012:role/training"
 BUCKET = "bucket-of-data"
+DRIVER_SETTINGS = ("sourcecode.json", "distributed.json")
+"""Files in SDK 3's channel sm_drivers, by which its drivers know the job."""
 _TRUST = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
 _REGION = "us-west-2"
 
@@ -58,6 +62,7 @@ CASES = (
     Case("2", "pytorch_modelparallel.py"),
     Case("2", "tensorflow_dataparallel.py"),
     Case("2", "channels_and_spot.py", (BUCKET, "fs-0123456789abcdef0", "subnet-0123", "sg-0123")),
+    *(Case("3", "modeltrainer.py", (kind,)) for kind in ("mpi", "torchrun", "train")),
 )
 
 
@@ -120,6 +125,7 @@ class FakeAws:
             raise AccessDeniedError(ROLE, "iam:SimulatePrincipalPolicy")
 
         setattr(IamResponse, "simulate_principal_policy", simulate_principal_policy)  # noqa: B010
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
@@ -166,9 +172,13 @@ def record(case: Case) -> dict[str, Any]:
         "script": case.script,
         "script_sha256": example_digest(case.script),
         "request": request,
-        "uploads": {address: _digest(content) for address, content in sorted(uploads.items())},
+        "uploads": {
+            address: content.decode() if address.endswith(DRIVER_SETTINGS) else _digest(content)
+            for address, content in sorted(uploads.items())
+            if not _is_bytecode(address)
+        },
     }
-    recorded: dict[str, Any] = json.loads(json.dumps(recording).replace(job, "JOB"))
+    recorded: dict[str, Any] = json.loads(json.dumps(recording).replace(job, "JOB").replace(str(ROOT), "CHECKOUT"))
     return recorded
 
 
@@ -190,8 +200,14 @@ def _digest(content: bytes) -> str | dict[str, str]:
     if not content.startswith(b"\x1f\x8b"):
         return hashlib.sha256(content).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        files = [(member.name, archive.extractfile(member)) for member in archive.getmembers() if member.isfile()]
+        members = [each for each in archive.getmembers() if each.isfile() and not _is_bytecode(each.name)]
+        files = [(member.name, archive.extractfile(member)) for member in members]
         return {name: hashlib.sha256(file.read()).hexdigest() for name, file in sorted(files) if file}
+
+
+def _is_bytecode(path: str) -> bool:
+    """Returns whether a file is bytecode: whether one is there depends on the programs that ran before."""
+    return "__pycache__" in path.split("/")
 
 
 def main(names: list[str]) -> int:
@@ -199,9 +215,8 @@ def main(names: list[str]) -> int:
     for case in CASES:
         if not names or case.name in names:
             print(f"{case.name}: {SDKS[case.sdk][0]}", flush=True)
-            recording = record(case)
             recordings = json.loads(RECORDINGS.read_text()) if RECORDINGS.exists() else {}
-            recordings[case.name] = recording
+            recordings[case.name] = record(case)
             RECORDINGS.write_text(json.dumps(dict(sorted(recordings.items())), indent=1) + "\n")
     return 0
 

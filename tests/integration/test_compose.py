@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import uuid
 from pathlib import Path
 
 import docker
-import pytest
 
 from shoal.matrix.spec import BuildSpec
 
 from ..containers import ROOT
 
 EXAMPLE = ROOT / "examples" / "compose" / "compose.yml"
-
-
-@pytest.fixture(scope="session")
-def compose() -> str:
-    """The command of compose, Debian's, which is installed if it is missing."""
-    if not shutil.which("docker-compose"):
-        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "docker-compose"]
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(install, env=environment, check=True, capture_output=True, timeout=300)
-    return "docker-compose"
 
 
 def test_two_services_train_the_digits(

@@ -54,6 +54,7 @@ pathlib.Path(os.environ["SM_MODEL_DIR"], "facts.json").write_text(json.dumps(fac
 """
 KINDS = {
     "job": ("{}", "digits-0.digits"),
+    "jobset": ("{}", "digits-host-0-0.digits"),
     "trainjob": ('{"torch_distributed": {"enabled": true}}', "digits-node-0-0.digits"),
     "mpijob": ("{}", f"digits-launcher.digits.{NAMESPACE}.svc"),
 }

@@ -1,11 +1,11 @@
 """Jobs as SageMaker runs them for the requests of the real SDKs (recordings), and the SDKs' own local mode.
 
-The SDKs take minutes to install, and their local mode needs Docker compose. `make sagemaker` does both, and runs the
-tests of local mode too.
+The tests of local mode install the SDKs (1.5 GB), which takes minutes. `make sagemaker` runs these tests too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -26,7 +26,7 @@ from testcontainers.core.network import Network
 from . import sagemaker_requests
 from .conftest import ROOT, Ended, Host, StartHost
 from .sagemaker_platform import build_command, build_environment, write_configuration
-from .sagemaker_requests import EXAMPLES, RECORDINGS, ROLE, SDKS, make_environment, sdk_variables
+from .sagemaker_requests import DRIVER_SETTINGS, EXAMPLES, RECORDINGS, ROLE, SDKS, make_environment, sdk_variables
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(RECORDINGS.read_text())
 SMALL = "pytorch-training:2.13.0-cpu-py311-debian12"
@@ -35,10 +35,13 @@ HOSTS = ("algo-1", "algo-2")
 REHEARSAL = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}
 CODE_OF_SDK_3 = "/opt/ml/input/data/code"
 REPORT = (
-    "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+    "import os, sys\n"
+    "words = ['rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:]]\n"
+    "os.write(1, (' '.join(words) + '\\n').encode())\n"  # at once: ranks that torchrun starts share a pipe
 )
 with_sdks = pytest.mark.skipif(
-    "SHOAL_SAGEMAKER_SDK" not in os.environ, reason="installs the SDKs, which takes minutes: make sagemaker"
+    "SHOAL_SAGEMAKER_SDK" not in os.environ,
+    reason="installs 1.5 GB of SDKs, in minutes. Run: make sagemaker",
 )
 
 
@@ -75,50 +78,57 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "sagemaker" / "train"
 
 
-def write_drivers(package: Path, target: Path, distributed: dict[str, Any]) -> None:
-    """Writes the channel sm_drivers as ModelTrainer does for the MPI driver, with the package's own templates."""
+def write_channels(package: Path, data: Path, kind: str, script: str) -> None:
+    """Writes the channels `code` and `sm_drivers` as ModelTrainer does, from its package and a recording.
+
+    Unlike the recorded job, this one has two ranks on a host.
+    """
+    target = data / "sm_drivers"
     shutil.copytree(package / "container_drivers", target)
     templates = runpy.run_path(str(package / "templates.py"))
-    driver = templates["EXEUCTE_DISTRIBUTED_DRIVER"].format(driver_name="MPI", driver_script="mpi_driver.py")
-    script = templates["TRAIN_SCRIPT_TEMPLATE"].format(
-        working_dir=f"cd {CODE_OF_SDK_3} \n", install_requirements="", execute_driver=driver
+    name = {"mpi": "MPI", "torchrun": "Torchrun"}[kind]
+    driver = templates["EXEUCTE_DISTRIBUTED_DRIVER"].format(driver_name=name, driver_script=f"{kind}_driver.py")
+    (target / "sm_train.sh").write_text(
+        templates["TRAIN_SCRIPT_TEMPLATE"].format(
+            working_dir=f"cd {CODE_OF_SDK_3} \n", install_requirements="", execute_driver=driver
+        )
     )
-    (target / "sm_train.sh").write_text(script)
-    (target / "sourcecode.json").write_text(json.dumps({"entry_script": "train.py"}))
-    (target / "distributed.json").write_text(json.dumps(distributed))
+    recording = RECORDED[f"modeltrainer-{kind}"]
+    for address, recorded in recording["uploads"].items():
+        _, _, path = address.partition("/sm_drivers/")
+        if path.endswith(DRIVER_SETTINGS):
+            (target / path).write_text(recorded.replace('_per_node": null', '_per_node": 2'))
+        elif path and path != "scripts/install_requirements.py":  # of another package, for jobs with requirements
+            assert hashlib.sha256((target / path).read_bytes()).hexdigest() == recorded, f"{path}: make sagemaker"
+    (data / "code").mkdir()
+    (data / "code" / "train.py").write_text(script)
 
 
-def test_the_mpi_driver_of_sdk_3_trains_on_all_hosts(
-    start_host: StartHost, network: Network, drivers: Path, tmp_path: Path
+@pytest.mark.parametrize(("kind", "names"), [("mpi", HOSTS), ("torchrun", HOSTS[:1])])
+def test_the_drivers_of_sdk_3_train_on_all_hosts(
+    start_host: StartHost, network: Network, drivers: Path, tmp_path: Path, kind: str, names: tuple[str, ...]
 ) -> None:
-    """The driver itself needs paramiko and sshd, and its mpirun starts ranks on the first host only."""
-    constants = runpy.run_path(str(drivers / "constants.py"))
-    command = {name: constants[f"DEFAULT_CONTAINER_{name.upper()}"] for name in ("Entrypoint", "Arguments")}
-    request = {
-        "TrainingJobName": "digits-mpi",
-        "AlgorithmSpecification": {
-            "TrainingInputMode": "File",
-            **{f"Container{name}": value for name, value in command.items()},
-        },
-        "HyperParameters": {"epochs": "3", "flag": "true"},
-        "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 2},
-        "InputDataConfig": [{"ChannelName": name, "DataSource": {}} for name in ("code", "sm_drivers")],
-    }
+    """The MPI driver itself needs paramiko and sshd, and its mpirun starts ranks on the first host only.
+
+    torchrun imports torch twice per host, so it has one host here. In local mode it has two.
+    """
+    request = dict(RECORDED[f"modeltrainer-{kind}"]["request"])
+    request["HyperParameters"] = {**request["HyperParameters"], "flag": "true"}
+    by_train = kind == "mpi"
+    script = f"{REPORT}assert os.environ.get('NCCL_DEBUG') == {'VERSION' if by_train else None!r}\n"
     hosts = {}
-    for name in HOSTS:
+    for name in names:
         tree = tmp_path / name
-        write_configuration(tree, request, HOSTS, name)
-        distributed = {"process_count_per_node": 2, "mpi_additional_options": ["-x", "NCCL_DEBUG=VERSION"]}
-        write_drivers(drivers, tree / "input" / "data" / "sm_drivers", distributed)
-        code = tree / "input" / "data" / "code"
-        code.mkdir()
-        (code / "train.py").write_text(f"{REPORT}assert os.environ['NCCL_DEBUG'] == 'VERSION'\n")
+        write_configuration(tree, request, names, name)
+        write_channels(drivers, tree / "input" / "data", kind, script)
         env = build_environment(request)
         hosts[name] = start_host(SMALL, tree=tree, network=network, alias=name, env=env, **build_command(request))
-    output = wait_all(hosts)["algo-1"].output
-    for rank in range(4):
-        assert f"rank {rank} of 4 --epochs 3 --flag true" in output
-    assert all(host.path("output/success").exists() for host in hosts.values())
+    output = "".join(end.output for end in wait_all(hosts).values())
+    world_size = 2 * len(names)
+    for rank in range(world_size):
+        assert f"rank {rank} of {world_size} --epochs 3 --flag true" in output
+    assert {host.path("output/success").exists() for host in hosts.values()} == {by_train}
+    assert not any(host.path("output/failure").exists() for host in hosts.values())
 
 
 # SDK 2: code in S3, and a file system as a channel
@@ -213,27 +223,6 @@ def test_entry_point_and_arguments_of_a_request(
 # Local mode
 
 
-@pytest.fixture(scope="session")
-def compose(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Docker compose from Debian 13, as a plugin of the docker command; the variables that select it."""
-    directory = sagemaker_requests.ENVIRONMENTS / "compose"
-    plugin = directory / "cli-plugins" / "docker-compose"
-    if not plugin.exists():
-        plugin.parent.mkdir(parents=True, exist_ok=True)
-        apt = tmp_path_factory.mktemp("apt")
-        (apt / "lists" / "partial").mkdir(parents=True)
-        keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        (apt / "sources.list").write_text(f"deb [signed-by={keys}] http://deb.debian.org/debian trixie main\n")
-        settings = {"Etc::sourcelist": apt / "sources.list", "Etc::sourceparts": "-", "State::lists": apt / "lists"}
-        options = [word for name, value in settings.items() for word in ("-o", f"Dir::{name}={value}")]
-        subprocess.run(["apt-get", *options, "-o", "APT::Sandbox::User=root", "-qq", "update"], check=True)
-        subprocess.run(["apt-get", *options, "-qq", "download", "docker-compose"], cwd=apt, check=True)
-        (package,) = apt.glob("docker-compose_*.deb")
-        subprocess.run(["dpkg-deb", "-x", package, apt / "root"], check=True)
-        shutil.copy(apt / "root/usr/libexec/docker/cli-plugins/docker-compose", plugin)
-    return {"DOCKER_CONFIG": str(directory)}
-
-
 @pytest.fixture
 def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[None]:
     """Removes the containers and the network that the SDKs leave."""
@@ -246,7 +235,7 @@ def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[Non
 
 
 @with_sdks
-@pytest.mark.usefixtures("left_by_compose")
+@pytest.mark.usefixtures("compose", "left_by_compose")
 @pytest.mark.xdist_group("sagemaker-local")  # the SDKs' network has one name
 @pytest.mark.parametrize(
     ("sdk", "script", "arguments", "instance_type"),
@@ -257,14 +246,12 @@ def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[Non
         ("3", "modeltrainer.py", ["train"], "local_cpu"),
     ],
 )
-def test_local_mode(
-    compose: dict[str, str], tmp_path: Path, sdk: str, script: str, arguments: list[str], instance_type: str
-) -> None:
+def test_local_mode(tmp_path: Path, sdk: str, script: str, arguments: list[str], instance_type: str) -> None:
     """The script of the examples, unmodified, with the real SDK: two containers on this machine."""
     (tmp_path / ".sagemaker").mkdir()
     settings = f"local:\n  local_code: true\n  container_root: {tmp_path}\n"
     (tmp_path / ".sagemaker" / "config.yaml").write_text(settings)
-    variables = sdk_variables(HOME=str(tmp_path), INSTANCE_TYPE=instance_type, RANKS="2", **compose)
+    variables = sdk_variables(HOME=str(tmp_path), INSTANCE_TYPE=instance_type, RANKS="2")
     command: list[str | Path] = [make_environment(sdk), EXAMPLES / script, SMALL, ROLE, *arguments]
     ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     output = ended.stdout + ended.stderr

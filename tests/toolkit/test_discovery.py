@@ -168,7 +168,13 @@ def test_batchs_children_know_the_main_node_and_it_knows_no_child() -> None:
     ("environ", "says"),
     [
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, "Ray (RAY_ADDRESS=10.0.0.1:6379) names no hosts in variables"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2, RANK=1 are set, and do not name the hosts of the job"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "variables of a rank (WORLD_SIZE=2, RANK=1) do not name the hosts of the"),
+        (
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "variables of a rank (MASTER_ADDR=127.0.0.1, WORLD_SIZE=2) do not name the hosts of the job",
+        ),
+        ({"WORLD_SIZE": "2", "NODE_RANK": "1"}, "variables of a rank (WORLD_SIZE=2, NODE_RANK=1) do not name"),
+        ({"WORLD_SIZE": "2"}, "variables of a rank (WORLD_SIZE=2) do not name the hosts of the job"),
         ({"WORLD_SIZE": "2", "RANK": "1", "RAY_JOB_ID": "1"}, "Ray (RAY_JOB_ID=1) names no hosts in variables"),
     ],
 )
@@ -184,7 +190,6 @@ def test_variables_that_name_no_hosts_are_a_warning(environ: dict[str, str], say
     [
         {},
         {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1"},
-        {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
         {"MASTER_ADDR": "n1"},
     ],
@@ -256,9 +261,9 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"PMI_SIZE": "2", "RAY_JOB_ID": "1"}, "started `train` as one of several ranks (PMI_SIZE=2)"),
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}, "several ranks (LOCAL_WORLD_SIZE=2)"),
         ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2"}, "several ranks (TORCHELASTIC_RUN_ID=a, WORLD_SIZE=2)"),
-        (without(PYTORCHJOB, "KUBERNETES_SERVICE_HOST"), "MASTER_ADDR=digits-master-0, WORLD_SIZE=3, RANK=2 are set"),
+        (without(PYTORCHJOB, "KUBERNETES_SERVICE_HOST"), "(MASTER_ADDR=digits-master-0, WORLD_SIZE=3, RANK=2) do not"),
         ({"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"}, "do not name the hosts of the job. Fix, for sev"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "MASTER_ADDR=n1, WORLD_SIZE=2, RANK=0 are set, and do"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "(MASTER_ADDR=n1, WORLD_SIZE=2, RANK=0) do not name"),
         ({**SLURM, **SKYPILOT, "SKYPILOT_NODE_RANK": "0"}, "Slurm gives 2 hosts and the rank 1"),
     ],
 )

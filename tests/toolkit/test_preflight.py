@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from shoal_toolkit.hosts.measure import Meter
 from shoal_toolkit.hosts.messages import Measured
 from shoal_toolkit.job.contract import Paths, read_cluster, read_job
 from shoal_toolkit.plan.plan import make_plan
 from shoal_toolkit.preflight.facts import FREE, collect_facts
 from shoal_toolkit.preflight.findings import check_network, compare_facts, describe_network
 from shoal_toolkit.run.measuring import plan_rounds
+from shoal_toolkit.system.loop import Loop
 
 from ..repeats import SEED, times
 from .conftest import Finished, Run, Tree
@@ -51,6 +54,7 @@ GOOD: dict[str, Any] = {
     "port_problem": "",
 }
 HOSTS = ("algo-1", "algo-2", "algo-3")
+SECRET = "a secret of sixteen and more characters"
 
 
 def three(**planted: Any) -> dict[str, dict[str, Any]]:
@@ -273,6 +277,32 @@ def test_each_pair_measures_both_ways_once_and_a_host_once_at_a_time(count: int)
     for each in rounds:
         busy = [host for pair in each for host in pair]
         assert len(busy) == len(set(busy)) == count - count % 2
+
+
+@pytest.mark.parametrize(("secret", "works"), [(SECRET, True), (f"{SECRET}x", False)])
+def test_a_host_is_measured_with_the_jobs_secret_only(secret: str, works: bool) -> None:
+    loop = Loop()
+    measured_host, measuring_host = Meter(loop, SECRET), Meter(loop, secret)
+    found: list[Measured] = []
+    measuring_host.measure("127.0.0.1", measured_host.port, found.append)
+    loop.run_until(lambda: bool(found))
+    refused = f"no connection to its port {measured_host.port} (" in found[0].problem
+    assert (bool(found[0].bytes_per_second), refused) == (works, not works), found
+    for meter in (measured_host, measuring_host):
+        meter.close()
+    loop.close()
+
+
+def test_a_stranger_that_sends_no_proof_gets_no_clock() -> None:
+    loop = Loop()
+    meter = Meter(loop, "")
+    with socket.create_connection(("127.0.0.1", meter.port)) as stranger:
+        stranger.sendall(b"p" * 64)
+        answer = stranger.recv(100)
+        assert len(answer) == 16, "a nonce"
+        assert stranger.recv(100) == b""
+    meter.close()
+    loop.close()
 
 
 @in_namespaces

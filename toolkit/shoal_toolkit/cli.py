@@ -249,7 +249,7 @@ class EarlyStop:
         self._armed = False
 
     def _raise(self, number: int, _: object) -> None:
-        """A signal handler. Raises once only: then the result is being written."""
+        """A signal handler. Raises StoppedError, but once only: then the result is being written."""
         if self._armed:
             self._armed = False
             raise StoppedError(number)

@@ -148,11 +148,11 @@ def provide_base(
     Args:
         read_settings: Is called only if the image must be made.
         say: Is called with a line for each step that takes long.
-        pin: The digest of the image to pull; empty: the newest.
+        pin: The digest of the image to pull; empty: the newest. It has no effect if the image is made.
         newest: Whether to pull even if Docker has a base image. If that fails, the present one is returned.
 
     Raises:
-        BaseImageError: If it can neither be pulled nor made.
+        BaseImageError: If it can neither be pulled nor made, or Docker does not list it after the pull.
     """
     if not newest and (base := find_base(client, system)):
         return base
@@ -189,7 +189,7 @@ def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | N
 
 
 def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return the image that was made here by the present recipe, if Docker has one."""
+    """Return the image that was made here by the present recipe; None if Docker has none."""
     # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
     images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={recipe_digest(system)}"})
     tagged = sorted(tag for image in images for tag in image["RepoTags"])

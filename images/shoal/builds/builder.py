@@ -284,7 +284,7 @@ def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult
 
 
 def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
-    """Return the work of `build_images` for each image, without doing it. Base images are not pulled.
+    """Return the work of `build_images` for images and those that they extend, without doing it. Pulls no base image.
 
     Raises `DockerError`, `SpecError` or `BuildError`, as `build_images` does before any build.
     """

@@ -22,7 +22,8 @@ TAIL_LINES = 20
 def make_display(console: Console, tags: Iterable[str]) -> Progress:
     """Return a display with a live line for each running build. Use it as a context manager.
 
-    Without a terminal it shows nothing: `BuildProgress` then prints plain lines on its console.
+    Its lines vanish at the end. Without a terminal it shows nothing: `BuildProgress` then prints plain lines on its
+    console.
     """
     width = max(map(len, tags), default=0)
     return Progress(

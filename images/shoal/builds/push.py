@@ -62,7 +62,8 @@ def push_image(
 ) -> Pushed:
     """Push the image `tag` as `target`, with the credentials that `docker login` has stored.
 
-    The image has the tag `target` meanwhile. Temporary errors are retried after 1, 2, 4 and 8 seconds.
+    The image has the tag `target` meanwhile. Temporary errors are retried after 1, 2, 4 and 8 seconds, for which `wait`
+    is called.
 
     Raises:
         PushError: With the registry's words, or if Docker goes away or lacks the image.

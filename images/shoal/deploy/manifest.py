@@ -1,4 +1,4 @@
-"""The file for `kubectl create`: the objects of a job as YAML."""
+"""The file for `kubectl create`: the objects of a job as YAML, with the packed source code in one of them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def _build_network_policy(request: KubernetesRequest) -> Object:
 
 
 def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> str:
-    """Return the objects as one YAML file, with the same meaning in YAML 1.1 (kubectl) and 1.2."""
+    """Return the objects as one YAML file, with the same meaning in YAML 1.1 (kubectl) and 1.2.
+
+    It begins with a comment: how to create the job, and a warning if the file has the secret.
+    """
     yaml = YAML()
     yaml.width = 2**30  # no line is folded
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -114,7 +114,10 @@ def _remove_network(network: Network) -> None:
 def create_container(
     client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]
 ) -> Container:
-    """Create a container without starting it. Raises `DockerError` if Docker does not have the image."""
+    """Create a container without starting it. Raises `DockerError` if Docker does not have the image.
+
+    `settings` are further arguments of the SDK's `containers.create`. Interrupts are delayed meanwhile.
+    """
     try:
         with delay_interrupts():
             return client.containers.create(image, command, **settings)

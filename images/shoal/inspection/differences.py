@@ -141,7 +141,7 @@ def format_differences(differences: Differences) -> Iterator[str]:
 
 
 def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator[tuple[str, Kind]]:
-    """Yield the paths that differ, with the kind of difference."""
+    """Yield the paths that differ, sorted, each with the kind of its first difference."""
     for path in sorted(old.keys() | new.keys()):
         if path not in old or path not in new:
             yield path, "added" if path in new else "removed"

@@ -1,7 +1,7 @@
 """Runs a command in a locked-down container of an image that is not trusted, and returns its output.
 
 The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
-read-only file system.
+read-only file system. It may have 128 processes. Its time and memory have no limit.
 """
 
 from __future__ import annotations

@@ -160,7 +160,10 @@ def make_secret(environment: Mapping[str, str]) -> str | None:
 
 
 def check_secret(environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` unless `train` takes the job's secret in an environment. None there is right too."""
+    """Raise `UsageError` if an environment has a secret that `train` refuses. No secret is right too.
+
+    `train` refuses a secret that is too short or too long, and one beside the name of a file with the secret.
+    """
     secret = environment.get(SECRET)
     if secret is None:
         return

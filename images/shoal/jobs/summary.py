@@ -13,9 +13,10 @@ from shoal.jobs.job import JobRequest, JobResult
 
 
 def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | None) -> list[tuple[str, str]]:
-    """Return names and values: metrics of the script, hosts and ranks, restarts, seconds, files and the exit code.
+    """Return names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
 
-    Unknown metrics and seconds are left out; the directory is listed only after a failure.
+    Metrics and seconds that are unknown are left out. Other metrics are not shown. The directory is listed only after a
+    failure.
     """
     launch, metrics = result.launch, result.metrics
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}

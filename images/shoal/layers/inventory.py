@@ -125,7 +125,8 @@ def total(sums: Iterable[Sum]) -> Sum:
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
     """Return a layer with the sum of each owner, and how much of it is hidden by later layers.
 
-    The end of its archive belongs to `TAR`.
+    `seen` has a number above 0 for each entry that the image shows, by the numbers of the layer and of the entry. The
+    end of the layer's archive belongs to `TAR`.
     """
     sums: dict[Owner, Sum] = {}
     for place, entry in enumerate(layer.entries):

@@ -79,7 +79,8 @@ class Owners:
     def find_owner(self, entry: Entry) -> Owner:
         """Return the owner of an entry. Bytecode that no list has belongs to the owner of its source.
 
-        Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory.
+        Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory: its
+        first four levels.
         """
         if entry.kind == "directory" or entry.is_whiteout:
             return TAR

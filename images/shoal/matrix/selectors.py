@@ -17,7 +17,7 @@ def choose_tags(
 ) -> list[str]:
     """Return the tags that match `wanted` (if empty: all tags) and not `skip`, each once, in the order of `wanted`.
 
-    Raises `UsageError` if a word matches no tag, or no tag is left.
+    Words are as in `match_word`. Raises `UsageError` if a word matches no tag, or no tag is left.
     """
     known = list(tags)
     chosen = [tag for word in wanted for tag in match_word(word, known, defaults)] or known
@@ -29,7 +29,7 @@ def choose_tags(
 
 
 def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[str]:
-    """Return the tags that one word matches.
+    """Return the tags that one word matches: a tag, a glob, or a framework with its tag in `defaults`.
 
     Raises `UsageError`, with the nearest names and all choices, if there is none.
     """

@@ -228,13 +228,16 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
 
 
 def _parse_one_line_sources(text: str) -> Iterator[str]:
-    """Yield the sources of binary packages in a .list file, without options."""
+    """Yield the sources of binary packages in a .list file, in one-line form without options."""
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
 def _parse_deb822_sources(text: str) -> Iterator[str]:
-    """Yield the enabled sources of binary packages in a file in deb822 format, in one-line form."""
+    """Yield the enabled sources of binary packages in a file in deb822 format, in one-line form without options.
+
+    One line for each URI and suite.
+    """
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":

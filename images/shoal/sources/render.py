@@ -143,12 +143,12 @@ def _is_fresh(path: Path, text: str) -> bool:
 
 
 def check_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
-    """Return the state of each generated file; write nothing."""
+    """Return the state of each generated file, given the texts by path; write nothing."""
     return [GeneratedFile(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
 
 
 def write_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
-    """Write the generated files that are stale, and return the state of each."""
+    """Write the generated files that are stale, given the texts by path, and return the state of each file."""
     results = []
     for path, text in outputs.items():
         fresh = _is_fresh(path, text)

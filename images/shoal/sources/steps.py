@@ -62,6 +62,8 @@ class StepCollector:
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
         """Collect a step, with the inputs that its text noted while it was rendered. Returns no text.
 
+        `caller` renders the text: Jinja passes it for a call block.
+
         Raises `SpecError` if the inputs noted are not those used, or for an apt-get install without a list.
         """
         self._begins, self._noted, self._packages = None, defaultdict(list), []

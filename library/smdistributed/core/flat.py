@@ -1,4 +1,7 @@
-"""Flat tensors: contiguous elements at an address, which communication engines take from any framework."""
+"""Flat tensors: contiguous elements at an address, which communication engines take from any framework.
+
+Also allocates their memory, and computes with their elements.
+"""
 
 from __future__ import annotations
 

@@ -292,7 +292,10 @@ class MonitoredEngine(Engine):
             self._engine.reduce_scatter(inputs, flat, op)
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
-        """Runs it as other collectives here, but without comparing sizes: each rank may send other ones."""
+        """Runs it as other collectives here, but without comparing sizes: each rank may send other ones.
+
+        A failure ends the group, and says which ranks cause it.
+        """
         size = sum(flat.bytes for flat in inputs)
         self.monitor.begin("all_to_all", size=size, same=False)  # each rank may send other sizes
         with _MonitoredCollective(self):

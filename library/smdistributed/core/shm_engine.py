@@ -138,7 +138,7 @@ class ShmEngine(Engine):
         self.seconds = seconds
 
     def abort(self, reason: str) -> None:
-        """Ends the group: collectives of all ranks fail with the reason. Only the first reason counts."""
+        """Ends the group: collectives of its ranks on this host fail with the reason. Only the first reason counts."""
         if not self._ended:
             self._ended = reason
             self._native.engine_abort(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))

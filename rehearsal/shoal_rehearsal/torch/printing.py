@@ -22,7 +22,7 @@ _printed = _Printed()
 
 
 def patch(_: int) -> None:
-    """Overrides repr, str and format of tensors, so that torch prints the emulated device."""
+    """Overrides repr, str and format of tensors, so that torch prints an emulated CUDA device. Call it once."""
     tensor: Any = torch.Tensor
     for name in ("__repr__", "__format__"):
         OVERRIDES[getattr(tensor, name)] = _with_placement(getattr(tensor, name))

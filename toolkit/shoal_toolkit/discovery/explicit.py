@@ -36,7 +36,7 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
 
 
 def _secret(environ: Mapping[str, str]) -> str:
-    """Returns how Kubernetes gives pods a secret, on Kubernetes."""
+    """Returns how Kubernetes gives pods a secret; empty outside Kubernetes."""
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         return ""
     from shoal_toolkit.discovery.kubernetes import SECRET

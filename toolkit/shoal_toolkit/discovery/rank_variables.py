@@ -29,14 +29,12 @@ def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | Non
     evidence = show(environ, "MASTER_ADDR", "WORLD_SIZE", "RANK", "NODE_RANK")
     if not is_local(environ.get("MASTER_ADDR", "")):
         raise ContractError(
-            f"{evidence} are set, and do not name the hosts of the job. Fix, for several hosts: {EXPLICIT}; `train` "
-            "sets these variables for the script itself. Fix, for one host: unset them."
+            f"variables of a rank ({evidence}) do not name the hosts of the job. Fix, for several hosts: {EXPLICIT}; "
+            "`train` sets these variables for the script itself. Fix, for one host: unset them."
         )
-    if not environ.get("RANK"):
-        return None
     warning = (
-        f"{evidence} are set, and do not name the hosts of the job: a single host is assumed. Fix, for several hosts: "
-        f"{EXPLICIT}. `train` sets these variables for the script itself."
+        f"variables of a rank ({evidence}) do not name the hosts of the job: a single host is assumed. Fix, for "
+        f"several hosts: {EXPLICIT}. `train` sets these variables for the script itself."
     )
     return HostList("torch.distributed", (hostname,), 0, evidence, warnings=(warning,))
 

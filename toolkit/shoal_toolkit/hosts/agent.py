@@ -146,7 +146,7 @@ class Agent:
         return wire.make_transcript(self._hosts, self._current_host, first_nonce, worker_nonce)
 
     def check_proof(self, transcript: Mapping[str, str], message: Prove) -> Welcome | Refused:
-        """Checks the first host's list of hosts and its proof.
+        """Checks the first host's list of hosts and its proof. `transcript`: see `wire.make_transcript`.
 
         Returns this host's own proof, or a refusal, which is logged.
         """
@@ -171,7 +171,7 @@ class Agent:
     def accept(self, channel: Channel, transcript: Mapping[str, str]) -> None:
         """Accepts the first host: stops listening, closes all other connections, and calls `on_first_host`.
 
-        From now on the frames of this channel have tags.
+        From now on the frames of this channel have tags, with keys from `transcript`: see `wire.make_transcript`.
         """
         channel.start(wire.make_seals(self._secret, "worker", transcript))
         self.close()

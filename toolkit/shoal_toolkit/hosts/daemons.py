@@ -163,7 +163,7 @@ def build_daemon_command(
 
 
 def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Returns the daemon's options. Each must be allowed by data/daemon.json or by the plan.
+    """Returns the daemon's options. MCA parameters must be allowed: see `_is_allowed`.
 
     The first host's session directory is left out. Its launch agent is replaced by this host's.
 
@@ -191,7 +191,10 @@ def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Ma
 
 
 def _is_allowed(parameter: str, value: str, forms: Mapping[str, str], planned: Mapping[str, str]) -> bool:
-    """Whether the plan allows a parameter with this value, or data/daemon.json allows values of this form."""
+    """Whether the plan allows a parameter with this value, or data/daemon.json allows values of this form.
+
+    Both are by parameter: `planned` has the plan's values, of which ANY allows each, and `forms` the names of forms.
+    """
     if parameter in planned and planned[parameter] in (value, ANY):
         return True
     return parameter in forms and re.fullmatch(_VALUE_FORMS[forms[parameter]], value) is not None

@@ -1,13 +1,14 @@
 """Measures latency, bandwidth and clocks between two hosts, for `train --preflight`. Both run threads that block.
 
-The measuring host sends "p" and gets the other's clock, a few times; then it sends "d" and as much data as fits into
-a tenth of a second, and gets the number of bytes. Nothing is authenticated here: the port is open during a preflight
-only, and its worst use is to receive data and count it.
+The measured host sends a nonce, and the measuring host answers with a proof of the job's secret. Without the proof the
+connection ends. Then the measuring host sends "p" and gets the other's clock, a few times. At last it sends "d" and as
+much data as fits into a tenth of a second, and gets the number of bytes. The answers have no tags.
 """
 
 from __future__ import annotations
 
 import _thread
+import hmac
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from shoal_toolkit.hosts import wire
 from shoal_toolkit.hosts.messages import Measured
 from shoal_toolkit.system.loop import READ, Loop
 
@@ -23,6 +25,8 @@ _SEND_SECONDS = 0.1
 _TIMEOUT_SECONDS = 3.0  # of each step
 _CLOCK, _COUNT = struct.Struct("!d"), struct.Struct("!Q")
 _CHUNK = bytes(1 << 18)
+_NONCE_BYTES = 16
+_PROOF_BYTES = 64
 
 
 class Meter:
@@ -31,8 +35,8 @@ class Meter:
     Creating it opens a port, and starts a thread that accepts connections.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: Loop, secret: str) -> None:
+        self._loop, self._secret = loop, secret
         self._done: deque[tuple[Callable[[Measured], None], Measured]] = deque()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -53,7 +57,7 @@ class Meter:
 
         def measure_host() -> None:
             """Body of the thread: measures, and wakes the loop."""
-            self._done.append((on_measured, _try_measure(host, port)))
+            self._done.append((on_measured, _try_measure(host, port, self._secret)))
             os.write(self._write, b".")
 
         _thread.start_new_thread(measure_host, ())
@@ -72,15 +76,25 @@ class Meter:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            _thread.start_new_thread(_serve, (sock,))
+            try:
+                _thread.start_new_thread(_serve, (sock, self._secret))
+            except RuntimeError:  # too many threads, because strangers connect and say nothing
+                sock.close()
 
 
-def _serve(sock: socket.socket) -> None:
-    """Body of a thread: answers pings with this host's clock, then counts the data and sends the number of bytes."""
+def _serve(sock: socket.socket, secret: str) -> None:
+    """Body of a thread: answers pings with this host's clock, then counts the data and sends the number of bytes.
+
+    Without a proof of the secret it only closes the connection.
+    """
     try:
         with sock:
             sock.settimeout(_TIMEOUT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonce = os.urandom(_NONCE_BYTES)
+            sock.sendall(nonce)
+            if not hmac.compare_digest(_make_proof(secret, nonce), _receive(sock, _PROOF_BYTES)):
+                return
             while sock.recv(1) == b"p":
                 sock.sendall(_CLOCK.pack(time.time()))
             count = 0
@@ -92,16 +106,22 @@ def _serve(sock: socket.socket) -> None:
         return  # the other side reports it
 
 
-def _try_measure(host: str, port: int) -> Measured:
+def _make_proof(secret: str, nonce: bytes) -> bytes:
+    """Returns the proof that the measuring host knows the secret."""
+    return wire.make_proof(secret, "measuring", {"nonce": nonce.hex()}).encode()
+
+
+def _try_measure(host: str, port: int, secret: str) -> Measured:
     """Measures the way to a host; returns the problem if that is not possible."""
     try:
         with socket.create_connection((host, port), _TIMEOUT_SECONDS) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(_make_proof(secret, _receive(sock, _NONCE_BYTES)))
             latency, skew = _ping(sock)
             return Measured(host, int(latency * 1e6), _count_bytes_per_second(sock), round(skew * 1e3), "")
     except socket.gaierror as error:
         return Measured(host, 0, 0, 0, f"its name is unknown ({error.strerror})")
-    except (OSError, struct.error) as error:
+    except OSError as error:
         return Measured(host, 0, 0, 0, f"no connection to its port {port} ({error})")
 
 
@@ -132,8 +152,11 @@ def _count_bytes_per_second(sock: socket.socket) -> int:
 
 
 def _receive(sock: socket.socket, size: int) -> bytes:
-    """Receives `size` bytes, fewer if the connection ends."""
+    """Receives `size` bytes. Raises ConnectionError if the connection ends before."""
     data = b""
-    while len(data) < size and (part := sock.recv(size - len(data))):
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
         data += part
     return data

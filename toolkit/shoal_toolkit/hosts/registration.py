@@ -66,7 +66,10 @@ class _Visitor:
         self._main = main
 
     def _on_found(self, host: str, channel: Channel) -> None:
-        """Sends this host's rank to the first host."""
+        """Sends this host's rank to the first host, and from now on takes its messages.
+
+        If the channel is lost, this registration fails.
+        """
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = lambda reason: self._fail(f"The first host {self._main} was lost: {reason}. See its log.")

@@ -253,6 +253,8 @@ def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tupl
 def find_route_interface(table: str, address: str) -> str:
     """Returns the interface of the most specific route to an IPv4 address; empty if there is none.
 
+    Of equally specific routes the first in the table counts. Flags and metrics are not read.
+
     Args:
         table: The text of /proc/net/route.
         address: Such as "10.0.0.2".

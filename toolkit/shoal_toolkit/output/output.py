@@ -1,7 +1,10 @@
-"""Writes the output of ranks and launchers to the log: with prefixes or as JSON, and keeps the end of each stderr.
+"""Writes the output of ranks and launchers to the log: with prefixes or as JSON. Keeps the end of each rank's stderr.
 
-A line gets the prefix `[rank,host]` if several ranks share the log. Otherwise bytes pass unchanged. While the job runs,
-everything on stdout and stderr passes through here, so that no two writers share a line.
+Also reads the metrics in the output of ranks, and closes their file. A line gets the prefix `[rank,host]` if several
+ranks share the log. Otherwise bytes pass unchanged. No two writers that pass through here share a line.
+
+With JSON or metrics, all output on stdout and stderr passes through here. Otherwise a script without a launcher writes
+to stdout itself, and sidecars write to both.
 """
 
 from __future__ import annotations

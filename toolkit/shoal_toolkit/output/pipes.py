@@ -180,7 +180,7 @@ def _reopen_nonblocking(fd: int) -> int:
 
 
 class Source:
-    """Reads a pipe or FIFO to its end, passes the bytes to a callback, and closes it.
+    """Reads a pipe or FIFO to its end, passes the bytes to `on_data`, and closes it.
 
     Creating it makes the descriptor non-blocking, and adds it to the flow control.
     """

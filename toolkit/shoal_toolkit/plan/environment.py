@@ -64,7 +64,7 @@ def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -
 
 
 def build_training_environment(job: Job, machine: Machine) -> dict[str, Any]:
-    """Returns the content of SM_TRAINING_ENV: everything about the job, under the names of the stock toolkit."""
+    """Returns the content of SM_TRAINING_ENV: the job as this host sees it, under the names of the stock toolkit."""
     return _training_environment(_describe_job(job, machine), job, machine)
 
 

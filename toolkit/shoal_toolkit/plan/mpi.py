@@ -175,7 +175,10 @@ def _keep_defaults(user: _UserOptions, defaults: Mapping[str, str]) -> tuple[dic
 
 
 def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
-    """Returns how the user sets an MCA parameter. A list to exclude also replaces a default list to include."""
+    """Returns how the user sets an MCA parameter; None if the user does not.
+
+    A list to exclude also replaces a default list to include.
+    """
     for name in (parameter, parameter.replace("_if_include", "_if_exclude")):
         if name in user.options.mca:
             return Setting(f"{user.key}: --mca {name}", user.options.mca[name].value)
@@ -189,7 +192,7 @@ def _daemon_parameters(
 ) -> dict[str, str]:
     """Returns the MCA parameters that mpirun passes to its daemons: from options, variables and defaults.
 
-    The value is ANY for a parameter that mpirun derives from an option.
+    The value is ANY for a parameter that mpirun derives from an option in `named`. `mca` has the merged parameters.
     """
     by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
     by_variable = {parameter: found.value for parameter, found in user.variables.items()}

@@ -369,7 +369,10 @@ def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
 
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:
-    """Returns notes for the log: missing files, a replaced interface, settings without effect, unknown names."""
+    """Returns notes for the log: a missing file, a replaced interface, settings without effect, misspelled names.
+
+    They include warnings of host discovery, and whether the upload is left to the platform.
+    """
     notes = list(job.cluster.found.warnings)
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")

@@ -24,7 +24,7 @@ class MeasuringWorker(Worker):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._meter = Meter(self.loop)
+        self._meter = Meter(self.loop, task.settings.secret)
 
     def collect_ready_facts(self) -> dict[str, Any]:
         return {**super().collect_ready_facts(), PORT: self._meter.port}
@@ -45,7 +45,7 @@ class MeasuringFirstHost(FirstHost):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._meter = Meter(self.loop)
+        self._meter = Meter(self.loop, task.settings.secret)
         self._rounds = plan_rounds(task.hosts)
         self._running: dict[str, str] = {}  # measuring host → measured host
         self._measured: dict[tuple[str, str], Measured] = {}

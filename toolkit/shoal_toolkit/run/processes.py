@@ -259,7 +259,7 @@ class HostProcesses:
             signal_group(pid, signal.SIGTERM if name in draining else signal.SIGKILL)
 
     def stop(self, number: int) -> None:
-        """Sends a signal that stops the job to each rank, or to the script with all processes that it started.
+        """Sends a signal that stops the job to this host's ranks, or to the script with the processes it started.
 
         They then have time to end.
         """

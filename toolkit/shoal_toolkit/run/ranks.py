@@ -165,7 +165,7 @@ class LocalRanks:
             self.signal(self._stopped_by)
 
     def _on_ended(self, rank: int, code: int) -> None:
-        """Reads the last output of all ranks, and reports the end of one.
+        """Reads the last output of this host's ranks, and reports the end of one.
 
         If the job is being stopped, it waits for child processes of the rank first.
         """

@@ -22,7 +22,7 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Timer:
-    """A call in the future, unless `cancel` is called before."""
+    """A call of `callback` at the time `when` of the monotonic clock, unless `cancel` is called before."""
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self.when = when

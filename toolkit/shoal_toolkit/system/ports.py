@@ -1,4 +1,4 @@
-"""Chooses a free port for the rendezvous of a job's ranks."""
+"""Chooses the port for the rendezvous of a job on one host: the default one, which it reserves, or a free one."""
 
 from __future__ import annotations
 

@@ -161,8 +161,9 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
-    """Adds or runs one operation for all tensors, on the CPU, after the previous one of its kind in the graph.
+    """Runs one operation for all tensors on the CPU, or adds it to the graph, and returns its results.
 
+    In a graph of version 1 it runs after the previous one of its kind. The name of the first attribute is the kind.
     Without tensors it returns an empty list. Raises SMDDPError under XLA.
     """
     if not tensors:

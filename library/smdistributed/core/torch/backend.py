@@ -141,9 +141,10 @@ def _create_per_device(make: Any) -> Any:
 def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Whether NCCL will carry CUDA tensors of the group that torch creates; the same on all its ranks.
 
-    Exchanges devices through the group's store. If this rank cannot use NCCL, it says so there, and does
-    not wait for the others.
-    For the job's first group, also selects this rank's device.
+    Exchanges devices through the group's store. If this rank cannot use NCCL, it says so there, and does not wait for
+    the others. For the job's first group, also selects this rank's device.
+
+    `requested` has the requested backend by device. `given` has the arguments that torch makes the group with.
     """
     uses_nccl = requested.get("cuda") in (BACKEND, "nccl")
     if BACKEND not in requested.values() or not uses_nccl or not per_device.is_supported():

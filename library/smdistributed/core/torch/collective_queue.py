@@ -186,7 +186,7 @@ class _Handle(Work):
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:
-        """Returns a future that ends with the result, or with the collective's error."""
+        """Returns a future that ends with the result, or with the collective's error. Lets this handle be freed."""
         self._release()
         return self._for_cpp
 
@@ -202,7 +202,7 @@ class _Handle(Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Returns the collective's error, if it has ended with one."""
+        """Returns the collective's error, if it has ended with one; otherwise None."""
         try:
             if self._future.done():
                 self._future.value()

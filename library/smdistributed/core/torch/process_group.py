@@ -477,6 +477,8 @@ def _close(queue: CollectiveQueue, engine: Engine, torchs: dict[str, Any], pid: 
 
     gloo's threads must not outlive the interpreter: freeing a tensor then would abort the process. A forked process
     does not have these threads, and gloo would wait for them; there gloo is never freed.
+
+    `torchs` has the groups of torch, which the process `pid` has made. It is emptied when they are freed.
     """
     if os.getpid() != pid:
         for group in torchs.values():

@@ -99,7 +99,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
 
 @only_known
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Sets variables to their values on one rank.
+    """Sets variables to their values on one rank; all ranks call it.
 
     Args:
         variables: The same ones on all ranks, in the same order.

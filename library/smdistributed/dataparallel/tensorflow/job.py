@@ -14,6 +14,9 @@ _left = False
 def init() -> None:
     """Joins the job, and gives TensorFlow only this local rank's GPU, if there is one.
 
+    The number of the GPU is the local rank modulo the number of GPUs. Its memory grows as needed, unless the script has
+    set a limit.
+
     Call it before TensorFlow computes. The ranks come from mpirun, or from RANK, WORLD_SIZE and LOCAL_RANK. Without a
     launcher this is a job of one rank. Errors of `open_group` pass, such as SMDDPError for a wrong SMDDP_ENGINE.
 

@@ -90,7 +90,10 @@ def _pairs(_: Any, grads_and_vars: Any) -> Any:
 
 
 def _combining(real: Any, combined: Any) -> Any:
-    """Returns a method that reduces the gradients in the pairs that `real` returns."""
+    """Returns a method that calls `real` and returns its pairs of gradients and variables, with combined gradients.
+
+    `combined` takes the list of gradients and returns the list of reduced ones.
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
         pairs = list(real(self, *args, **kwargs))

@@ -98,7 +98,7 @@ def _reduced_parameters(module: torch.nn.Module) -> list[tuple[str, torch.Tensor
 def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str]) -> None:
     """Compares all ranks' rows, by digests first; every rank calls it. Raises SMDDPError on all ranks if they differ.
 
-    `message` makes its text from the first rank that differs from rank 0 and the differences.
+    `message` makes its text from the first rank of `group` that differs from rank 0, and from the differences.
     """
     digest = torch.frombuffer(bytearray(hashlib.sha256(repr(rows).encode()).digest()), dtype=torch.uint8)
     size = dist.get_world_size(group)

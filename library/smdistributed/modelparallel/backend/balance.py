@@ -55,7 +55,7 @@ def anchored(together: Sequence[Sequence[int]]) -> Iterator[dict[int, Sequence[i
 
 
 def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int, Sequence[int]], stages: int) -> Cut:
-    """Cuts items into stages if each group counts at one place. Raises SMPConfigError if there are too few items."""
+    """Cuts items into stages if each group counts at one place, its key. Raises SMPConfigError for too few items."""
     members = {place: anchor for anchor, group in groups.items() for place in group}
     kept = [place for place in range(len(costs)) if members.get(place, place) == place]
     if len(kept) < stages:

@@ -97,7 +97,10 @@ class _Stage:
         return ", ".join(f"{rest[0].turn}: {rest[0].waits_for}" for rest in self._rest.values() if rest)
 
     def advance(self, now: float, arrivals: dict[str, float]) -> None:
-        """Simulates the next work, if the stage is free and some work is ready; notes when its messages arrive."""
+        """Simulates the next work, if the stage is free and some work is ready.
+
+        Notes in `arrivals` when its messages arrive, by their labels.
+        """
         if self.free_at > now:
             return
         ready = [rest[0] for rest in self._rest.values() if rest and self._is_ready(rest[0], now, arrivals)]

@@ -119,7 +119,8 @@ class Splitter(ABC):
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
         """Returns the parts of a tensor; a scalar goes whole into each.
 
-        Raises MicrobatchError if it lacks the axis, or its size does not divide (with `uneven`: is too small).
+        Raises MicrobatchError if it lacks the axis or is shorter than `count` there, or, without `uneven`, if its size
+        does not divide by `count`.
         """
         shape = self.shape(value)
         if not shape:

@@ -75,7 +75,7 @@ def broadcast(tensor: Any, root_rank: int) -> Any:
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Sets variables to their values on one replica.
+    """Sets variables to their values on one replica; all replicas call it.
 
     Args:
         variables: The same ones on all replicas, in the same order.

@@ -23,7 +23,7 @@ class Observer(Protocol):
     """Handles calls of layers in `observe_calls`."""
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the outputs of the call; `call_layer` computes them."""
+        """Called in place of a layer's call, with its arguments. Returns the outputs; `call_layer` can compute them."""
 
 
 class CallUnchanged:

@@ -16,7 +16,7 @@ _ATTRIBUTES = ("trainable", "name", "shape", "dtype", "constraint", "synchroniza
 class StageVariable(UninitializedVariable):  # type: ignore[misc]
     """A variable of a layer. On other stages it has no value, takes no memory, and is in no checkpoint.
 
-    `is_on_this_stage` is whether it has a value on this rank.
+    `is_on_this_stage` is whether it has a value on this rank. `initial` computes the first value; `place` calls it.
     """
 
     is_on_this_stage = False

@@ -107,7 +107,10 @@ def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> di
 
 
 def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name: str = "") -> Iterator[str]:
-    """Yields modules in the order of their first calls, containers before their children."""
+    """Yields the names of modules in the order of their first calls, containers before their children.
+
+    `called` has the places of first calls. A module that was never called stays behind its predecessor.
+    """
     yield name
     last = 0
     places = {}
@@ -133,7 +136,7 @@ def _together(modules: Mapping[str, nn.Module], found: Trace) -> list[set[str]]:
 
 
 def _place(modules: Mapping[str, nn.Module], placed: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every module. A container that costs nothing itself is on the first stage of its children."""
+    """The stage of every module. A container that is not in `placed` is on the first stage of its children."""
     stages = dict(placed)
     for name in reversed(list(modules)):
         if name not in stages:

@@ -125,10 +125,11 @@ class ReceivedInputs:
         return Receive.apply(self, anchor, came) if came else ()  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: _Gradients) -> _Gradients:
-        """Runs the backward of this stage's graph.
+        """Runs the backward of this stage's graph, and releases the outputs: it works once.
 
         Args:
-            gradients: The gradients of the outputs; None for an output without one.
+            gradients: The gradients of the outputs; None for an output without one. An output that does not require
+                grad is ignored.
 
         Returns:
             The gradients of the inputs; None for an input without one.

@@ -133,7 +133,8 @@ class Carrier:
         """Starts a message for each tensor, and waits for all of them.
 
         Raises InterruptedError if `stopped` is set, TimeoutError after `seconds`, RuntimeError if the process group
-        fails. If `stopped` is set while it waits for the device, it aborts the group.
+        fails. If `stopped` is set while it waits for the device, it aborts the group (not with torch 2.0). Without a
+        CUDA stream, `stopped` and `seconds` have no effect.
         """
         deadline = time.monotonic() + seconds
         with self._on_stream():

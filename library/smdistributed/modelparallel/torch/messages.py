@@ -49,7 +49,7 @@ class ReceivedTensor(NamedTuple):
     meta: Meta
 
     def here(self) -> torch.Tensor:
-        """The tensor on this thread's GPU, if it came from a GPU."""
+        """The tensor: on this rank's GPU if it came from a GPU, otherwise as it is."""
         if not self.meta[3]:
             return self.tensor
         if self.tensor.is_cuda:  # its memory belongs to the stream that received it

@@ -172,7 +172,7 @@ class DistributedModel(WrappedModel):
             self.after_step(True)
 
     def train(self, mode: bool = True) -> DistributedModel:
-        """Sets the training mode, on all ranks: see torch.nn.Module.train.
+        """Sets the training mode on this rank: see torch.nn.Module.train. Call it on all ranks.
 
         Raises:
             StepUsageError: Inside a step with several partitions, if it changes the mode.

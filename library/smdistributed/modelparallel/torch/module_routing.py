@@ -1,4 +1,7 @@
-"""The patch of nn.Module.__call__ that sends calls of modules to their stages. Importing this changes nothing."""
+"""The patch of nn.Module.__call__ that sends calls of modules to their stages. Importing this changes nothing.
+
+Also adds hooks to the outputs of calls, which backward calls with their gradients.
+"""
 
 from __future__ import annotations
 

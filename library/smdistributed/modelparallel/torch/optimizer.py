@@ -206,8 +206,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this stage. If gradients overflowed on any rank, updates the loss scale only.
 
-        First calls `update_master_grads` if the script has not. At the end, single-precision copies are rounded into
-        the model.
+        All ranks call it. First calls `update_master_grads` if the script has not. At the end, single-precision copies
+        are rounded into the model.
 
         Args:
             closure: See torch.optim.Optimizer.step.

@@ -62,7 +62,10 @@ class _Layerwise(torch.optim.Optimizer):
         """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates one parameter in place, by its gradient. `own`: its state, which may be empty and is changed."""
+        """Updates one parameter in place, by its gradient. Each optimizer overrides it.
+
+        `group` is the parameter's group. `own` is its state, which may be empty and is changed.
+        """
         raise NotImplementedError
 
     def _gradients(self) -> Iterator[torch.Tensor]:
@@ -85,6 +88,9 @@ class FusedLAMB(_Layerwise):
         set_grad_none: Whether `zero_grad` removes gradients.
         max_grad_norm: Gradients are scaled down to this norm of all, over all stages; 0: they are not.
         use_nvlamb: Whether parameters without weight decay are scaled to their norm too.
+
+    Raises:
+        SMPConfigError: For `amsgrad`.
     """
 
     def __init__(
@@ -167,6 +173,9 @@ class FusedNovoGrad(_Layerwise):
         norm_type: 2, or 0 for the largest element.
         init_zero: Whether the moving norm begins at 0, or at the first gradient's.
         set_grad_none: Whether `zero_grad` removes gradients.
+
+    Raises:
+        SMPConfigError: For `amsgrad`, and for another `norm_type`.
     """
 
     def __init__(

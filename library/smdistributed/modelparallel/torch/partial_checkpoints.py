@@ -86,13 +86,17 @@ def load_partial(
 ) -> Path:
     """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
 
-    A checkpoint that a killed job has renamed and not replaced is restored first.
+    A checkpoint that a killed job has renamed and not replaced is restored first. If the checkpoint lacks a model or an
+    optimizer, that keeps its values.
+
+    If the model is not placed yet, both are loaded when it is, and errors of `strict` come then. It takes the stages
+    of the checkpoint, if it can.
 
     Args:
         state: The script's model and optimizer.
         directory: The directory of checkpoints.
         tag: The name of the checkpoint.
-        strict: Whether missing and unexpected parameters are errors.
+        strict: Whether missing and unexpected parameters are errors (RuntimeError).
         load_optimizer: Whether the optimizer's state is loaded too.
         weights_only: See `checkpoint_files.read_object`.
 

@@ -171,7 +171,7 @@ class Reducer:
         return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
 
     def _send_next(self, may_send: Callable[[_Bucket], bool]) -> None:
-        """Sends buckets in the order of all replicas, until one may not be sent yet."""
+        """Sends buckets in the order of all replicas, until one for which `may_send` returns False."""
         while self._next < len(self._buckets) and may_send(self._buckets[self._next]):
             self._send(self._buckets[self._next])
             self._next += 1

@@ -348,12 +348,12 @@ class Stage:
             self._scheduler.finish_microbatch(step, message.microbatch)
 
     def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Sends tensors back to the stage that made the call."""
+        """Sends tensors back to the stage that made the call. If that fails, raises the reason."""
         origin, call = message.call
         self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
 
     def _pass_on(self, stage: int, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Sends a call to its next hop."""
+        """Sends a call to its next hop. If that fails, raises the reason."""
         step, microbatch = message.step, message.microbatch
         self._send(self.ranks[stage], message.kind, step, microbatch, message.call, about, tensors)
 

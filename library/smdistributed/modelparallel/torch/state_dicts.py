@@ -54,7 +54,10 @@ def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bo
 
 
 def fill_in_parameters(manager: ModuleManager, whole: Mapping[str, Any]) -> None:
-    """Gives all parameters and buffers of the model these values, on every stage; gradients move to the CPU."""
+    """Gives this rank's copy of the model these values, by name, also for the modules of other stages.
+
+    Every parameter must have a value. Buffers without one stay as they are. Gradients move to the CPU.
+    """
     for name, parameter in manager.root.named_parameters():
         parameter.data = whole[name]
         if parameter.grad is not None:

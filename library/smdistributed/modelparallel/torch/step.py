@@ -98,9 +98,10 @@ def _run(
     parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     detach_outputs: bool,
 ) -> list[Any]:
-    """Runs the microbatches on the first stage.
+    """Runs the microbatches on the first stage, and returns their results, detached if `detach_outputs`.
 
-    Sends the detached results to the other stages, which ends their step.
+    `parts` has the positional and the named arguments of each. Sends the detached results to the other stages, which
+    ends their step.
     """
     results = stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
     detached = detach(results)

@@ -142,7 +142,7 @@ class _KeptActivations:
     def run(
         self, call: Callable[..., Any], keeps_arguments: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a checkpointed module: only its arguments are kept, if `keeps_arguments`."""
+        """Runs a checkpointed module by `call`, its forward: only its arguments are kept, if `keeps_arguments`."""
         for value in tree_flatten((args, kwargs))[0] if keeps_arguments else ():
             if isinstance(value, torch.Tensor):
                 self.keep(value)
@@ -196,7 +196,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
     """Keeps the stack of running modules inside `with`, and notes the order of first calls.
 
-    A module that is not in the model counts as the one that calls it. It uses torch's hooks for all modules.
+    `names` has the name of each module by its id. A module that is not there counts as the one that calls it. It uses
+    torch's hooks for all modules.
     """
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -217,7 +218,10 @@ def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Ite
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module uses parameters and buffers of which other module."""
+    """Notes which module uses parameters and buffers of which other module.
+
+    `owners` has the names of the modules that have a tensor, by its id.
+    """
 
     def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, list[str]]) -> None:
         super().__init__()

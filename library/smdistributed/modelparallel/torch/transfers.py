@@ -69,7 +69,10 @@ class Transfers:
         threading.Thread(target=self._run, name="smp-transfers", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread, because the job has failed. A transfer in progress is abandoned."""
+        """Asks the thread to end, because the job has failed, and returns at once.
+
+        A transfer in progress is abandoned.
+        """
         self._stopped.set()
         self._events.put(lambda: None)
 

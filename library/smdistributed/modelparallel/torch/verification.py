@@ -177,7 +177,10 @@ def _leaf(value: Any) -> Any:
 
 
 def _copy_whole_model(module: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
-    """Returns a copy of the model, with the parameters and buffers of all stages, and without checkpointing."""
+    """Returns a copy of the model, with the parameters and buffers of all stages, and without checkpointing.
+
+    `tensors` has their values, by name.
+    """
     parameters = dict(module.named_parameters())
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(tensors[name].clone(), parameter.requires_grad)

@@ -67,8 +67,9 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     finally:
         with containers.delay_interrupts():
             collect_tree(tree, opened.checkpoints)
-            opened.update(uncollected=False)
-        shutil.rmtree(tree / "code")
+            opened.update(uncollected=False)  # before they are removed
+        for part in (checkpoints.CONTENT, "code"):
+            shutil.rmtree(tree / part)
     result = job.read_result(opened.name, {host: code}, opened.directory, {host: tree})
     return replace(result, restarts=[*restarted, *result.restarts])
 

@@ -139,7 +139,9 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
         raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
     is_uncollected = last.uncollected
     if is_uncollected and last.engine == LOCAL:
-        collect_tree(directory / "algo-1", opened)
+        if (directory / "algo-1" / checkpoints.CONTENT).is_dir():
+            collect_tree(directory / "algo-1", opened)
+        _write_record(directory, replace(last, uncollected=False))
         is_uncollected = False
     elif is_uncollected and record.engine != DOCKER:
         raise UsageError(f"{option}: the newest checkpoints are in a Docker volume. Fix: leave out --engine")
@@ -150,12 +152,10 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
 
 
 def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
-    """Replace the checkpoints of a job by those in its tree, and remove them there."""
-    content = tree / checkpoints.CONTENT
+    """Replace the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
     with directory.replace() as scratch:
         (scratch / checkpoints.CONTENT).mkdir()
-        checkpoints.copy_tree(content, scratch / checkpoints.CONTENT, link=True)
-    shutil.rmtree(content)
+        checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
 
 
 def _move_results(directory: Path) -> None:
@@ -163,6 +163,7 @@ def _move_results(directory: Path) -> None:
     number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
+    shutil.rmtree(directory / "algo-1" / checkpoints.CONTENT, ignore_errors=True)  # of a job without Docker
     for path in list(directory.iterdir()):
         if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):
             path.rename(target / path.name)

@@ -107,6 +107,21 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     assert words in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "IMAGE, --source, --entry-point: missing. Fix: shoal run IMAGE"),
+        (("pytorch", "--source", "x"), "--entry-point: missing"),
+        (("--resume", "x"), "--resume x: no such job in jobs. Fix: use the name of a directory in jobs"),
+        (("--resume", "", "--output", "."), "--resume : . has no request.json"),
+    ],
+)
+def test_run_needs_a_new_job_or_an_earlier_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = shoal("run", *arguments, cwd=tmp_path, **NO_ENGINE)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
 @pytest.mark.parametrize(("option", "size"), [("--memory", "1g"), ("--shm-size", "2g")])
 def test_a_limit_without_a_container_is_refused(project: Project, option: str, size: str) -> None:
     base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]

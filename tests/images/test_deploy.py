@@ -111,6 +111,7 @@ FULL: dict[str, Any] = {
     "memory": "8g",
     "cpus": "4",
     "retries": 3,
+    "max_restarts": 2,
     "max_seconds": 3600,
     "egress": ("10.0.0.0/8",),
     "service_account": "trainer",
@@ -258,6 +259,23 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
 
 
+@pytest.mark.parametrize(("retries", "final"), [(0, ("NotIn", [137, 138])), (2, ("In", [2]))])
+def test_lost_pods_are_made_again(retries: int, final: tuple[str, list[int]]) -> None:
+    """Without retries, nothing else is: `train` has restarted the script as often as it may."""
+    options = {"hosts": 4, "retries": retries, "max_restarts": 3}
+    for kind, expected in ((Kind.job, 4 * (retries + 3)), (Kind.jobset, 4 * 3)):
+        objects = build(make_request(None, kind=kind, **options))
+        assert variables(next(find_pods(objects)))["SHOAL_MAX_RESTARTS"] == "3"
+        spec = list(objects.values())[-1]["spec"]
+        job = spec if kind is Kind.job else spec["replicatedJobs"][0]["template"]["spec"]
+        assert job["backoffLimit"] == expected
+        *_, rule = job["podFailurePolicy"]["rules"]
+        assert (rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == final
+    spec = build(make_request(None, kind=Kind.mpijob, **options))["MPIJob"]["spec"]
+    assert spec["mpiReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
+    assert spec["runPolicy"]["backoffLimit"] == retries + 3
+
+
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
@@ -370,6 +388,7 @@ def test_the_configuration_is_the_contract(source: Path) -> None:
         ({"environment": {"HOST_INDEX": "0"}}, "--env HOST_INDEX"),
         ({"environment": {"PET_NODE_RANK": "0"}}, "--env PET_NODE_RANK"),
         ({"environment": {"SHOAL_HOSTS": "a,b"}}, "Fix: --hosts"),
+        ({"environment": {"SHOAL_MAX_RESTARTS": "3"}}, "Fix: --max-restarts"),
         ({"environment": {"TRAINING_JOB_NAME": "a"}}, "Fix: --name"),
         ({"egress": ("10.0.0.1/8",)}, "--egress 10.0.0.1/8"),
         ({"egress": ("fe80::1%eth0",)}, "--egress fe80::1%eth0"),

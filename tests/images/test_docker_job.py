@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import tarfile
@@ -13,12 +14,16 @@ import docker.errors
 import pytest
 from rich.console import Console
 
-from shoal.jobs import docker_job, local_job
+from shoal.jobs import docker_hosts, local_job
+from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
+from shoal.jobs.record import LOCAL, JobRecord, open_job
 
 
 class FakeEngine:
     """Remembers the settings of containers and networks, and the files that containers are given; has no network."""
+
+    volumes = SimpleNamespace(create=lambda name, labels: None)
 
     def __init__(self) -> None:
         self.api = SimpleNamespace(create_endpoint_config=lambda aliases: {"Aliases": aliases})
@@ -27,6 +32,7 @@ class FakeEngine:
         self.made: dict[str, dict[str, Any]] = {}
         self.files: dict[str, dict[str, bytes]] = {}
         self.options: list[dict[str, str]] = []
+        self.removed: list[str] = []
 
     def info(self) -> dict[str, Any]:
         return {"Runtimes": {"runc": {}}}
@@ -47,7 +53,7 @@ class FakeEngine:
             with tarfile.open(fileobj=stream) as packed:
                 files.update({entry.name: file.read() for entry in packed if (file := packed.extractfile(entry))})
 
-        return SimpleNamespace(put_archive=put_archive)
+        return SimpleNamespace(put_archive=put_archive, remove=lambda **_: self.removed.append(settings["name"]))
 
 
 @pytest.fixture
@@ -58,8 +64,13 @@ def request_(tmp_path: Path) -> JobRequest:
 
 def create(request: JobRequest) -> FakeEngine:
     client = FakeEngine()
-    docker_job._create_hosts(client, "image:1", request, "job", Console(file=io.StringIO()))  # type: ignore[arg-type]
-    return client
+    with create_hosts(client, request):
+        return client
+
+
+def create_hosts(client: FakeEngine, request: JobRequest) -> contextlib.AbstractContextManager[DockerHosts]:
+    console = Console(file=io.StringIO())
+    return docker_hosts.create_hosts(client, "image:1", request, "job", console)  # type: ignore[arg-type]
 
 
 def test_docker_without_a_default_network_runs_jobs(request_: JobRequest) -> None:
@@ -68,41 +79,64 @@ def test_docker_without_a_default_network_runs_jobs(request_: JobRequest) -> Non
 
 def test_hosts_share_a_secret_that_settings_do_not_show(request_: JobRequest) -> None:
     first, second = create(request_), create(request_)
-    secrets = [files[docker_job.SECRET_PATH] for client in (first, second) for files in client.files.values()]
+    secrets = [files[SECRET_PATH] for client in (first, second) for files in client.files.values()]
     assert len(secrets) == 4
     assert (len(set(secrets[:2])), len(set(secrets))) == (1, 2), "one for each job"
     assert len(bytes.fromhex(secrets[0].decode())) == 32
     shown = json.dumps(list(first.made.values()), default=str)
     assert secrets[0].decode() not in shown
-    assert f'"{SECRET_FILE}": "/{docker_job.SECRET_PATH}"' in shown
+    assert f'"{SECRET_FILE}": "/{SECRET_PATH}"' in shown
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET: "given", "A": "b"}}))
-    assert {files[docker_job.SECRET_PATH] for files in client.files.values()} == {b"given"}
+    assert {files[SECRET_PATH] for files in client.files.values()} == {b"given"}
     assert all(SECRET not in settings["environment"] for settings in client.made.values())
     assert all(settings["environment"]["A"] == "b" for settings in client.made.values())
 
 
 def test_secret_file_of_the_user_is_used(request_: JobRequest) -> None:
     client = create(JobRequest(**{**vars(request_), "environment": {SECRET_FILE: "/mounted"}}))
-    assert all(docker_job.SECRET_PATH not in files for files in client.files.values())
+    assert all(SECRET_PATH not in files for files in client.files.values())
     assert {settings["environment"][SECRET_FILE] for settings in client.made.values()} == {"/mounted"}
+
+
+def test_host_that_is_made_again_is_the_same(request_: JobRequest) -> None:
+    client = FakeEngine()
+    with create_hosts(client, JobRequest(**{**vars(request_), "max_restarts": 2})) as hosts:
+        before, files = dict(client.made), dict(client.files["job-algo-2"])
+        hosts.create("algo-2", {"SHOAL_RESTART": "1"})
+    assert client.removed == ["job-algo-2"]
+    assert client.files["job-algo-2"] == files
+    assert "opt/ml/code/train.py" in files
+    again = client.made["job-algo-2"]
+    assert again["environment"] == {**before["job-algo-2"]["environment"], "SHOAL_RESTART": "1"}
+    assert again["environment"]["SHOAL_MAX_RESTARTS"] == "2"
+    assert {key: value for key, value in again.items() if key != "environment"} == {
+        key: value for key, value in before["job-algo-2"].items() if key != "environment"
+    }
+    (mount,) = again["mounts"]
+    assert (mount["Source"], mount["Target"], mount["Type"]) == ("shoal-job", "/opt/ml/checkpoints", "volume")
 
 
 def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, str]] = []
 
-    def train(_: str, environment: dict[str, str], __: Console) -> int:
+    def train(_: str, environment: dict[str, str], *__: object) -> int:
         given.append(environment)
         return 0
 
     monkeypatch.setattr(local_job, "_run_train", train)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
+
+    def run() -> None:
+        with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
+            local_job.run_job_locally(opened, Console(file=io.StringIO()))
+
     for _ in range(2):
-        local_job.run_job_locally(request_, Console(file=io.StringIO()))
+        run()
     assert len({environment[SECRET] for environment in given}) == 2
     monkeypatch.setenv(SECRET_FILE, "/mounted")
-    local_job.run_job_locally(request_, Console(file=io.StringIO()))
+    run()
     assert (given[-1].get(SECRET), given[-1][SECRET_FILE]) == (None, "/mounted"), "`train` refuses both"

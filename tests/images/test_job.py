@@ -229,6 +229,28 @@ def test_odd_archive_entries_do_not_affect_other_files(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
 
 
+def test_symlinks_stay_inside_the_directory(tmp_path: Path) -> None:
+    """A link that leads out through another link is removed too. Times are kept: scripts choose the newest."""
+    source, target = tmp_path / "source", tmp_path / "out"
+    (source / "a" / "b").mkdir(parents=True)
+    (source / "step").write_text("1")
+    links = {"last": "step", "all": "a", "absolute": "/etc/passwd", "up": "../secret", "a/b/top": "../../x"}
+    links |= {"through": "a/b/top/../../secret", "loop": "loop"}
+    for name, to in links.items():
+        (source / name).symlink_to(to)
+    (source / "x").mkdir()
+    for name in ("step", "a"):
+        os.utime(source / name, (1000, 1000))
+    with TemporaryFile() as buffer:
+        archive.pack_tree(source, "ck", buffer, left_out="left")
+        skipped = list(archive.unpack_safely(buffer, target, keep_symlinks=True))
+    made = {str(path.relative_to(target / "ck")) for path in (target / "ck").rglob("*") if path.is_symlink()}
+    assert made == {"last", "all", "a/b/top", "loop"}
+    assert sorted(line.split(":")[0] for line in skipped) == ["ck/absolute", "ck/through", "ck/up"]
+    assert (target / "ck" / "last").read_text() == "1"
+    assert [(target / "ck" / name).stat().st_mtime for name in ("step", "a")] == [1000, 1000]
+
+
 def test_files_keep_permissions_but_not_setuid(tmp_path: Path) -> None:
     """An executable stays executable, but a setuid bit is dropped."""
     modes = {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o4755, "closed": 0o000}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -65,3 +66,70 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
     tree = directory / "algo-1"
     assert json.loads((tree / "output" / "job.json").read_text())["exit_code"] == code
     assert (tree / "output" / "success").exists() == (code == 0)
+
+
+SAVING = """\
+import os, pathlib, signal, sys, time
+saved = pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"], "checkpoints", "saved")
+if saved.exists():
+    sys.exit()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(saved.write_text("x")))
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_interrupted_job_continues(project: Project, tmp_path: Path) -> None:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text(SAVING)
+    command: list[str | Path] = [SHOAL, "run", "pytorch", "--engine", "none", "--output", tmp_path / "jobs"]
+    command += ["--source", source, "--entry-point", "train.py"]
+    process = subprocess.Popen(command, cwd=project.root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any("started" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (directory,) = (tmp_path / "jobs").iterdir()
+    assert (directory / "checkpoints" / "saved").exists()
+    words = next(line for line in output.splitlines() if line.startswith("to continue: shoal run ")).split()[4:]
+    resumed = subprocess.run([SHOAL, "run", *words], cwd=project.root, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+
+
+LOST = """\
+import os, pathlib, signal, sys, time
+base = pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"])
+saved = base / "checkpoints" / "pid"
+print("restart", os.environ.get("SHOAL_RESTART"), os.environ.get("SHOAL_RESTART_REASON"), flush=True)
+if saved.exists():
+    while pathlib.Path("/proc", saved.read_text()).exists():  # otherwise two starts write into one directory
+        time.sleep(0.05)
+    sys.exit()
+saved.write_text(str(os.getpid()))
+parent = os.getppid()
+while pathlib.Path("/proc", str(parent), "comm").read_text() != "train\\n":
+    parent = int(pathlib.Path("/proc", str(parent), "stat").read_text().rpartition(")")[2].split()[1])
+os.kill(parent, signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(1, 0), (0, 137)])
+def test_train_that_is_killed_starts_again_from_its_checkpoints(
+    project: Project, tmp_path: Path, restarts: int, code: int
+) -> None:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text(LOST)
+    command: list[str | Path] = [SHOAL, "run", "pytorch", "--engine", "none", "--max-restarts", str(restarts), "--json"]
+    command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path, "--checkpoints", tmp_path / "ck"]
+    result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == code, result.stderr
+    reason = "train was lost: killed by SIGKILL"
+    assert ("restart None None" in result.stderr, f"restart 1 {reason}" in result.stderr) == (True, code == 0)
+    document = json.loads(result.stdout)
+    assert [each["reason"] for each in document["restarts"]] == [reason][:restarts]
+    assert document["checkpoints"] == str(tmp_path / "ck")
+    assert (tmp_path / "ck" / "pid").exists()

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -38,10 +39,12 @@ print("got", *sys.argv[1:], os.environ["WORLD_SIZE"], "of", limit)
 
 
 def job_objects(client: docker.DockerClient, *stems: str) -> set[str]:
-    """Every container and network of a job whose name begins so; tests beside this one have others."""
+    """Every container, network and volume of a job whose name begins so; tests beside this one have others."""
     containers = client.api.containers(all=True, filters={"label": "shoal.job"})
     networks = client.api.networks(filters={"label": "shoal.job"})
-    return {found["Id"] for found in (*containers, *networks) if found["Labels"]["shoal.job"].startswith(stems)}
+    volumes = client.api.volumes(filters={"label": "shoal.job"})["Volumes"] or []
+    found = [(each.get("Id") or each["Name"], each["Labels"]) for each in (*containers, *networks, *volumes)]
+    return {identity for identity, labels in found if labels["shoal.job"].startswith(stems)}
 
 
 def command(image: str, source: Path, output: Path, *options: str, script: str = "train.py") -> list[str | Path]:
@@ -141,17 +144,26 @@ def test_an_interrupt_removes_hosts_and_network(
 def test_an_interrupt_at_any_moment_leaves_nothing(
     client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (source / "train.py").write_text("print('trained')")
+    (source / "train.py").write_text(
+        "import os, pathlib\ncheckpoints, host = pathlib.Path('/opt/ml/checkpoints'), os.environ['SM_CURRENT_HOST']\n"
+        "new = checkpoints / 'new' / host\nnew.mkdir(parents=True)\n(new / 'model').write_text('1' * 4096)\n"
+        "new.rename(checkpoints / host)\nprint('trained', host)"
+    )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     image = matrix.select("pytorch-*-cpu-*-debian12").tag
-    arguments = command(image, source, tmp_path / "jobs", "--hosts", "2", "--procs-per-host", "1")
+    options = ["--hosts", "2", "--procs-per-host", "1", "--checkpoints", str(tmp_path / "first")]
+    arguments = command(image, source, tmp_path / "jobs", *options)
     started = time.monotonic()
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     seconds = time.monotonic() - started
     drawn = random.Random(SEED)
-    for share in (drawn.random() for _ in range(times(3, 20))):
+    for number, share in enumerate(drawn.random() for _ in range(times(3, 20))):
+        directory = tmp_path / "checkpoints" / str(number)
+        directory.mkdir(parents=True)
+        (directory / "old").write_text("old")
+        arguments[-2:] = ["--checkpoints", directory]
         process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         time.sleep(share * seconds)
         process.send_signal(signal.SIGINT)
@@ -160,6 +172,10 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         assert process.returncode in (130, -signal.SIGINT) or "trained" in said, stderr
         assert job_objects(client, source.name) == set(), f"moment {share:.2f}"
         assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
+        assert [path for path in directory.parent.iterdir() if path.name.startswith(".")] == [], f"moment {share:.2f}"
+        assert (directory / "old").read_text() == "old"
+        for host in re.findall(r"trained (\S+)", said):
+            assert (directory / host / "model").read_text() == "1" * 4096, f"moment {share:.2f}"
 
 
 def test_a_job_that_cannot_be_set_up_leaves_nothing(

@@ -46,6 +46,10 @@ Images = Annotated[
 Image = Annotated[
     str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images)
 ]
+OptionalImage = Annotated[
+    str | None,
+    typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images),
+]
 Skip = Annotated[
     list[str] | None,
     typer.Option(

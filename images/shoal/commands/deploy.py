@@ -70,6 +70,10 @@ class KubernetesOptions:
     memory: Annotated[str | None, typer.Option(help="Memory per host, such as 8g. Default: no limit.")] = None
     cpus: Annotated[str | None, typer.Option(help="Cores per host, such as 4 or 500m. Default: no limit.")] = None
     retries: Annotated[int, typer.Option(min=0, help="How often a failed job starts again.")] = 0
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often to start again after a lost rank or pod. Other pods stay."),
+    ] = 0
     max_seconds: Annotated[
         int | None, typer.Option(min=1, help="Seconds after which Kubernetes stops the job. Default: no limit.")
     ] = None
@@ -109,6 +113,7 @@ class KubernetesOptions:
             memory=self.memory,
             cpus=self.cpus,
             retries=self.retries,
+            max_restarts=self.max_restarts,
             max_seconds=self.max_seconds,
             user=self.user,
             egress=tuple(self.egress or ()),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +17,7 @@ from shoal.builds import builder
 from shoal.commands.common import (
     AsJson,
     Image,
+    OptionalImage,
     app,
     console,
     open_project,
@@ -31,7 +33,8 @@ from shoal.commands.common import (
 )
 from shoal.errors import UsageError
 from shoal.jobs import docker_job, local_job, model_plan, summary
-from shoal.jobs.job import SHM_SIZE, JobRequest
+from shoal.jobs.job import JobRequest
+from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
 from shoal.report import timeline
 
 _HYPERPARAMETER_HELP = (
@@ -39,32 +42,45 @@ _HYPERPARAMETER_HELP = (
     " Repeatable."
 )
 _GPUS_HELP = "GPUs of the job, divided evenly between hosts: indexes or UUIDs from nvidia-smi -L. Default: all."
+_CHECKPOINTS_HELP = (
+    "Directory for checkpoints: copied to /opt/ml/checkpoints before the start, and replaced by it at the end. It"
+    " belongs to one job. Default: in the job's directory."
+)
+_RESUME_HELP = (
+    "Continue a job from its checkpoints, with the same options. Those that you give again replace or extend them."
+    " JOB is the name of its directory in --output."
+)
+_RESTARTS_HELP = "How often to start again after a lost rank or host, from the last checkpoint. Default: 0."
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
+
+
+_EXTENDED = ("channels", "hyperparameters", "environment")
+"""Fields of a resumed job that are extended by those that are given again, name by name."""
 
 
 class Engine(StrEnum):
     """The place in which a job runs: Docker, or this machine without Docker."""
 
-    docker = "docker"
-    none = "none"
+    docker = DOCKER
+    none = LOCAL
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """The options of `shoal run`."""
 
-    image: Image
-    source: Annotated[Path, typer.Option(help="Directory with the script.")]
-    entry_point: Annotated[str, typer.Option(help="Script, relative to --source.")]
-    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts (one container each).")] = 1
+    image: OptionalImage = None
+    source: Annotated[Path | None, typer.Option(help="Directory with the script.")] = None
+    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source.")] = None
+    hosts: Annotated[int | None, typer.Option(min=1, help="Number of hosts (one container each). Default: 1.")] = None
     procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
     ] = None
     hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=_HYPERPARAMETER_HELP)] = None
     distribution: Annotated[
-        str, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
-    ] = "{}"
+        str | None, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
+    ] = None
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for every host. Repeatable.")
     ] = None
@@ -78,30 +94,57 @@ class RunOptions:
         str | None, typer.Option(help="Memory limit per host, such as 512m or 8g. Default: no limit.")
     ] = None
     gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=_GPUS_HELP)] = None
+    checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help=_CHECKPOINTS_HELP)] = None
+    resume: Annotated[str | None, typer.Option(metavar="JOB", help=_RESUME_HELP)] = None
+    max_restarts: Annotated[int | None, typer.Option(min=0, metavar="N", help=_RESTARTS_HELP)] = None
     build: Annotated[bool, typer.Option("--build", help="Build the image first, if it is not up to date.")] = False
-    engine: Annotated[Engine, typer.Option("--engine", help="none: run on this machine, without Docker.")] = (
-        Engine.docker
-    )
+    engine: Annotated[
+        Engine | None,
+        typer.Option(
+            "--engine", help="none: run on this machine, without Docker. Default: docker.", show_default=False
+        ),
+    ] = None
     as_json: AsJson = False
 
-    def to_request(self) -> JobRequest:
-        """Return the job to run, checked. Raises `UsageError`. The image and the place are not part of it."""
-        request = JobRequest(
-            source=self.source,
-            entry_point=self.entry_point,
-            hosts=self.hosts,
-            procs_per_host=self.procs_per_host,
-            channels={name: Path(value) for name, value in parse_pairs("--channel", self.channel).items()},
-            hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
-            distribution=parse_object("--distribution", self.distribution),
-            environment=parse_pairs("--env", self.env),
-            output=self.jobs,
-            shm_size=self.shm_size or SHM_SIZE,
-            memory=self.memory,
-            gpus=self.gpus,
-        )
-        request.check()
-        return request
+    def to_record(self) -> JobRecord:
+        """Return the job to run, checked: a new one, or the one to resume with the options that are given again.
+
+        The image may still be the name of a framework. Raises `UsageError`.
+        """
+        given = {name: value for name, value in self._read_fields().items() if value not in (None, {})}
+        if self.resume is None:
+            _require({"IMAGE": self.image, "--source": self.source, "--entry-point": self.entry_point})
+            record = JobRecord(str(self.image), (self.engine or Engine.docker).value, JobRequest(**given))
+        else:
+            earlier = read_record(self.jobs, self.resume)
+            extended = {name: {**getattr(earlier.request, name), **given[name]} for name in _EXTENDED if name in given}
+            request = dataclasses.replace(earlier.request, **{**given, **extended})
+            engine = self.engine.value if self.engine else earlier.engine
+            record = JobRecord(self.image or earlier.image, engine, request)
+        record.request.check()
+        if record.engine == LOCAL:
+            _refuse_limits({"--shm-size": record.request.shm_size, "--memory": record.request.memory})
+        return record
+
+    def _read_fields(self) -> dict[str, Any]:
+        """Return the fields of a `JobRequest`; None or empty if the option is not given. Raises `UsageError`."""
+        channels = parse_pairs("--channel", self.channel)
+        return {
+            "source": self.source,
+            "entry_point": self.entry_point,
+            "hosts": self.hosts,
+            "procs_per_host": self.procs_per_host,
+            "channels": {name: Path(value) for name, value in channels.items()},
+            "hyperparameters": parse_pairs("--hyperparameter", self.hyperparameter),
+            "distribution": parse_object("--distribution", self.distribution or "{}"),
+            "environment": parse_pairs("--env", self.env),
+            "output": self.jobs,
+            "shm_size": self.shm_size,
+            "memory": self.memory,
+            "gpus": self.gpus,
+            "checkpoints": self.checkpoints,
+            "max_restarts": self.max_restarts,
+        }
 
 
 @app.command("run")
@@ -110,21 +153,29 @@ def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.
 
     Example: shoal run pytorch --source examples/digits --entry-point train.py --hosts 2 --procs-per-host 2
+
+    Survive failures: shoal run pytorch --source code --entry-point train.py --hosts 2 --max-restarts 3
+
+    Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
-    request = options.to_request()
+    record = options.to_record()
     progress = progress_console(options.as_json)
     build_seconds = None
-    if options.engine is Engine.none:
-        resolve_tag(options.image)
-        _refuse_limits({"--shm-size": options.shm_size, "--memory": options.memory})
-        result = local_job.run_job_locally(request, progress)
+    if options.build and record.engine == DOCKER:
+        tag, build_seconds = _build_image(record.image, progress)
     else:
-        if options.build:
-            tag, build_seconds = _build_image(options.image, progress)
-        else:
-            tag = resolve_tag(options.image)
-        result = docker_job.run_job_in_docker(tag, request, progress)
-    summary.print_summary(progress, request, result, build_seconds)
+        tag = resolve_tag(record.image)
+    with open_job(dataclasses.replace(record, image=tag), options.resume) as opened:
+        run = local_job.run_job_locally if record.engine == LOCAL else docker_job.run_job_in_docker
+        try:
+            result = run(opened, progress)
+        except BaseException:
+            if opened.has_checkpoints:
+                summary.print_resume_command(progress, record.request, opened.name)
+            raise
+        opened.update(exit_code=result.exit_code)
+        result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
+    summary.print_summary(progress, record.request, result, build_seconds)
     if options.as_json:
         print_json({**vars(result), "build_seconds": build_seconds})
     raise typer.Exit(result.exit_code)
@@ -181,6 +232,15 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
     started = time.monotonic()
     report_builds(builder.build_images(here, matrix, [image], progress, jobs=1), progress)
     return image.tag, time.monotonic() - started
+
+
+def _require(options: Mapping[str, object]) -> None:
+    """Raise `UsageError` if an argument or option of a new job is missing."""
+    if missing := ", ".join(name for name, value in options.items() if value is None):
+        raise UsageError(
+            f"{missing}: missing. Fix: shoal run IMAGE --source DIR --entry-point SCRIPT, or to continue an earlier"
+            " job, shoal run --resume JOB"
+        )
 
 
 def _refuse_limits(limits: Mapping[str, str | None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.deploy.request import Kind, KubernetesRequest, Storage
-from shoal.jobs import gpus, job
+from shoal.jobs import gpus, job, restarts
 
 CONFIG = "/opt/ml/input/config"
 ARCHIVE = "sourcedir.tar.gz"
@@ -86,6 +86,7 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 def _build_environment(request: KubernetesRequest) -> list[Object]:
     """Return the variables of the container. `--env` overrides them; a secret in it is left out."""
     values: dict[str, str] = {"TRAINING_JOB_NAME": request.name, "SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
+    values |= restarts.limit_variables(request.max_restarts)
     if request.entry_point:
         values["SAGEMAKER_PROGRAM"] = request.entry_point
     if request.source is not None:

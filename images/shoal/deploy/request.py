@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.jobs import distribution, job
+from shoal.jobs import distribution, job, restarts
 
 MAX_USER = 2**31 - 1
 MAX_LABEL = 63
@@ -26,6 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENTS = "requirements.txt"
 _RESERVED = {
     "TRAINING_JOB_NAME": "it is the name of the job. Fix: --name",
+    restarts.MAX_RESTARTS: "lost pods would not be made again. Fix: --max-restarts",
     "SHOAL_HOSTS": "the file, or its controller, lists the hosts. Fix: --hosts",
     **dict.fromkeys(
         (
@@ -104,7 +105,9 @@ class KubernetesRequest:
     memory: str | None = None
     cpus: str | None = None
     retries: int = 0
-    """How often a failed job starts again from its checkpoint."""
+    """How often a failed job starts again from its checkpoint, with new pods."""
+    max_restarts: int = 0
+    """How often `train` starts the script again in the same pods, after a lost rank or pod."""
     max_seconds: int | None = None
     """When Kubernetes stops the job; None: never. For a JobSet it counts from each start that `retries` allows."""
     user: int = 1000
@@ -223,6 +226,8 @@ class KubernetesRequest:
             )
         if self.results is None:
             notes.append("without --results, the model is lost when the pods end")
+            if self.max_restarts:
+                notes.append("without --results, the pods share no checkpoints, and a lost pod loses its own")
         if self.gpus and "-cpu-" in self.image:
             notes.append(f"--gpus {self.gpus}: {self.image} is a CPU image by its name, and will not use them")
         if self.results and not self.results.claim and self.user:

@@ -8,15 +8,21 @@ Its codes decide what happens next:
 | 2 | the configuration is wrong | the job fails: another start would not help |
 | 143 | SIGTERM stopped the job, as a drained node sends it to a pod | all pods start again, until `max_seconds` |
 | other | the script failed, or a host was lost | the job starts again, `retries` times |
+
+With `max_restarts`, `train` starts the script again itself, and a lost pod (137) is made again under its name. If the
+first one is lost, the others end with 138, and all are made again. Without `retries`, other codes then end the job.
 """
 
 from __future__ import annotations
 
 from shoal.deploy.pod import Object, build_pod_template, job_labels, name_object
 from shoal.deploy.request import Kind, KubernetesRequest
+from shoal.jobs import restarts
 
 WRONG_CONFIGURATION, STOPPED = 2, 143
 """Exit codes of `train`."""
+_LOST = (137, restarts.RETRY_CODE)
+"""Exit codes of a pod that was killed, and of `train` in the pods that have lost it."""
 _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
 """Kubeflow Trainer demands this name of the replicated job, and of its container."""
@@ -50,7 +56,7 @@ def _build_job(request: KubernetesRequest) -> list[Object]:
         # Pods look for each other before they are ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": job_labels(request)},
     }
-    spec = _build_job_spec(request, "train", backoff_limit=request.hosts * request.retries)
+    spec = _build_job_spec(request, "train", request.retries)
     spec |= _build_deadline(request)
     spec["template"]["spec"]["subdomain"] = request.name
     workload: Object = {
@@ -67,19 +73,28 @@ def _build_deadline(request: KubernetesRequest) -> Object:
     return {"activeDeadlineSeconds": request.max_seconds} if request.max_seconds else {}
 
 
-def _build_job_spec(request: KubernetesRequest, container: str, backoff_limit: int) -> Object:
-    """Return the specification of an Indexed Job; `backoff_limit`: how many pods may fail."""
+def _build_job_spec(request: KubernetesRequest, container: str, retries: int) -> Object:
+    """Return the specification of an Indexed Job; `retries`: how often all its pods may fail, in addition to
+    `max_restarts`.
+
+    With `max_restarts` alone, only lost pods are made again: `train` has decided that the script does not start again.
+    """
+
+    def on_codes(operator: str, *codes: int) -> Object:
+        return {"onExitCodes": {"containerName": container, "operator": operator, "values": list(codes)}}
+
     stopped = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {"containerName": container, "operator": "In", "values": [STOPPED]}},
+        {"action": "Ignore", **on_codes("In", STOPPED)},
     ]
-    wrong = {"containerName": container, "operator": "In", "values": [WRONG_CONFIGURATION]}
+    only_lost = request.max_restarts and not request.retries
+    final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", WRONG_CONFIGURATION)
     return {
         "completionMode": "Indexed",
         "completions": request.hosts,
         "parallelism": request.hosts,
-        "backoffLimit": backoff_limit,
-        "podFailurePolicy": {"rules": [*stopped, {"action": "FailJob", "onExitCodes": wrong}]},
+        "backoffLimit": request.hosts * (retries + request.max_restarts),
+        "podFailurePolicy": {"rules": [*stopped, {"action": "FailJob", **final}]},
         "template": build_pod_template(request, container),
     }
 
@@ -97,7 +112,7 @@ def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, l
             {
                 "name": name,
                 "replicas": 1,
-                "template": {**labels, "spec": _build_job_spec(request, container, backoff_limit=0)},
+                "template": {**labels, "spec": _build_job_spec(request, container, retries=0)},
             }
         ],
     }
@@ -154,14 +169,15 @@ def _build_mpi_job(request: KubernetesRequest) -> list[Object]:
     worker["spec"]["volumes"].append(hostfile)
     worker["spec"]["containers"][0]["volumeMounts"].append({"name": "hostfile", "mountPath": "/etc/mpi"})
     # Only failed launchers count as retries. Workers, which fail with them, start again in their place.
-    restarts = {"restartPolicy": "OnFailure" if request.retries else "Never"}
+    starts = request.retries + request.max_restarts
+    policy = {"restartPolicy": "OnFailure" if starts else "Never"}
     replicas: Object = {"Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher}}
     if request.hosts > 1:
-        replicas["Worker"] = {"replicas": request.hosts - 1, **restarts, "template": worker}
+        replicas["Worker"] = {"replicas": request.hosts - 1, **policy, "template": worker}
     spec: Object = {
         "slotsPerWorker": request.procs_per_host or request.gpus or 1,
         "runLauncherAsWorker": True,
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": request.retries, **_build_deadline(request)},
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": starts, **_build_deadline(request)},
         "mpiReplicaSpecs": replicas,
     }
     return [

@@ -78,19 +78,28 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
-    """Remove all containers and networks with the label `JOB_LABEL=name` at the end.
-
-    The label finds half-made ones too. Running containers are killed, and their anonymous volumes are removed.
-    """
+    """Remove all containers and networks with the label `JOB_LABEL=name` at the end. Interrupts wait meanwhile."""
     try:
         yield
     finally:
         with delay_interrupts():
-            for container in client.containers.list(all=True, filters={"label": f"{JOB_LABEL}={name}"}):
-                with contextlib.suppress(docker.errors.NotFound):
-                    container.remove(force=True, v=True)
-            for network in client.networks.list(filters={"label": f"{JOB_LABEL}={name}"}):
-                _remove_network(network)
+            remove_objects(client, name)
+
+
+def remove_objects(client: docker.DockerClient, name: str, volumes: bool = False) -> None:
+    """Remove all containers and networks with the label `JOB_LABEL=name`, and with `volumes` also named volumes.
+
+    The label finds half-made ones too. Running containers are killed, and their anonymous volumes are removed.
+    """
+    filters: dict[str, str | list[str] | bool] = {"label": f"{JOB_LABEL}={name}"}
+    for container in client.containers.list(all=True, filters=filters):
+        with contextlib.suppress(docker.errors.NotFound):
+            container.remove(force=True, v=True)
+    for network in client.networks.list(filters=filters):
+        _remove_network(network)
+    if volumes:
+        for volume in client.volumes.list(filters=filters):
+            volume.remove()
 
 
 def _remove_network(network: Network) -> None:

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import docker.utils
 
 from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import distribution, gpus
+from shoal.jobs import distribution, gpus, restarts
 
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
@@ -50,12 +50,16 @@ class JobRequest:
     """Variables for every host."""
     output: Path = Path("jobs")
     """The directory in which the job's own directory is made."""
-    shm_size: str = SHM_SIZE
-    """Such as 512m or 2g, per host."""
+    shm_size: str | None = None
+    """Such as 512m or 2g, per host; None: `SHM_SIZE`."""
     memory: str | None = None
     """Such as 512m or 2g, per host; None: no limit."""
     gpus: str | None = None
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
+    checkpoints: Path | None = None
+    """The directory from which /opt/ml/checkpoints is filled, and to which it is collected; None: in the job's own."""
+    max_restarts: int = 0
+    """How often the job may restart after a lost rank or host."""
 
     def check(self) -> None:
         """Raise `UsageError` if the job cannot run: a path, size, channel, GPU or the distribution is wrong."""
@@ -66,9 +70,24 @@ class JobRequest:
             check_channel_name(name)
             if not directory.is_dir():
                 raise UsageError(f"--channel {name}={directory}: no such directory")
+        self._check_checkpoints()
+        if restarts.MAX_RESTARTS in self.environment:
+            raise UsageError(f"--env {restarts.MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
         gpus.check_gpus_option(self.gpus, self.hosts)
         check_secret(self.environment)
         self.encode_hyperparameters("")
+
+    def _check_checkpoints(self) -> None:
+        """Raise `UsageError` if other files of the job are in the directory of its checkpoints, which it replaces."""
+        if self.checkpoints is None:
+            return
+        channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
+        for option, place in {"--source": self.source, "--output": self.output, **channels}.items():
+            if place.resolve().is_relative_to(self.checkpoints.resolve()):
+                raise UsageError(
+                    f"--checkpoints {self.checkpoints}: contains {option} ({place}), and the job replaces it as a"
+                    " whole. Fix: name a directory only for checkpoints"
+                )
 
     @property
     def host_names(self) -> list[str]:
@@ -114,6 +133,10 @@ class JobResult:
     """The content of output/data/metrics.json; empty if the script did not write it."""
     messages: Mapping[str, str]
     """By host, its failure file and other problems."""
+    restarts: Sequence[Mapping[str, Any]] = ()
+    """The restarts of the job: number, time (`at`), reason, host or rank, and seconds."""
+    checkpoints: Path | None = None
+    """The directory with its checkpoints; None if it has none."""
 
 
 def check_source(source: Path, entry_point: str) -> None:
@@ -233,7 +256,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
     """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
-    at input/data/<channel>. The code has no `__pycache__`, no `.git` and no results of earlier jobs.
+    at input/data/<channel>. The code has no `__pycache__`, no `.git`, no checkpoints and no results of earlier jobs.
 
     Args:
         root: The directory that becomes /opt/ml.
@@ -244,7 +267,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
         UsageError: If the source directory cannot be copied.
     """
     try:
-        shutil.copytree(request.source, root / "code", ignore=_ignore_results(request.output.resolve()))
+        shutil.copytree(request.source, root / "code", ignore=_ignore_results(request))
     except (OSError, shutil.Error) as error:
         raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
@@ -265,12 +288,13 @@ def encode_resource_config(request: JobRequest, current_host: str) -> bytes:
     return json.dumps(document).encode()
 
 
-def _ignore_results(output: Path) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree` that leaves out `__pycache__`, `.git` and the directory `output`."""
+def _ignore_results(request: JobRequest) -> Callable[[str, list[str]], set[str]]:
+    """Return a filter for `copytree` that leaves out `__pycache__`, `.git`, checkpoints and the output directory."""
     ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
+    places = {path.resolve() for path in (request.output, request.checkpoints) if path}
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        results = {name for name in names if (Path(directory) / name).resolve() == output}
+        results = {name for name in names if (Path(directory) / name).resolve() in places}
         return ignore_caches(directory, names) | results
 
     return ignore
@@ -343,6 +367,7 @@ def read_result(
         launch=reports["job.json"],
         metrics=reports["data/metrics.json"],
         messages={host: "\n".join(lines) for host, lines in messages.items()},
+        restarts=reports["job.json"].get("restarts", ()),
     )
 
 
@@ -372,4 +397,7 @@ def _read_launch_report(path: Path) -> dict[str, Any]:
         raise ValueError("not written by `train`: wrong hosts or ranks")
     if not all(value is None or isinstance(value, (int, float)) for value in seconds):
         raise ValueError("not written by `train`: wrong seconds")
+    listed = report.get("restarts", [])
+    if not (isinstance(listed, list) and all(isinstance(each, dict) for each in listed)):
+        raise ValueError("not written by `train`: wrong restarts")
     return report

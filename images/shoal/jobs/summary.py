@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 
+from shoal.docker_client.containers import strip_controls
 from shoal.jobs.job import JobRequest, JobResult
 
 
 def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | None) -> list[tuple[str, str]]:
-    """Return names and values: the script's test accuracy and images/s, hosts and ranks, seconds, files and exit code.
+    """Return names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
 
     Metrics and seconds that are unknown are left out. Other metrics are not shown. The directory is listed only after a
     failure.
@@ -19,6 +24,8 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     hosts = len(launch.get("hosts", request.host_names))
     ranks = int(launch.get("ranks") or hosts)  # null if `train` refused the job
     rows.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
+    if result.restarts:
+        rows.append(("restarts", str(len(result.restarts))))
     seconds = (
         ("build", build_seconds),
         ("launch", launch.get("launch_seconds")),
@@ -26,23 +33,45 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     )
     rows += [(f"{name} (s)", f"{value:.1f}") for name, value in seconds if value is not None]
     rows += [(name, str(path)) for name, path in result.archives.items()]
+    if result.checkpoints:
+        rows.append(("checkpoints", str(result.checkpoints)))
     if result.exit_code:
         rows.append(("files", str(result.directory)))
     return [*rows, ("exit code", str(result.exit_code))]
 
 
 def print_summary(console: Console, request: JobRequest, result: JobResult, build_seconds: float | None) -> None:
-    """Print each message of hosts once, after the names of its hosts, and the table of `summary_rows`."""
+    """Print each message of hosts once, after the names of its hosts, each restart, and the table of `summary_rows`.
+
+    After a failure, print the command that continues the job, if it has checkpoints.
+    """
     hosts_of: dict[str, list[str]] = {}
     for host, message in result.messages.items():
         hosts_of.setdefault(message, []).append(host)
     for message, hosts in hosts_of.items():
         console.print(f"\n{', '.join(hosts)}: {message}", markup=False, highlight=False, soft_wrap=True)
+    for restart in result.restarts:
+        console.print(describe_restart(restart), markup=False, highlight=False, soft_wrap=True)
     rows = summary_rows(request, result, build_seconds)
     width = max(len(name) for name, _ in rows)
     console.rule(result.name, align="left")
     for name, value in rows:  # not a rich table, which would break paths on a narrow terminal
         console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+    if result.exit_code and result.checkpoints:
+        print_resume_command(console, request, result.name)
+
+
+def describe_restart(restart: Mapping[str, Any]) -> str:
+    """Return a restart in one line. Its values may be anything that a program has written into job.json."""
+    at, reason, seconds = (restart.get(key) for key in ("at", "reason", "seconds"))
+    after = f" ({seconds} s)" if seconds is not None else ""
+    return strip_controls(f"restart {restart.get('number')} at {at}: {reason}{after}")
+
+
+def print_resume_command(console: Console, request: JobRequest, name: str) -> None:
+    """Print the command that continues a job."""
+    output = "" if request.output == JobRequest.output else f" --output {shlex.quote(str(request.output))}"
+    console.print(f"to continue: shoal run --resume {name}{output}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _format_number(value: object) -> str:

@@ -1,0 +1,340 @@
+"""The containers of a job: one for each host, on a network of their own, with one volume for checkpoints.
+
+The trees that become /opt/ml are copied over Docker's API, so Docker may run on another machine. Channels are mounted,
+as data may be large: their directories must exist on Docker's machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
+
+import docker
+import docker.errors
+import docker.types
+import requests
+from docker.models.containers import Container
+from docker.models.networks import Network
+from rich.console import Console
+
+from shoal import docker_client
+from shoal.docker_client import archive, containers
+from shoal.errors import DockerError, UsageError
+from shoal.jobs import checkpoints, gpus, job, restarts
+
+STOP_SECONDS = 30
+"""How long the script may take to end after an interrupt."""
+_STOP_MARGIN = 5
+SECRET_PATH = "run/shoal-job-secret"
+"""The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
+_CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
+
+
+@dataclass(frozen=True)
+class HostExit:
+    """How a host's container ended."""
+
+    exit_code: int
+    out_of_memory: bool
+    """Whether the kernel's out-of-memory killer ended it."""
+
+
+Arrival = tuple[str, str, HostExit | Exception]
+"""A host, the ID of its container, and its exit or the error of Docker."""
+
+
+@dataclass
+class DockerHosts:
+    """The containers of a job's hosts. Each can be made again, with the same name, settings, files and volume."""
+
+    client: docker.DockerClient
+    image: str
+    request: job.JobRequest
+    name: str
+    """The job's name."""
+    console: Console
+    """The console for the hosts' logs."""
+    tree: IO[bytes]
+    """The archive with the files of all hosts."""
+    secret: str | None
+    devices: Mapping[str, gpus.Devices]
+    """The GPUs of each host."""
+    network: str
+    by_name: dict[str, Container] = field(default_factory=dict)
+    arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
+    """Containers that have ended."""
+    readers: list[threading.Thread] = field(default_factory=list)
+    """The threads that print logs."""
+
+    @property
+    def first(self) -> str:
+        """The name of the host that decides for all."""
+        return self.request.host_names[0]
+
+    def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
+        """Create the container of a host with its /opt/ml, its GPUs and the job's secret, and remove an earlier one.
+
+        Args:
+            host: The name of the host.
+            environment: More variables than the job's own.
+        """
+        settings = _container_settings(self.request, self.name, self.network)
+        variables = {**gpus.gpu_environment(self.devices[host]), **settings["environment"], **(environment or {})}
+        own = {
+            "name": f"{self.name}-{host}",
+            "networking_config": {self.network: self.client.api.create_endpoint_config(aliases=[host])},
+            "device_requests": gpus.device_requests(self.devices[host]),
+            "environment": variables,
+        }
+        with containers.delay_interrupts():  # between the two, no container could give the files of the volume
+            if earlier := self.by_name.get(host):
+                with contextlib.suppress(docker.errors.NotFound):
+                    earlier.remove(force=True, v=True)
+            container = containers.create_container(self.client, self.image, ["train"], {**settings, **own})
+            self.by_name[host] = container
+        self.tree.seek(0)
+        container.put_archive("/", self.tree)
+        config = job.encode_resource_config(self.request, host)
+        container.put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config))
+        if self.secret:
+            container.put_archive("/", archive.pack_file(SECRET_PATH, self.secret.encode(), 0o600))
+
+    def start(self, *hosts: str) -> None:
+        """Start containers, and threads that print their logs and put their exits into `arrivals`."""
+        for host in hosts:
+            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.console))
+        for host in hosts:
+            self.by_name[host].start()
+        for host in hosts:
+            arguments = (host, str(self.by_name[host].id), self.arrivals)
+            threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
+
+    def stop(self, hosts: Iterable[str]) -> None:
+        """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
+        stop_containers(str(self.by_name[host].id) for host in hosts)
+
+    def kill(self) -> None:
+        """Kill all containers that still run."""
+        for container in self.by_name.values():
+            with contextlib.suppress(docker.errors.APIError):  # it has ended
+                container.kill()
+
+    def fill(self, directory: checkpoints.CheckpointDirectory) -> None:
+        """Copy checkpoints into the volume."""
+        if directory.has_files():
+            with TemporaryFile(dir=directory.path.parent) as packed:
+                directory.pack(_CHECKPOINTS, packed)
+                self.by_name[self.first].put_archive("/", packed)
+
+    def collect(self, directory: checkpoints.CheckpointDirectory) -> None:
+        """Replace the content of a directory by the volume's. Files that are not copied are printed.
+
+        An interrupt waits meanwhile, but not for longer than `containers.HANGS`.
+        """
+        with (
+            containers.delay_interrupts(),
+            directory.replace() as scratch,
+            containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}", scratch) as file,
+        ):
+            for skipped in archive.unpack_safely(file, scratch, keep_symlinks=True):
+                self._print_skipped(f"not collected: {skipped}")
+
+    def _find_container(self) -> Container:
+        """Return a container that still exists, or the first one. All of them have the volume."""
+        filters = {"label": f"{containers.JOB_LABEL}={self.name}"}
+        present = {each["Id"] for each in self.client.api.containers(all=True, filters=filters)}
+        found = (container for container in self.by_name.values() if container.id in present)
+        return next(found, self.by_name[self.first])
+
+    def fetch_results(self, host: str, target: Path) -> Path:
+        """Copy model and output of a host to `target`, which is created, and return it.
+
+        Directories that the container does not have are left out. Files that are not copied, such as devices, are
+        printed.
+        """
+        target.mkdir()
+        for part in ("model", "output"):
+            with (
+                contextlib.suppress(docker.errors.NotFound),
+                containers.read_archive(self.by_name[host], f"/opt/ml/{part}") as file,
+            ):
+                for skipped in archive.unpack_safely(file, target):
+                    self._print_skipped(f"{target.name}: not collected: {skipped}")
+        return target
+
+    def _print_skipped(self, text: str) -> None:
+        self.console.print(containers.strip_controls(text), markup=False, soft_wrap=True)
+
+    def has_result(self, host: str) -> bool:
+        """Return whether `train` has written a result on a host."""
+        return any(self._read_file(host, f"output/{name}") is not None for name in ("success", "failure"))
+
+    def read_restarts(self, host: str) -> list[dict[str, Any]]:
+        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+        return restarts.parse_restarts(self._read_file(host, "output/job.json") or b"")
+
+    def _read_file(self, host: str, path: str) -> bytes | None:
+        """Return a file of a host's /opt/ml; None if there is none."""
+        with (
+            contextlib.suppress(docker.errors.NotFound),
+            containers.read_archive(self.by_name[host], f"/opt/ml/{path}") as packed,
+            TemporaryDirectory(prefix="shoal-job-") as scratch,
+        ):
+            list(archive.unpack_safely(packed, Path(scratch)))
+            file = Path(scratch, Path(path).name)
+            return file.read_bytes() if file.is_file() else None
+        return None
+
+
+@contextlib.contextmanager
+def create_hosts(
+    client: docker.DockerClient, image: str, request: job.JobRequest, name: str, console: Console
+) -> Iterator[DockerHosts]:
+    """Create the network, the volume and the containers of a job, and yield them. Start nothing.
+
+    The caller removes all of them at the end, by their label. If the volume exists already, it is used.
+    """
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
+    devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
+    network = _create_network(client, name)
+    with containers.delay_interrupts():
+        client.volumes.create(volume_name(name), labels={containers.JOB_LABEL: name})
+    with TemporaryFile() as tree:
+        with TemporaryDirectory(prefix="shoal-job-") as scratch:
+            job.write_tree(Path(scratch), request, name)
+            archive.pack_tree(Path(scratch), "opt/ml", tree)
+        hosts = DockerHosts(
+            client=client,
+            image=image,
+            request=request,
+            name=name,
+            console=console,
+            tree=tree,
+            secret=job.make_secret(request.environment),
+            devices=dict(zip(request.host_names, devices)),
+            network=str(network.name),
+        )
+        for host in request.host_names:
+            hosts.create(host)
+        yield hosts
+
+
+def volume_name(name: str) -> str:
+    """Return the name of the volume with the checkpoints of a job."""
+    return f"shoal-{name}"
+
+
+def remove_earlier(client: docker.DockerClient, name: str, keep_volume: bool) -> bool:
+    """Remove the objects of an earlier command for a job from Docker, and return whether its volume is kept.
+
+    Raises `UsageError` if a container of the job still runs.
+    """
+    running = client.containers.list(filters={"label": f"{containers.JOB_LABEL}={name}"})
+    if running:
+        names = " ".join(str(container.name) for container in running)
+        raise UsageError(
+            f"--resume {name}: the job still runs in Docker, but its command has been killed. Fix: docker stop -t"
+            f" {STOP_SECONDS} {names}, and repeat this command, which collects the checkpoints"
+        )
+    containers.remove_objects(client, name, volumes=not keep_volume)
+    try:
+        client.volumes.get(volume_name(name))
+    except docker.errors.NotFound:
+        return False
+    return True
+
+
+def _create_network(client: docker.DockerClient, name: str) -> Network:
+    """Create the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
+    key = "com.docker.network.driver.mtu"
+    options: dict[str, str] = {}
+    with contextlib.suppress(docker.errors.NotFound):
+        options = client.networks.get("bridge").attrs.get("Options") or {}
+    mtu = {key: options[key]} if key in options else {}
+    labels = {containers.JOB_LABEL: name}
+    with containers.delay_interrupts():
+        return client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
+
+
+def _container_settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
+    """Return the settings that the containers of all hosts share: environment, label, mounts, network and memory.
+
+    The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
+    """
+    mounts = [
+        docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
+        for channel, path in request.channels.items()
+    ]
+    own = {key: value for key, value in request.environment.items() if key != job.SECRET}
+    return {
+        "environment": {
+            "SHOAL_STOP_GRACE": str(STOP_SECONDS),
+            "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
+            **request.script_variables,
+            job.SECRET_FILE: f"/{SECRET_PATH}",
+            **restarts.limit_variables(request.max_restarts),
+            **own,
+            "TRAINING_JOB_NAME": name,
+        },
+        "labels": {containers.JOB_LABEL: name},
+        "mounts": [*mounts, docker.types.Mount(f"/{_CHECKPOINTS}", volume_name(name), type="volume")],
+        "network": network,
+        "shm_size": request.shm_size or job.SHM_SIZE,
+        "mem_limit": request.memory,
+    }
+
+
+def _start_log_reader(container_id: str, host: str, console: Console) -> threading.Thread:
+    """Start a thread that prints a host's log line by line; return once it is attached, so that no line is lost."""
+    attached = threading.Event()
+
+    def print_lines() -> None:
+        """Body of the thread."""
+        try:
+            api = docker_client.connect(timeout=None).api  # clients are not shared between threads
+            stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
+        finally:
+            attached.set()
+        for line in containers.split_lines(stream):
+            console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
+
+    thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
+    thread.start()
+    attached.wait()
+    return thread
+
+
+def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arrival]) -> None:
+    """Body of a thread: wait until a container ends, and put its exit, or the error of Docker, into the queue."""
+    try:
+        # Without a timeout, because training may print nothing for hours.
+        api = docker_client.connect(timeout=None).api
+        code = int(api.wait(container_id)["StatusCode"])
+        out_of_memory = False
+        with contextlib.suppress(docker.errors.NotFound):  # somebody has removed it, which ends it too
+            out_of_memory = bool(api.inspect_container(container_id)["State"].get("OOMKilled"))
+        arrivals.put((host, container_id, HostExit(code, out_of_memory)))
+    except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
+        arrivals.put((host, container_id, error))
+
+
+def stop_containers(ids: Iterable[str]) -> None:
+    """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
+    threads = [threading.Thread(target=_stop_container, args=(each,), daemon=True) for each in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _stop_container(container_id: str) -> None:
+    """Stop a container; Docker kills it 35 s later. Errors are ignored: it is removed by force later."""
+    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
+        docker_client.connect().api.stop(container_id, timeout=STOP_SECONDS + _STOP_MARGIN)

@@ -1,0 +1,169 @@
+"""The record of a job in its directory, with which `--resume` continues it, and the job that a command has opened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from shoal.errors import UsageError, did_you_mean
+from shoal.jobs import checkpoints, job
+
+RECORD = "request.json"
+_EARLIER = "attempt-"
+"""Directories with the files of earlier commands have this name and a number."""
+DOCKER, LOCAL = "docker", "none"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job as a command has started it."""
+
+    image: str
+    """A tag, or a framework from buildspec.yml."""
+    engine: str
+    request: job.JobRequest
+    exit_code: int | None = None
+    """None: it was interrupted, or still runs."""
+    uncollected: bool = False
+    """Whether the newest checkpoints are not in their directory yet, but in Docker's volume or in the host's tree."""
+
+
+_RECORDS = pydantic.TypeAdapter(JobRecord)
+
+
+@dataclass
+class OpenJob:
+    """A job that this command runs. No other command can run it or use its checkpoints meanwhile."""
+
+    name: str
+    directory: Path
+    record: JobRecord
+    checkpoints: checkpoints.CheckpointDirectory
+    resumed: bool
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is something to continue from."""
+        return self.record.uncollected or self.checkpoints.has_files()
+
+    def update(self, **changes: Any) -> None:
+        """Change the record, and write it."""
+        self.record = replace(self.record, **changes)
+        _write_record(self.directory, self.record)
+
+
+def read_record(output: Path, name: str) -> JobRecord:
+    """Return the record of a job. Raises `UsageError` if the output directory has no such job."""
+    path = output / name / RECORD
+    if Path(name).name != name or not path.is_file():
+        known = [found.parent.name for found in output.glob(f"*/{RECORD}")]
+        problem = f"{output / name} has no {RECORD}" if (output / name).is_dir() else f"no such job in {output}"
+        raise UsageError(
+            f"--resume {name}: {problem}.{did_you_mean(name, known)} Fix: use the name of a directory in {output}, or"
+            " --output with the directory of your jobs"
+        )
+    try:
+        return _RECORDS.validate_json(path.read_bytes())
+    except pydantic.ValidationError as error:
+        raise UsageError(
+            f"--resume {name}: {path} was not written by this version: {error.errors()[0]['msg']}"
+        ) from error
+
+
+def _write_record(directory: Path, record: JobRecord) -> None:
+    """Write the record, with absolute paths. Only its owner can read it: environments may have secrets.
+
+    The job's own secret is left out. A resumed job gets a new one.
+    """
+    request = record.request
+    absolute = replace(
+        request,
+        source=request.source.absolute(),
+        channels={name: path.absolute() for name, path in request.channels.items()},
+        checkpoints=request.checkpoints and request.checkpoints.absolute(),
+        environment={key: value for key, value in request.environment.items() if key != job.SECRET},
+    )
+    content = _RECORDS.dump_json(replace(record, request=absolute), indent=2)
+    partial = directory / f"{RECORD}.new"
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+    partial.replace(directory / RECORD)
+
+
+@contextlib.contextmanager
+def open_job(record: JobRecord, resumed: str | None) -> Iterator[OpenJob]:
+    """Open a new job, or with a name in `resumed`, that one again, and write its record.
+
+    A new job gets a directory. In the directory of a resumed job, the files of the last command move to attempt-N.
+
+    Raises:
+        UsageError: If the job's directory cannot be created, or another command or job uses the checkpoints. Also if
+            the resumed job has succeeded or has no checkpoints.
+    """
+    request = record.request
+    if resumed is not None:
+        name, directory = resumed, (request.output / resumed).resolve()
+        option = f"--resume {name}"
+    else:
+        name = job.make_job_name(request)
+        directory = job.make_job_directory(request, name)
+        option = f"--checkpoints {request.checkpoints}"
+    try:
+        with checkpoints.open_directory(request.checkpoints or directory / checkpoints.CONTENT, name, option) as opened:
+            if resumed is not None:
+                record = _prepare_resume(directory, record, opened)
+            result = OpenJob(name, directory, record, opened, resumed is not None)
+            result.update()
+            yield result
+    finally:
+        if resumed is None:
+            with contextlib.suppress(OSError):  # it is not empty
+                directory.rmdir()
+
+
+def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.CheckpointDirectory) -> JobRecord:
+    """Check that a job can be resumed, and return its new record. Files of the last command move to attempt-N.
+
+    Checkpoints in the tree of a job without Docker that was killed are collected first.
+    """
+    option = f"--resume {opened.job}"
+    last = read_record(directory.parent, opened.job)  # it may have ended since the first look
+    if last.exit_code == 0:
+        raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
+    is_uncollected = last.uncollected
+    if is_uncollected and last.engine == LOCAL:
+        if (directory / "algo-1" / checkpoints.CONTENT).is_dir():
+            collect_tree(directory / "algo-1", opened)
+        _write_record(directory, replace(last, uncollected=False))
+        is_uncollected = False
+    elif is_uncollected and record.engine != DOCKER:
+        raise UsageError(f"{option}: the newest checkpoints are in a Docker volume. Fix: leave out --engine")
+    if not (is_uncollected or opened.has_files()):
+        raise UsageError(f"{option}: the job has no checkpoints in {opened.path}. Fix: start it again without --resume")
+    _move_results(directory)
+    return replace(record, exit_code=None, uncollected=is_uncollected)
+
+
+def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
+    """Replace the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
+    with directory.replace() as scratch:
+        (scratch / checkpoints.CONTENT).mkdir()
+        checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
+
+
+def _move_results(directory: Path) -> None:
+    """Move the files of the last command in the directory of a job to attempt-N."""
+    number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
+    target = directory / f"{_EARLIER}{number}"
+    target.mkdir()
+    shutil.rmtree(directory / "algo-1" / checkpoints.CONTENT, ignore_errors=True)  # of a job without Docker
+    for path in list(directory.iterdir()):
+        if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):
+            path.rename(target / path.name)

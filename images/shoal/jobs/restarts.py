@@ -1,0 +1,59 @@
+"""The contract of restarts with `train`: variables, exit codes and job.json. docs/reliability.md describes it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+MAX_RESTARTS, RESTART, RESTART_REASON = "SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON"
+"""How often a job may restart, the number of restarts so far, and the reason of the last one in one line.
+
+`train` reads all three, and sets the last two for the script."""
+RETRY_CODE = 138
+"""The exit code of `train` on a host that has lost the others: a new start may succeed."""
+_FINAL = (0, 2, 143)
+"""Exit codes after which a new start is wrong: success, wrong configuration, SIGTERM from outside."""
+
+
+def limit_variables(most: int) -> dict[str, str]:
+    """Return the variable with the limit of restarts; none for 0, the default of `train`."""
+    return {MAX_RESTARTS: str(most)} if most else {}
+
+
+def is_final(exit_code: int) -> bool:
+    """Return whether a host that ended with this code is never started again, also without a result."""
+    return exit_code in _FINAL
+
+
+def describe_exit(exit_code: int, out_of_memory: bool = False) -> str:
+    """Return how a host that was lost has ended, in words."""
+    if out_of_memory:
+        return "killed by the out-of-memory killer"
+    if exit_code == RETRY_CODE:
+        return "it has lost the other hosts"
+    try:
+        return f"killed by {signal.Signals(exit_code - 128).name}"
+    except ValueError:
+        return f"exit code {exit_code} without a result"
+
+
+def describe_restart(number: int, reason: str, host: str) -> dict[str, Any]:
+    """Return an entry of `restarts` in job.json, as `train` writes it, but without its seconds."""
+    return {"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "reason": reason, "host": host}
+
+
+def restart_variables(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of hosts that are started again after a restart."""
+    return {RESTART: str(entry["number"]), RESTART_REASON: str(entry["reason"])}
+
+
+def parse_restarts(report: bytes) -> list[dict[str, Any]]:
+    """Return the restarts that the job.json of a lost host lists; none if it cannot be read."""
+    try:
+        restarts = json.loads(report)["restarts"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+    return [each for each in restarts if isinstance(each, dict)] if isinstance(restarts, list) else []

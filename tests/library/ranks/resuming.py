@@ -11,6 +11,7 @@ import argparse
 import os
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def main() -> None:
     checkpoint = Checkpoint(
         given.checkpoints, every=given.every, model=model, optimizer=optimizer, scheduler=scheduler, totals=totals
     )
-    with open(f"{given.log}-{rank}", "a", buffering=1) as log:
+    with Path(f"{given.log}-{rank}").open("a", buffering=1) as log:
         for epoch in checkpoint.epochs(given.epochs):
             for step, loss, indices in train(checkpoint, loader, model, optimizer):
                 totals["loss"] += loss

@@ -1,7 +1,7 @@
 """A directory of checkpoints, each of which is complete: step-00000010, step-00000020, …
 
-A checkpoint is written into step-N.partial and renamed when it is complete and on the disk. A crash in a save leaves the
-older ones as they are. One process writes. It locks the directory, so that two jobs cannot write into it.
+A checkpoint is written into step-N.partial and renamed when it is complete and on the disk. A crash in a save leaves
+the older ones as they are. One process writes. It locks the directory, so that two jobs cannot write into it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CheckpointDirectory:
             if error.errno not in _UNSUPPORTED:
                 return False
             print(
-                f"shoal: {self.path} is on a file system without locks, so a second job that writes there is not noticed",
+                f"shoal: {self.path} has no locks: a second job that writes there is not noticed",
                 file=sys.stderr,
             )
             return True

@@ -45,7 +45,7 @@ class Checkpoint:
         asynchronous: Write in a background thread, from a copy in memory that is kept for the next save. The training
             waits for the copy only.
         state: What is saved, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
-            `state_dict` and `load_state_dict`. Also dicts, which are updated in place.
+            `state_dict` and `load_state_dict`. Also dicts, of which each rank has its own. They are updated in place.
 
     Raises:
         CheckpointError: If the newest checkpoint cannot be used, or another job writes to the directory. The message
@@ -106,8 +106,8 @@ class Checkpoint:
         follow from a seed for each batch.
 
         Args:
-            loader: A torch.utils.data.DataLoader. Its order must follow from the epoch and the random states. Each epoch
-                has one loop over `batches`.
+            loader: A torch.utils.data.DataLoader. Its order must follow from the epoch and the random states. Each
+                epoch has one loop over `batches`.
             accumulate: The number of batches of a step, if you accumulate gradients. Saves are between steps only.
 
         Raises:
@@ -176,15 +176,16 @@ class Checkpoint:
         """
         if self._directory is None or self._saved_step == self.step:
             return
-        random_states = ranks.gather({"began": self._began, "now": self._read_random_states()})
+        own = {"began": self._began, "now": self._read_random_states(), "dicts": parts.read_dicts(self._state)}
+        of_ranks = ranks.gather(own)
         self._saved_step = self.step
         if ranks.rank() == 0:
-            own = {
+            shared = {
                 "kinds": parts.kinds(self._state),
                 "position": {"epoch": self.epoch, "step": self.step, "batches": self._batches, "unit": self._unit},
-                "random": random_states,
+                "ranks": of_ranks,
             }
-            tensors = storage.flatten({**parts.read(self._state), "shoal": own})
+            tensors = storage.flatten({**parts.read_shared(self._state), "shoal": shared})
             self._writer.write(tensors, functools.partial(_write, self._directory, self.step))
 
     def _read_random_states(self) -> dict[str, Any]:
@@ -211,32 +212,36 @@ class Checkpoint:
         path = directory.path_of(found[0])
         try:
             state = storage.unflatten(ranks.broadcast_tensors(read))
-            own = state.pop("shoal")
-            parts.load(self._state, state, own["kinds"])
+            shared = state.pop("shoal")
+            parts.load(self._state, state, shared["kinds"])
         except CheckpointError as error:
             raise CheckpointError(f"{path}: the checkpoint does not fit this script: {error} {found[1]}") from error
-        self._take(own, path)
+        self._take(shared, path)
 
-    def _take(self, own: dict[str, Any], path: Path) -> None:
-        """Continue at the position and with the random states of a checkpoint."""
-        saved, rank = own["random"], ranks.rank()
-        self.epoch, self.step, self._batches = (own["position"][name] for name in ("epoch", "step", "batches"))
+    def _take(self, shared: dict[str, Any], path: Path) -> None:
+        """Continue at the position, and with the dicts and random states, of a checkpoint."""
+        saved, rank, world_size = shared["ranks"], ranks.rank(), ranks.world_size()
+        self.epoch, self.step, self._batches = (shared["position"][name] for name in ("epoch", "step", "batches"))
         self._saved_step = self.step
-        states = saved[rank] if rank < len(saved) else _derive(saved[0], rank)
-        self._resumed = {**states, "position": {**own["position"], "world_size": len(saved)}}
+        if rank < len(saved):
+            own = saved[rank]
+            parts.load_dicts(self._state, own["dicts"])
+        else:
+            own = _derive(saved[0], rank)
+        self._resumed = {**own, "position": {**shared["position"], "world_size": len(saved)}}
         if rank == 0:
-            others = "" if len(saved) == ranks.world_size() else f" It was saved by {len(saved)} ranks."
-            print(
-                f"shoal: going on from {path}: epoch {self.epoch}, {self._batches} batches of it done.{others}",
-                file=sys.stderr,
-                flush=True,
-            )
+            place = f"epoch {self.epoch}, {self._batches} batches of it done"
+            ends = "" if len(saved) == world_size else f"; saved by {len(saved)} ranks, loaded by {world_size}"
+            print(f"shoal: going on from {path}: {place}{ends}", file=sys.stderr, flush=True)
 
 
-def _derive(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    return {
-        name: each and {**each, "random": derive_random_states(each["random"], rank)} for name, each in states.items()
-    }
+def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return random states for a rank that was not there when the checkpoint was saved."""
+    derived = {}
+    for name in ("began", "now"):
+        states = saved[name]
+        derived[name] = states and {**states, "random": derive_random_states(states["random"], rank)}
+    return derived
 
 
 def _write(directory: CheckpointDirectory, step: int, tensors: dict[str, torch.Tensor]) -> None:

@@ -144,7 +144,7 @@ class ExactLoader:
 
     def _iterate(self, skip: int, seed: int, seeds: list[tuple[torch.Generator, int]]) -> Iterator[Any]:
         if self.is_iterable:
-            batches = iter(self.loader)
+            batches: Iterator[Any] = iter(self.loader)
             for _ in islice(batches, skip):
                 pass
             return batches
@@ -158,9 +158,10 @@ class ExactLoader:
         attributes = vars(self.loader)  # a DataLoader refuses to set them in the ordinary way
         attributes[self._attribute] = self._indices
         try:
-            return iter(self.loader)
+            batches = iter(self.loader)
         finally:
             attributes[self._attribute] = self._indices.inner
+        return batches
 
 
 def _draw(generator: torch.Generator | None) -> int:

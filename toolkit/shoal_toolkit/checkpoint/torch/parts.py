@@ -1,4 +1,7 @@
-"""The objects whose state is saved: models, optimizers and anything else with a state_dict, and plain dicts."""
+"""The objects whose state is saved: models, optimizers and anything else with a state_dict, and plain dicts.
+
+A dict belongs to its rank. Everything else is the same on all ranks, so that the state of rank 0 is for all.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,14 @@ def _unwrap(part: Any) -> Any:
     return part
 
 
-def read(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each object. The tensors are those that the training changes."""
-    return {name: dict(part) if isinstance(part, dict) else part.state_dict() for name, part in parts.items()}
+def read_shared(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of each object but dicts. The tensors are those that the training changes."""
+    return {name: part.state_dict() for name, part in parts.items() if not isinstance(part, dict)}
+
+
+def read_dicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the dicts of this rank."""
+    return {name: dict(part) for name, part in parts.items() if isinstance(part, dict)}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -57,7 +65,12 @@ def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
-    """Set the state of each object, if all of it fits; else nothing is changed.
+    """Set the state of each object but dicts, if all of it fits; else nothing is changed.
+
+    Args:
+        parts: The objects.
+        saved: What `read_shared` returned.
+        saved_kinds: What `kinds` returned.
 
     Raises:
         CheckpointError: If it does not. The message says what differs, and has no fix yet.
@@ -72,11 +85,17 @@ def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mappin
             _compare(name, part.state_dict(), saved[name])
         elif isinstance(part, torch.optim.Optimizer):
             _compare_groups(name, part.state_dict(), saved[name])
-    for name, part in parts.items():
-        if isinstance(part, dict):
-            _update(part, saved[name])
-        else:
-            part.load_state_dict(saved[name])
+    for name, state in saved.items():
+        parts[name].load_state_dict(state)
+
+
+def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> None:
+    """Set the dicts, in place. Tensors go to the devices of those that they replace."""
+    for name, values in saved.items():
+        part = parts[name]
+        devices = {key: value.device for key, value in part.items() if isinstance(value, torch.Tensor)}
+        part.clear()
+        part.update({key: value.to(devices[key]) if key in devices else value for key, value in values.items()})
 
 
 def _names(names: Mapping[str, Any]) -> str:
@@ -103,9 +122,3 @@ def _compare_groups(name: str, state: Mapping[str, Any], saved: Mapping[str, Any
     sizes, saved_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (state, saved))
     if sizes != saved_sizes:
         raise CheckpointError(f"its {name} has {saved_sizes} parameters in its groups instead of {sizes}.")
-
-
-def _update(part: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    devices = {name: value.device for name, value in part.items() if isinstance(value, torch.Tensor)}
-    part.clear()
-    part.update({name: value.to(devices[name]) if name in devices else value for name, value in saved.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,11 +36,11 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
     samples = batches * saved["unit"]
     if samples % unit and (length is None or samples < length):
         raise CheckpointError(
-            f"{place}, which are {samples} samples. Now a batch of all ranks has {unit} samples ({unit // world_size} on "
-            f"each of {world_size} ranks), and no batch begins there. Fix: use a batch_size with which {world_size} × "
-            f"batch_size divides {samples}, such as {_fitting(samples, unit // world_size, world_size)}"
+            f"{place}, which are {samples} samples. Now a batch of all ranks has {unit} samples, {unit // world_size} "
+            f"on each of {world_size} ranks, and no batch begins there. Fix: use a batch_size with which "
+            f"{world_size} × batch_size divides {samples}, such as {_fitting(samples, unit // world_size, world_size)}"
         )
-    return -(-samples // unit)
+    return math.ceil(samples / int(unit))
 
 
 def _fitting(samples: int, batch_size: int, world_size: int) -> int | str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from shoal_toolkit.checkpoint.directories import CheckpointError
 
@@ -89,7 +90,7 @@ def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     Raises:
         OSError: If they cannot be written.
     """
-    _call(*_SAVE, tensors, storage_writer=dcp.FileSystemWriter(path))
+    _call(*_SAVE, tensors, storage_writer=FileSystemWriter(path))
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -98,11 +99,11 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: If a file is missing, truncated or unreadable. The message has no fix yet.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     metadata_path = path / ".metadata"
     try:
         metadata = reader.read_metadata()
-        found = metadata.state_dict_metadata
+        found: dict[str, Any] = metadata.state_dict_metadata
         tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
         placed = [(path / each.relative_path, each.offset + each.length) for each in metadata.storage_data.values()]
         tensors[STRUCTURE]

@@ -1,4 +1,4 @@
-"""Writes checkpoints one after the other, in a background thread if asked to, and keeps the copies that it writes from."""
+"""Writes checkpoints one after the other, in a background thread if asked to, from copies that it keeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Writer:
             function(tensors)
             return
         self._copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         self._running = self._thread.submit(function, self._copies)
 

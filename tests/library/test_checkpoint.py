@@ -23,11 +23,22 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shoal_toolkit import checkpoint as contract
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_toolkit.checkpoint.position import batches_to_skip, share_batch
 from shoal_toolkit.checkpoint.torch import Checkpoint
-from shoal_toolkit.checkpoint.torch.position import batches_to_skip, share_batch
 
 if TYPE_CHECKING:
     from tests.launching import Alone, TwoRanks
+
+
+@pytest.fixture(autouse=True)
+def _own_handler() -> Iterator[None]:
+    """Give this process its handler of SIGTERM back, and forget that there was one."""
+    before, state = signal.getsignal(signal.SIGTERM), dict(vars(contract._Stop))
+    yield
+    signal.signal(signal.SIGTERM, before)
+    for name in ("installed", "received", "before"):
+        setattr(contract._Stop, name, state[name])
+
 
 RESUMING = Path(__file__).parent / "ranks" / "resuming.py"
 LIMIT_S = 120
@@ -409,7 +420,7 @@ def test_the_place_in_an_epoch_with_other_ranks() -> None:
     assert batches_to_skip({**SAVED, "unit": None}, None, 4, None) == 6
     with pytest.raises(CheckpointError, match=r"after 6 batches of epoch 1 on 4 ranks, .* 192 samples.*such as 8$"):
         batches_to_skip(SAVED, 30, 3, 1000)
-    with pytest.raises(CheckpointError, match=r"no batch_size, so 3 ranks cannot go on there\. Fix: start 4 ranks"):
+    with pytest.raises(CheckpointError, match=r"not given, so 3 ranks cannot go on there\. Fix: start 4 ranks"):
         batches_to_skip(SAVED, None, 3, 1000)
 
 
@@ -432,17 +443,13 @@ def test_what_a_script_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_seconds_that_a_stopped_script_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "_Stop", type("_Stop", (contract._Stop,), {"installed": False}))
     monkeypatch.setenv("SHOAL_STOP_GRACE", "30")
     heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        assert contract.seconds_left() is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        left = contract.seconds_left()
-        assert left is not None and 20 < left <= 30
-        assert heard == [signal.SIGTERM], "the handler from before is called too"
-        monkeypatch.setenv("SHOAL_STOP_GRACE", "0")
-        assert contract.seconds_left() == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    assert contract.seconds_left() is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    left = contract.seconds_left()
+    assert left is not None and 20 < left <= 30
+    assert heard == [signal.SIGTERM], "the handler from before is called too"
+    monkeypatch.setenv("SHOAL_STOP_GRACE", "0")
+    assert contract.seconds_left() == 0

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from shoal_toolkit.checkpoint import STOPPED, seconds_left
+from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.torch import parts, position, ranks, storage
+from shoal_toolkit.checkpoint.torch import parts, ranks, storage
 from shoal_toolkit.checkpoint.torch.batches import ExactLoader
 from shoal_toolkit.checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
 from shoal_toolkit.checkpoint.torch.writer import Writer
@@ -36,7 +36,8 @@ class Checkpoint:
     other hosts need not see the directory. Parameters and the optimizer's state must be equal on all ranks, as in
     DistributedDataParallel.
 
-    After SIGTERM it saves and ends the process with exit code 143 (`STOPPED`).
+    After SIGTERM it saves and ends the process with exit code 143 (`STOPPED`). This happens before the next batch, or
+    at the end of the epoch.
 
     Args:
         directory: Where the checkpoints are. None: nothing is saved or loaded.
@@ -77,6 +78,7 @@ class Checkpoint:
         self._batches = 0  # of this epoch, that the training has consumed on this rank
         self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
         self._saved_step: int | None = None
+        self._due = self._stopping = False  # save, and stop, before the next batch
         self._resumed: dict[str, Any] | None = None  # of this rank; until the first batches() has used it
         self._began: dict[str, Any] | None = None  # the random states at the beginning of this epoch's batches
         if self._directory is not None:
@@ -94,9 +96,8 @@ class Checkpoint:
             yield self.epoch
             self.epoch += 1
             self._batches, self._began = 0, None
-            if self._every is None or self.epoch >= count:
-                self.save()
-            self._end_if_stopped()
+            self._due = self._due or self._every is None or self.epoch >= count
+            self._save_if_due()
         self._wait()
 
     def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
@@ -140,9 +141,18 @@ class Checkpoint:
         return batches
 
     def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
-        """Yield the batches. What follows a yield is done when the script asks for the next batch."""
+        """Yield the batches. What follows a yield is done when the script asks for the next batch.
+
+        A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
+        """
         open_batches = 0  # of a step that has not ended
-        for batch in batches:
+        while True:
+            before = self._read_random_states() if self._due else None  # loading a batch can draw, too
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._save_if_due(before)
             yield batch
             self._batches += 1
             open_batches = (open_batches + 1) % accumulate
@@ -153,30 +163,36 @@ class Checkpoint:
 
     def _end_step(self) -> None:
         self.step += 1
-        if self._every is not None and self.step % self._every == 0:
-            self.save()
-        self._end_if_stopped()
+        self._stopping = self._directory is not None and self._stop.is_last(self.step)
+        self._due = self._stopping or (self._every is not None and self.step % self._every == 0)
 
-    def _end_if_stopped(self) -> None:
-        if self._directory is not None and self._stop.is_last(self.step):
-            self.save()
-            self._wait()
-            raise SystemExit(STOPPED)
+    def _save_if_due(self, random_states: dict[str, Any] | None = None) -> None:
+        """Save, and end the process if it must stop."""
+        if self._due:
+            self._due = False
+            self.save(random_states)
+            if self._stopping:
+                self._wait()
+                raise SystemExit(STOPPED)
 
     def _wait(self) -> None:
         """Wait until the checkpoint is on the disk. On all ranks: mpirun ends the others if one ends."""
         if self._directory is not None:
             ranks.from_first_rank(self._writer.wait)
 
-    def save(self) -> None:
+    def save(self, random_states: dict[str, Any] | None = None) -> None:
         """Save, unless this step is saved already. A collective call, between two steps.
+
+        Args:
+            random_states: For the helper itself.
 
         Raises:
             CheckpointError: On rank 0, if this checkpoint cannot be written, or in the background the one before.
         """
         if self._directory is None or self._saved_step == self.step:
             return
-        own = {"began": self._began, "now": self._read_random_states(), "dicts": parts.read_dicts(self._state)}
+        now = random_states or self._read_random_states()
+        own = {"began": self._began, "now": now, "dicts": parts.read_dicts(self._state)}
         of_ranks = ranks.gather(own)
         self._saved_step = self.step
         if ranks.rank() == 0:

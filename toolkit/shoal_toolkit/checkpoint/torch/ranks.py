@@ -106,6 +106,6 @@ class StopAgreement:
         self._noted = True
         if rank() == 0 and count == world_size():
             self._chosen = step + 1
-            store.set(step_key, str(self._chosen))
-        elif rank() != 0 and store.check([step_key]):
-            self._chosen = int(store.get(step_key))
+            store.add(step_key, self._chosen)
+        elif rank() != 0:
+            self._chosen = store.add(step_key, 0) or None

@@ -30,8 +30,8 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
     place = f"the checkpoint is after {batches} batches of epoch {saved['epoch']} on {saved['world_size']} ranks"
     if unit is None or saved["unit"] is None:
         raise CheckpointError(
-            f"{place}. Their number of samples is unknown, because the loader has no batch_size, so {world_size} ranks "
-            f"cannot go on there. Fix: start {saved['world_size']} ranks, or give the loader a batch_size"
+            f"{place}. Their number of samples is unknown, because the batch_size is not given, so {world_size} ranks "
+            f"cannot go on there. Fix: start {saved['world_size']} ranks, or give the batch_size"
         )
     samples = batches * saved["unit"]
     if samples % unit and (length is None or samples < length):

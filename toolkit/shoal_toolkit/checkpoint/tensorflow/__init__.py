@@ -219,6 +219,7 @@ class Checkpoint:
         own = self._ranks.from_first(load_newest)
         if own is None:
             return
+        storage.build(self._objects)
         for each in storage.variables(self._objects):
             self._ranks.broadcast_variables(each)
         saved, rank, size = own["random"], self._ranks.rank, self._ranks.size

@@ -90,7 +90,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{_TRAINING} cannot be read: {error}.") from error
     _compare(layout(objects), training["layout"])
-    _build(objects)
+    build(objects)
     try:
         status = tf.train.Checkpoint(**objects).read(str(path / _PREFIX))
         status.assert_existing_objects_matched()
@@ -99,7 +99,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return training
 
 
-def _build(objects: Mapping[str, Any]) -> None:
+def build(objects: Mapping[str, Any]) -> None:
     """Make the variables of optimizers, which they have only after their first step."""
     for each in objects.values():
         if isinstance(each, tf.keras.optimizers.Optimizer) and hasattr(each, "build"):

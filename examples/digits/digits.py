@@ -47,7 +47,7 @@ def checkpoint_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--checkpoint-dir",
         default=checkpoint.directory(),
         help="resume from the newest checkpoint in this directory, and write checkpoints there "
-        "(default: /opt/ml/checkpoints if it is there)",
+        "(default: /opt/ml/checkpoints in a job with this directory)",
     )
     parser.add_argument(
         "--checkpoint-every", type=int, metavar="STEPS", help="steps between checkpoints (default: one for each epoch)"

@@ -38,8 +38,11 @@ def directory() -> str | None:
     """Return the directory for checkpoints, which the platform provides: /opt/ml/checkpoints in SageMaker's contract.
 
     Returns:
-        Its path, or None if the platform provides none. It is then not there.
+        Its path. None if it is not there, or if `train` has not started this script. On a machine of yours, a directory
+        of this name can be from any earlier job.
     """
+    if "SM_CURRENT_HOST" not in os.environ:
+        return None
     path = os.path.join(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "checkpoints")
     return path if os.path.isdir(path) else None
 

@@ -24,9 +24,10 @@ from shoal_toolkit.checkpoint.directories import CheckpointDirectory, Checkpoint
 from shoal_toolkit.checkpoint.torch import parts, ranks, storage
 from shoal_toolkit.checkpoint.torch.batches import ExactLoader
 from shoal_toolkit.checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
+from shoal_toolkit.checkpoint.torch.ranks import StopAgreement
 from shoal_toolkit.checkpoint.torch.writer import Writer
 
-__all__ = ["Checkpoint", "CheckpointError"]
+__all__ = ["Checkpoint", "CheckpointError", "StopAgreement"]
 
 
 class Checkpoint:
@@ -72,8 +73,8 @@ class Checkpoint:
         self._state = parts.check(state)
         self._directory = None if directory is None else CheckpointDirectory(directory, keep)
         self._writer = Writer(asynchronous)
-        self._stop = ranks.StopAgreement()
-        self._loaders: dict[int, ExactLoader] = {}
+        self._stop = StopAgreement()
+        self._loaders: dict[Any, ExactLoader] = {}
         self._loader: ExactLoader | None = None
         self._batches = 0  # of this epoch, that the training has consumed on this rank
         self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
@@ -113,10 +114,13 @@ class Checkpoint:
 
         Raises:
             CheckpointError: If the checkpoint is at a place in the epoch where this loader has no boundary of batches.
+            TypeError: If the loader is not torch's DataLoader.
         """
         if self._began is not None:
             raise ValueError(f"epoch {self.epoch}: a second loop over batches(). Fix: have one in each epoch")
-        self._loader = self._loaders.setdefault(id(loader), ExactLoader(loader))
+        if loader not in self._loaders:
+            self._loaders[loader] = ExactLoader(loader)
+        self._loader = self._loaders[loader]
         self._loader.set_epoch(self.epoch)
         batches = self._resume_batches(self._loader) if self._resumed else self._start_batches(self._loader)
         return self._count(batches, accumulate)

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from shoal_toolkit.checkpoint.torch.random_states import read_random_states, seed_all, set_random_states
 
@@ -87,9 +87,18 @@ class BatchIndices:
 
 
 class ExactLoader:
-    """Iterates over a DataLoader from any batch on, as if the batches before it had been loaded."""
+    """Iterates over a DataLoader from any batch on, as if the batches before it had been loaded.
+
+    Raises:
+        TypeError: If it is another loader.
+    """
 
     def __init__(self, loader: Any) -> None:
+        if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+            raise TypeError(
+                f"{type(loader).__name__} is not torch's DataLoader, or iterates in another way. Its place in an epoch "
+                "cannot be saved. Fix: give batches() a torch.utils.data.DataLoader, for accelerate without prepare()"
+            )
         self.loader = loader
         self._attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = BatchIndices(getattr(loader, self._attribute))

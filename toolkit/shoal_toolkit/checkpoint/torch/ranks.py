@@ -90,7 +90,13 @@ class StopAgreement:
         self._keys = [f"shoal-checkpoint/{attempt}/{name}" for name in ("stopped-ranks", "last-step")]
 
     def is_last(self, step: int) -> bool:
-        """Return whether the training must stop after this step, which has just ended."""
+        """Return whether the training must stop after this step, which has just ended.
+
+        The first call installs `seconds_left`'s handler of SIGTERM. Call it on all ranks, after each step.
+
+        Args:
+            step: The number of steps so far, the same on all ranks.
+        """
         if seconds_left() is None:
             return False
         if world_size() == 1:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shoal_toolkit import checkpoint
+
 GREATEST_PIXEL = 16
 HELD_OUT = 5  # every fifth image of each digit is for the test
 
@@ -36,6 +38,20 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
     parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
     parser.add_argument("--output-data-dir", type=Path, default=os.environ.get("SM_OUTPUT_DATA_DIR", "output"))
+    return parser
+
+
+def checkpoint_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of scripts that save checkpoints, and return the parser."""
+    parser.add_argument(
+        "--checkpoint-dir",
+        default=checkpoint.directory(),
+        help="resume from the newest checkpoint in this directory, and write checkpoints there "
+        "(default: /opt/ml/checkpoints in a job with this directory)",
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, metavar="STEPS", help="steps between checkpoints (default: one for each epoch)"
+    )
     return parser
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from digits import read_digits, save_metrics
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from digits import Digits
@@ -51,20 +52,19 @@ def _tensors(digits: Digits) -> TensorDataset:
 
 def train_epoch(
     model: torch.nn.Module,
-    loader: DataLoader[tuple[torch.Tensor, ...]],
+    batches: Iterable[Sequence[torch.Tensor]],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> torch.Tensor:
-    """Train on this rank's share once; return its mean loss, float32 (1,)."""
+    total: torch.Tensor,
+) -> None:
+    """Train on a rank's batches once, and add their losses to `total`, float32 (1,)."""
     model.train()
-    total = torch.zeros(1, device=device)
-    for images, targets in loader:
+    for images, targets in batches:
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images.to(device)), targets.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        total += loss.detach() / len(loader)
-    return total
+        total += loss.detach()
 
 
 def accuracy(model: torch.nn.Module, test: TensorDataset, device: torch.device) -> float:

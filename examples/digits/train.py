@@ -39,7 +39,9 @@ def main() -> None:
     for epoch in range(1, arguments.epochs + 1):
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        loss = train_epoch(model, loader, optimizer, device)
+        loss = torch.zeros(1, device=device)
+        train_epoch(model, loader, optimizer, device, loss)
+        loss /= len(loader)
         dist.all_reduce(loss, op=dist.ReduceOp.AVERAGE)
         seconds = time.perf_counter() - start
         training_seconds += seconds

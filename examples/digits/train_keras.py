@@ -1,7 +1,8 @@
 """Train on the digits with Keras' `Model.fit`, data parallel on any number of ranks.
 
 With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs
-unchanged under `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`.
+unchanged under `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`. An interrupted
+job resumes exactly.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from digits import arguments_parser, read_digits
+from digits import arguments_parser, checkpoint_arguments, read_digits
 from digits_tensorflow import accuracy, make_net, save, share, share_size, use_device
 
 import smdistributed.dataparallel.tensorflow as sdp
+from shoal_toolkit.checkpoint.tensorflow import Checkpoint
 from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, callbacks
 
 
 def main() -> None:
-    parser = arguments_parser(__doc__)
+    parser = checkpoint_arguments(arguments_parser(__doc__))
     parser.add_argument(
         "--warmup-epochs", type=int, default=2, help="epochs in which the learning rate rises (default: 2)"
     )
@@ -26,6 +28,7 @@ def main() -> None:
     sdp.init()
     rank, world_size = sdp.rank(), sdp.size()
     use_device(sdp.local_rank())
+    tf.keras.backend.experimental.enable_tf_random_generator()  # a checkpoint then has the state of dropout
     tf.keras.utils.set_random_seed(arguments.seed)
 
     training, test = read_digits(arguments.data_dir)
@@ -43,15 +46,17 @@ def main() -> None:
     if rank == 0:
         wanted.append(report_epochs(arguments.epochs, images))
 
-    start = time.perf_counter()
-    batches = share(training, rank, world_size, arguments)
-    model.fit(batches, epochs=arguments.epochs, callbacks=wanted, verbose=0)
+    checkpoint = Checkpoint(arguments.checkpoint_dir, model=model, every=arguments.checkpoint_every, ranks=sdp)
+    start, first = time.perf_counter(), checkpoint.epoch
+    for epoch in checkpoint.epochs(arguments.epochs):
+        batches = share(training, rank, world_size, arguments, epoch)
+        checkpoint.fit(batches, arguments.batch_size, callbacks=wanted, verbose=0)
     training_seconds = time.perf_counter() - start
 
     if rank == 0:
         metrics = {
             "test_accuracy": accuracy(model, test),
-            "images_per_second": images * arguments.epochs / training_seconds,
+            "images_per_second": images * (arguments.epochs - first) / training_seconds,
             "training_seconds": training_seconds,
             "epochs": arguments.epochs,
             "world_size": world_size,

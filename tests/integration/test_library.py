@@ -28,7 +28,17 @@ runpy.run_path("/opt/ml/code/modelparallel.py", run_name="__main__")
 """
 # With torch, on what the image has installed. The others know nothing of torch.
 SUITE = (
-    *("devices", "distributed", "examples", "gradients", "modelparallel", "nccl", "parallel", "rehearsal"),
+    *(
+        "checkpoint",
+        "devices",
+        "distributed",
+        "examples",
+        "gradients",
+        "modelparallel",
+        "nccl",
+        "parallel",
+        "rehearsal",
+    ),
     *("smddp", "training"),
 )
 MODEL = """\
@@ -58,7 +68,7 @@ def test_nccl_of_the_newest_torch(start_host: StartHost, matrix: BuildSpec, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("suite", ["test_dataparallel.py", "test_modelparallel.py"])
+@pytest.mark.parametrize("suite", ["test_dataparallel.py", "test_modelparallel.py", "test_checkpoint.py"])
 def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path, suite: str) -> None:
     """All that tests TensorFlow's fronts: it is installed nowhere but in its images."""
     folder = "tests/library_tensorflow"

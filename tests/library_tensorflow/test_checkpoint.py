@@ -1,0 +1,140 @@
+"""shoal_toolkit.checkpoint with TensorFlow: a killed training goes on exactly, and bad checkpoints are refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tensorflow as tf
+from tests.repeats import SEED, times
+
+from shoal_toolkit import checkpoint as contract
+from shoal_toolkit.checkpoint.directories import CheckpointDirectory
+from shoal_toolkit.checkpoint.tensorflow import Checkpoint, CheckpointError
+
+if TYPE_CHECKING:
+    from tests.launching import Alone, TwoRanks
+
+RESUMING = Path(__file__).parent / "ranks" / "resuming.py"
+
+
+def steps_of(log: Path, rank: int) -> set[str]:
+    return set(Path(f"{log}-{rank}").read_text().splitlines())
+
+
+def start(two_ranks: TwoRanks, way: str, directory: Path, seconds: float | None, number: int) -> list[int]:
+    """Train on two ranks; after some seconds, or in a save if they are 0, send them the signal."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    checkpoints = directory / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    with two_ranks(port, RESUMING, way, checkpoints, directory / "log") as ranks:
+        if seconds is not None:
+            ends = time.monotonic() + seconds
+            while time.monotonic() < ends if seconds else not list(checkpoints.glob("*.partial")):
+                if any(rank.poll() is not None for rank in ranks):
+                    break
+                time.sleep(0.001)
+            for rank in ranks:
+                rank.send_signal(number)
+        codes = [rank.wait(120) for rank in ranks]
+        assert set(codes) <= {0, -number, contract.STOPPED}, [rank.communicate() for rank in ranks]
+    return codes
+
+
+@pytest.mark.parametrize("way", ["fit", "loop"])
+def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
+    two_ranks: TwoRanks, tmp_path: Path, way: str
+) -> None:
+    """With Model.fit, also its metrics and the numbers of its batches; bit for bit, on each rank."""
+    began = time.monotonic()
+    start(two_ranks, way, tmp_path / "whole", None, signal.SIGKILL)
+    seconds, drawn = time.monotonic() - began, random.Random(SEED)
+    ways = [(0.0, signal.SIGKILL), (0.0, signal.SIGTERM)]
+    ways += [(drawn.uniform(0.1, seconds), signal.SIGKILL) for _ in range(times(2, 30))]
+    drawn.shuffle(ways)
+    for after, number in ways:
+        start(two_ranks, way, tmp_path / "killed", after, number)
+    assert start(two_ranks, way, tmp_path / "killed", None, signal.SIGKILL) == [0, 0]
+    for rank in range(2):
+        assert steps_of(tmp_path / "killed" / "log", rank) == steps_of(tmp_path / "whole" / "log", rank)
+
+
+def test_it_goes_on_with_another_number_of_ranks(two_ranks: TwoRanks, alone: Alone, tmp_path: Path) -> None:
+    """The batches of two ranks are those of one whose batch is as large as both."""
+    start(two_ranks, "loop", tmp_path, 0.0, signal.SIGKILL)
+    (step,) = CheckpointDirectory(tmp_path / "checkpoints").steps()[-1:] or [0]
+    alone(RESUMING, "loop", tmp_path / "checkpoints", tmp_path / "one")
+    lines = Path(f"{tmp_path}/one-0").read_text().splitlines()
+    assert int(lines[0].split()[0]) == step and lines[-1].startswith("weights")
+
+
+def make(width: int = 2, optimizer: str = "Adam") -> Any:
+    model = tf.keras.Sequential([tf.keras.layers.Dense(width, input_shape=(3,))])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def saved_at(directory: Path, *steps: int) -> Path:
+    checkpoint = Checkpoint(directory, model=make())
+    for checkpoint.step in steps:
+        checkpoint.save()
+    return directory / f"step-{steps[-1]:08}"
+
+
+def truncate(path: Path) -> None:
+    (data,) = path.glob("*.data*")
+    os.truncate(data, data.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"state\.data-00000-of-00001 is truncated: it has \d+ bytes, and \d+ were written\."),
+        (lambda path: (path / "state.index").unlink(), r"state\.index is missing or unreadable: No such file"),
+        (lambda path: (path / "training.json").unlink(), r"training\.json is missing or unreadable: No such file"),
+        (lambda path: (path / "training.json").write_text("{"), r"training\.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    newest = saved_at(tmp_path, 1, 2)
+    damage(newest)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        Checkpoint(tmp_path, model=make())
+    assert str(raised.value).endswith(f"Fix: move {newest} away, and the job goes on from step-00000001")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"model": lambda: make(5)},
+            r"its model is another one: .*/kernel:0 is float32 \[3, 2\] instead of .*\[3, 5\]",
+        ),
+        ({"model": lambda: make(2, "SGD")}, "its optimizer is Adam, and that of this script is SGD"),
+        (
+            {"model": make, "more": lambda: tf.Variable(1)},
+            "it has model, optimizer, and this script saves model, more",
+        ),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    tmp_path: Path, given: dict[str, Callable[[], Any]], message: str
+) -> None:
+    saved_at(tmp_path, 7)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(tmp_path, **{name: make_it() for name, make_it in given.items()})
+
+
+def test_layers_whose_random_state_cannot_be_saved_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,)), tf.keras.layers.Dropout(0.5, name="drop")])
+    Checkpoint(tmp_path, model=model)
+    assert "the layers drop draw random numbers whose state TensorFlow cannot save" in capfd.readouterr().err

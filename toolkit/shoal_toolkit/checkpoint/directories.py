@@ -1,0 +1,139 @@
+"""A directory of checkpoints, each of which is complete: step-00000010, step-00000020, …
+
+A checkpoint is written into step-N.partial and renamed when it is complete and on the disk. A crash in a save leaves
+the older ones as they are. One process writes. It locks the directory, so that two jobs cannot write into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+PARTIAL = ".partial"
+LOCK = ".lock"
+_LOCK_SECONDS = 15.0  # a killed process that still ends holds the lock for a moment
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written, read or used. The message names the file and a fix. Nothing was overwritten."""
+
+
+class CheckpointDirectory:
+    """The checkpoints in a directory.
+
+    Args:
+        path: The directory. `lock` makes it.
+        keep: The number of newest checkpoints that are kept, 1 or more.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: the number of checkpoints to keep. Allowed: 1 or more")
+        self.path = Path(path)
+        self.keep = keep
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Make the directory, and lock it until this process ends.
+
+        Raises:
+            CheckpointError: If it cannot be made, or another process holds the lock.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: checkpoints cannot be written here: {error.strerror}. "
+                "Fix: choose a directory that this user can write"
+            ) from error
+        # A POSIX lock: unlike flock's, it ends with this process even if a forked worker lives on.
+        ends = time.monotonic() + _LOCK_SECONDS
+        while not self._try_lock():
+            if time.monotonic() > ends:
+                holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "unknown"
+                raise CheckpointError(
+                    f"{self.path}: another job writes its checkpoints here ({holder}). "
+                    "Fix: end that job, or choose another directory"
+                )
+            time.sleep(0.05)
+
+    def _try_lock(self) -> bool:
+        assert self._lock is not None
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                return False
+            print(
+                f"shoal: {self.path} has no locks: a second job that writes there is not noticed",
+                file=sys.stderr,
+            )
+            return True
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+        return True
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in ascending order."""
+        if not self.path.is_dir():
+            return []
+        return sorted(int(found[1]) for name in os.listdir(self.path) if (found := re.fullmatch(r"step-(\d+)", name)))
+
+    def path_of(self, step: int) -> Path:
+        """Return the path of the complete checkpoint of a step."""
+        return self.path / f"step-{step:08}"
+
+    def begin(self, step: int) -> Path:
+        """Remove what interrupted saves left, and return the path at which to write the checkpoint of a step."""
+        for name in os.listdir(self.path):
+            if name.endswith(PARTIAL) and name.startswith("step-"):
+                shutil.rmtree(self.path / name)
+        return self.path / f"step-{step:08}{PARTIAL}"
+
+    def publish(self, step: int) -> None:
+        """Make a checkpoint that is completely written visible under its name, and remove those that are too old.
+
+        Raises:
+            CheckpointError: If there already is a checkpoint of that step.
+        """
+        partial = self.path / f"step-{step:08}{PARTIAL}"
+        _sync(partial)
+        try:
+            partial.rename(self.path_of(step))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path_of(step)}: there already is a checkpoint of step {step}, which is left as it is. "
+                "Fix: choose another directory, or remove this one"
+            ) from error
+        _sync(self.path)
+        for old in self.steps()[: -self.keep]:
+            # Renamed first: a crash while it is removed leaves nothing that looks complete.
+            removed = self.path / f"step-{old:08}{PARTIAL}"
+            self.path_of(old).rename(removed)
+            shutil.rmtree(removed)
+
+    def advice(self, step: int) -> str:
+        """Return what to do if the newest checkpoint cannot be used."""
+        older = [each for each in self.steps() if each < step]
+        aside = f"move {self.path_of(step)} away"
+        if older:
+            return f"Fix: {aside}, and the job goes on from {self.path_of(older[-1]).name}"
+        return f"Fix: {aside}, and the job starts at step 0"
+
+
+def _sync(path: Path) -> None:
+    """Write a directory's entries to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

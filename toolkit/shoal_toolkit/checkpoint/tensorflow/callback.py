@@ -1,0 +1,58 @@
+"""Saves inside `Model.fit`, and lets it begin in the middle of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from shoal_toolkit.checkpoint.tensorflow import storage
+
+
+class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts and saves for a Checkpoint.
+
+    Args:
+        checkpoint: The Checkpoint.
+        skipped: The number of batches of the epoch that are not in the dataset.
+        metrics: What the metrics had added up after these.
+    """
+
+    def __init__(self, checkpoint: Any, skipped: int, metrics: list[Any]) -> None:
+        super().__init__()
+        self._checkpoint, self._skipped, self._metrics = checkpoint, skipped, metrics
+
+    def make_metrics(self, model: Any, dataset: Any) -> None:
+        """Make the variables of the compiled metrics, which they have only after a batch."""
+        inputs, targets, *weights = next(iter(dataset.take(1)))
+        outputs = model(inputs, training=False)
+        model.compute_loss(inputs, targets, outputs, *weights)
+        model.compute_metrics(inputs, targets, outputs, *(weights or [None]))
+        model.reset_metrics()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Have `fit` ask this object where it begins. It asks BackupAndRestore in the same way."""
+        if self._skipped:
+            self.model._training_state = self
+
+    def maybe_load_initial_counters_from_ckpt(self, steps_per_epoch: Any, epoch: int, mode: Any) -> tuple[int, int]:
+        """Return the epoch and the number of its first batch, for Keras."""
+        return epoch, self._skipped
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the metrics, which Keras has just reset."""
+        if self._skipped:
+            storage.set_metrics(self.model, self._metrics)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Save before the next batch, not after the last one."""
+        self._checkpoint.save_if_due()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count."""
+        self._checkpoint.end_step(batch + 1)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Undo `on_train_begin`."""
+        if self._skipped:
+            self.model._training_state = None

@@ -1,0 +1,63 @@
+"""The states of the random number generators of Python, NumPy, TensorFlow and the layers of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class RandomStates:
+    """The random states of this process, as values of JSON's types."""
+
+    def __init__(self, model: Any) -> None:
+        layers = [each for each in model._flatten_layers() if hasattr(each, "_random_generator")]
+        self._layers = [each for each in layers if each._random_generator._rng_type == "stateful"]
+        legacy = [each.name for each in layers if each._random_generator._rng_type == "legacy_stateful"]
+        self.is_incomplete = ""
+        if legacy:
+            self.is_incomplete = (
+                f"the layers {', '.join(legacy[:3])} draw random numbers whose state TensorFlow cannot save, so that a "
+                "resumed training is not exact. Fix: call tf.keras.backend.experimental.enable_tf_random_generator() "
+                "before you make the model"
+            )
+        """What cannot be saved, and the fix; empty if all can."""
+
+    def _generators(self) -> list[Any]:
+        own = [each._random_generator for each in self._layers]
+        for each in own:
+            each._maybe_init()
+        return [tf.random.get_global_generator(), *(each._generator for each in own)]
+
+    def read(self) -> dict[str, Any]:
+        """Return the states."""
+        version, words, gauss = random.getstate()
+        name, keys, place, has_gauss, cached = np.random.get_state()
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [name, keys.tolist(), int(place), int(has_gauss), float(cached)],
+            "tensorflow": [each.state.numpy().tolist() for each in self._generators()],
+        }
+
+    def set(self, states: dict[str, Any]) -> None:
+        """Set the states."""
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(tuple(states["numpy"]))
+        for generator, state in zip(self._generators(), states["tensorflow"]):
+            generator.state.assign(tf.constant(state, dtype=generator.state.dtype))
+
+    def derive(self, states: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Return states for a rank that was not there when those of another rank were saved: the same each time."""
+        digest = hashlib.sha256(f"{states['python'][1]} {rank}".encode()).digest()
+        before = self.read()
+        random.seed(digest)
+        np.random.seed(int.from_bytes(digest[:4], "big"))
+        derived = self.read()
+        self.set(before)
+        key = int.from_bytes(digest[4:11], "big")
+        derived["tensorflow"] = [[*state[:-1], state[-1] ^ key] for state in states["tensorflow"]]
+        return derived

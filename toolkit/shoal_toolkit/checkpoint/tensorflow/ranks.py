@@ -1,0 +1,59 @@
+"""How the ranks of a TensorFlow training communicate: through the module that the script already uses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from shoal_toolkit.checkpoint.directories import CheckpointError
+
+
+class Ranks:
+    """The ranks of a module with Horovod's functions. None: this process is the only one."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.rank = 0 if module is None else int(module.rank())
+        self.size = 1 if module is None else int(module.size())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of ranks. They are of JSON's types. A collective call."""
+        if self.size == 1:
+            return [value]
+        data = tf.io.decode_raw(json.dumps(value), tf.uint8)
+        lengths = [int(each) for each in self._module.allgather(tf.constant([int(data.shape[0])]))]
+        joined = bytes(self._module.allgather(data).numpy().tobytes())
+        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+        return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths)]
+
+    def any(self, value: bool) -> bool:
+        """Return whether the value is true on any rank. A collective call."""
+        if self.size == 1:
+            return value
+        return bool(tf.reduce_any(self._module.allgather(tf.constant([int(value)])) > 0))
+
+    def from_first(self, function: Callable[[], Any]) -> Any:
+        """Return on each rank what a function returns on rank 0, or raise its CheckpointError. A collective call."""
+        if self.size == 1:
+            return function()
+        answer = None, None
+        if self.rank == 0:
+            try:
+                answer = function(), None
+            except CheckpointError as error:
+                answer = None, str(error)  # type: ignore[assignment]
+        value, message = self._module.broadcast_object(answer, root_rank=0)
+        if message is not None:
+            raise CheckpointError(message)
+        return value
+
+    def broadcast_variables(self, variables: Any) -> None:
+        """Set variables to those of rank 0. A collective call."""
+        if self.size > 1:
+            self._module.broadcast_variables(variables, root_rank=0)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.any(False)

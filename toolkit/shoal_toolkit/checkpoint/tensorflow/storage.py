@@ -1,0 +1,125 @@
+"""Writes and reads the state of a training with tf.train.Checkpoint, as one process.
+
+Beside TensorFlow's files is `training.json`: the position, the random states, and the layout of the variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from shoal_toolkit.checkpoint.directories import CheckpointError
+
+_TRAINING, _PREFIX = "training.json", "state"
+_MOST_DIFFERENCES = 3
+FORMAT = 1
+
+
+def layout(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names and shapes of the model's variables, and the class of each other object."""
+    shapes = [[each.name, each.dtype.name, list(each.shape)] for each in objects["model"].variables]
+    return {"model": shapes, **{name: _kind(each) for name, each in objects.items() if name != "model"}}
+
+
+def _kind(value: Any) -> str:
+    return str(value.get_config().get("name", "")) if hasattr(value, "get_config") else type(value).__name__
+
+
+def variables(objects: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the variables of each object that has some."""
+    for each in objects.values():
+        if isinstance(each, tf.Variable):
+            yield [each]
+        elif found := _variables_of(each):
+            yield found
+
+
+def _variables_of(value: Any) -> list[Any]:
+    found = getattr(value, "variables", [])
+    return list(found() if callable(found) else found)
+
+
+def read_metrics(model: Any) -> list[Any]:
+    """Return the values of the metrics' variables: what they have added up in this epoch."""
+    return [each.numpy().tolist() for metric in model.metrics for each in metric.variables]
+
+
+def set_metrics(model: Any, values: list[Any]) -> None:
+    """Set the metrics' variables."""
+    for each, value in zip([each for metric in model.metrics for each in metric.variables], values):
+        each.assign(tf.constant(value, dtype=each.dtype))
+
+
+def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> None:
+    """Write everything into a new directory, and wait until it is on the disk."""
+    path.mkdir()
+    prefix = tf.train.Checkpoint(**objects).write(str(path / _PREFIX))
+    sizes = {file.name: file.stat().st_size for file in path.glob(f"{Path(prefix).name}.*")}
+    (path / _TRAINING).write_text(json.dumps({"format": FORMAT, "sizes": sizes, **training}))
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+
+
+def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Set the objects to the state of a checkpoint, if it fits.
+
+    Returns:
+        What else is in it: `position`, `random`, `metrics`.
+
+    Raises:
+        CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.
+    """
+    try:
+        training: dict[str, Any] = json.loads((path / _TRAINING).read_text())
+        if training["format"] != FORMAT:
+            raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")
+        for name, size in training["sizes"].items():
+            if (found := (path / name).stat().st_size) < size:
+                raise CheckpointError(f"{name} is truncated: it has {found} bytes, and {size} were written.")
+    except OSError as error:
+        raise CheckpointError(
+            f"{Path(str(error.filename)).name} is missing or unreadable: {error.strerror}."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{_TRAINING} cannot be read: {error}.") from error
+    _compare(layout(objects), training["layout"])
+    build(objects)
+    try:
+        status = tf.train.Checkpoint(**objects).read(str(path / _PREFIX))
+        status.assert_existing_objects_matched()
+    except (tf.errors.OpError, AssertionError, ValueError) as error:
+        raise CheckpointError(f"TensorFlow cannot read it: {str(error).strip().splitlines()[0]}.") from error
+    return training
+
+
+def build(objects: Mapping[str, Any]) -> None:
+    """Make the variables of optimizers, which they have only after their first step."""
+    for each in objects.values():
+        if isinstance(each, tf.keras.optimizers.Optimizer) and hasattr(each, "build"):
+            each.build(objects["model"].trainable_variables)
+
+
+def _compare(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    if set(own) != set(saved):
+        raise CheckpointError(f"it has {', '.join(sorted(saved))}, and this script saves {', '.join(sorted(own))}.")
+    for name in own:
+        if name != "model" and own[name] != saved[name]:
+            raise CheckpointError(f"its {name} is {saved[name]}, and that of this script is {own[name]}.")
+    if found := list(islice(_differences(own["model"], saved["model"]), _MOST_DIFFERENCES)):
+        raise CheckpointError(f"its model is another one: {'; '.join(found)}.")
+
+
+def _differences(own: list[Any], saved: list[Any]) -> Iterator[str]:
+    """Yield in words where the variables of two models differ. Their names are not compared: Keras numbers them."""
+    if len(own) != len(saved):
+        yield f"it has {len(saved)} variables instead of {len(own)}"
+    for (name, *kind), (_, *saved_kind) in zip(own, saved):
+        if kind != saved_kind:
+            yield f"{name} is {saved_kind[0]} {saved_kind[1]} instead of {kind[0]} {kind[1]}"

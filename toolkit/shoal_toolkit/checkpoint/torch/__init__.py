@@ -1,0 +1,276 @@
+"""Saves and resumes a PyTorch training exactly: the loss curve after a restart is that of an uninterrupted run.
+
+    checkpoint = Checkpoint("/opt/ml/checkpoints", every=100, model=model, optimizer=optimizer)
+    for epoch in checkpoint.epochs(10):
+        for images, labels in checkpoint.batches(loader):
+            ...
+
+Importing does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
+from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_toolkit.checkpoint.torch import parts, ranks, storage
+from shoal_toolkit.checkpoint.torch.batches import ExactLoader
+from shoal_toolkit.checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
+from shoal_toolkit.checkpoint.torch.ranks import StopAgreement
+from shoal_toolkit.checkpoint.torch.writer import Writer
+
+__all__ = ["Checkpoint", "CheckpointError", "StopAgreement"]
+
+
+class Checkpoint:
+    """Loads the newest checkpoint of a directory, counts the steps of the training, and saves.
+
+    All ranks make it with the same arguments, after everything that it saves. Rank 0 reads and writes the files, so the
+    other hosts need not see the directory. Parameters and the optimizer's state must be equal on all ranks, as in
+    DistributedDataParallel.
+
+    After SIGTERM it saves and ends the process with exit code 143 (`STOPPED`). This happens before the next batch, or
+    at the end of the epoch.
+
+    Args:
+        directory: Where the checkpoints are. None: nothing is saved or loaded.
+        every: Save after this number of steps. None: after each epoch.
+        keep: The number of newest checkpoints that are kept.
+        asynchronous: Write in a background thread, from a copy in memory that is kept for the next save. The training
+            waits for the copy only.
+        state: What is saved, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
+            `state_dict` and `load_state_dict`. Also dicts, of which each rank has its own. They are updated in place.
+
+    Raises:
+        CheckpointError: If the newest checkpoint cannot be used, or another job writes to the directory. The message
+            names the file, the problem and a fix. Nothing is overwritten. All ranks raise it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        every: int | None = None,
+        keep: int = 2,
+        asynchronous: bool = True,
+        **state: Any,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every={every}: the number of steps between saves. Allowed: 1 or more, or None")
+        self.epoch = 0
+        """The current epoch, from 0."""
+        self.step = 0
+        """The number of steps that the training has ended, of all epochs."""
+        self._every = every
+        self._state = parts.check(state)
+        self._directory = None if directory is None else CheckpointDirectory(directory, keep)
+        self._writer = Writer(asynchronous)
+        self._stop = StopAgreement()
+        self._loaders: dict[Any, ExactLoader] = {}
+        self._loader: ExactLoader | None = None
+        self._batches = 0  # of this epoch, that the training has consumed on this rank
+        self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
+        self._saved_step: int | None = None
+        self._due = self._stopping = False  # save, and stop, before the next batch
+        self._resumed: dict[str, Any] | None = None  # of this rank; until the first batches() has used it
+        self._began: dict[str, Any] | None = None  # the random states at the beginning of this epoch's batches
+        if self._directory is not None:
+            seconds_left()
+            self._load(self._directory)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to be trained, from the current one to count - 1.
+
+        Saves at the end of the training, and after each epoch if `every` is None.
+        """
+        if self._resumed is not None and self._resumed["began"] is None:
+            set_random_states(self._resumed["now"]["random"])
+        while self.epoch < count:
+            yield self.epoch
+            self.epoch += 1
+            self._batches, self._began = 0, None
+            self._due = self._due or self._every is None or self.epoch >= count
+            self._save_if_due()
+        self._wait()
+
+    def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
+        """Yield this epoch's batches that are still to be trained. Saves between two batches.
+
+        Sets the epoch of samplers that have one, such as DistributedSampler. In workers of the loader, random numbers
+        follow from a seed for each batch.
+
+        Args:
+            loader: A torch.utils.data.DataLoader. Its order must follow from the epoch and the random states. Each
+                epoch has one loop over `batches`.
+            accumulate: The number of batches of a step, if you accumulate gradients. Saves are between steps only.
+
+        Raises:
+            CheckpointError: If the checkpoint is at a place in the epoch where this loader has no boundary of batches.
+            TypeError: If the loader is not torch's DataLoader.
+        """
+        if self._began is not None:
+            raise ValueError(f"epoch {self.epoch}: a second loop over batches(). Fix: have one in each epoch")
+        if loader not in self._loaders:
+            self._loaders[loader] = ExactLoader(loader)
+        self._loader = self._loaders[loader]
+        self._loader.set_epoch(self.epoch)
+        batches = self._resume_batches(self._loader) if self._resumed else self._start_batches(self._loader)
+        return self._count(batches, accumulate)
+
+    def _start_batches(self, loader: ExactLoader) -> Iterator[Any]:
+        self._began, self._unit = self._read_random_states(), loader.samples_per_batch(ranks.world_size())
+        return loader.start(0)
+
+    def _resume_batches(self, loader: ExactLoader) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        assert resumed is not None
+        began, now = resumed["began"], resumed["now"]
+        loader.set_generators((began or now)["generators"])
+        if began is None:
+            return self._start_batches(loader)
+        self._unit = loader.samples_per_batch(ranks.world_size())
+        self._batches = position.batches_to_skip(resumed["position"], self._unit, ranks.world_size(), loader.length)
+        self._began = began
+        set_random_states(began["random"])
+        batches = loader.start(self._batches)
+        set_random_states(now["random"])
+        return batches
+
+    def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
+        """Yield the batches. What follows a yield is done when the script asks for the next batch.
+
+        A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
+        """
+        open_batches = 0  # of a step that has not ended
+        while True:
+            before = self._read_random_states() if self._due else None  # loading a batch can draw, too
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._save_if_due(before)
+            yield batch
+            self._batches += 1
+            open_batches = (open_batches + 1) % accumulate
+            if open_batches == 0:
+                self._end_step()
+        if open_batches:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self._stopping = self._directory is not None and self._stop.is_last(self.step)
+        self._due = self._stopping or (self._every is not None and self.step % self._every == 0)
+
+    def _save_if_due(self, random_states: dict[str, Any] | None = None) -> None:
+        """Save, and end the process if it must stop."""
+        if self._due:
+            self._due = False
+            self.save(random_states)
+            if self._stopping:
+                self._wait()
+                raise SystemExit(STOPPED)
+
+    def _wait(self) -> None:
+        """Wait until the checkpoint is on the disk. On all ranks: mpirun ends the others if one ends."""
+        if self._directory is not None:
+            ranks.from_first_rank(self._writer.wait)
+
+    def save(self, random_states: dict[str, Any] | None = None) -> None:
+        """Save, unless this step is saved already. A collective call, between two steps.
+
+        Args:
+            random_states: For the helper itself.
+
+        Raises:
+            CheckpointError: On rank 0, if this checkpoint cannot be written, or in the background the one before.
+        """
+        if self._directory is None or self._saved_step == self.step:
+            return
+        now = random_states or self._read_random_states()
+        own = {"began": self._began, "now": now, "dicts": parts.read_dicts(self._state)}
+        of_ranks = ranks.gather(own)
+        self._saved_step = self.step
+        if ranks.rank() == 0:
+            shared = {
+                "kinds": parts.kinds(self._state),
+                "position": {"epoch": self.epoch, "step": self.step, "batches": self._batches, "unit": self._unit},
+                "ranks": of_ranks,
+            }
+            tensors = storage.flatten({**parts.read_shared(self._state), "shoal": shared})
+            self._writer.write(tensors, functools.partial(_write, self._directory, self.step))
+
+    def _read_random_states(self) -> dict[str, Any]:
+        generators = [] if self._loader is None else self._loader.read_generators()
+        return {"random": read_random_states(), "generators": generators}
+
+    def _load(self, directory: CheckpointDirectory) -> None:
+        read: dict[str, torch.Tensor] = {}
+
+        def read_newest() -> tuple[int, str] | None:
+            directory.lock()
+            if not (steps := directory.steps()):
+                return None
+            advice = directory.advice(steps[-1])
+            try:
+                read.update(storage.read(directory.path_of(steps[-1])))
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} {advice}") from error
+            return steps[-1], advice
+
+        found = ranks.from_first_rank(read_newest)
+        if found is None:
+            return
+        path = directory.path_of(found[0])
+        try:
+            state = storage.unflatten(ranks.broadcast_tensors(read))
+            shared = state.pop("shoal")
+            parts.load(self._state, state, shared["kinds"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: the checkpoint does not fit this script: {error} {found[1]}") from error
+        self._take(shared, path)
+
+    def _take(self, shared: dict[str, Any], path: Path) -> None:
+        """Continue at the position, and with the dicts and random states, of a checkpoint."""
+        saved, rank, world_size = shared["ranks"], ranks.rank(), ranks.world_size()
+        self.epoch, self.step, self._batches = (shared["position"][name] for name in ("epoch", "step", "batches"))
+        self._saved_step = self.step
+        if rank < len(saved):
+            own = saved[rank]
+            parts.load_dicts(self._state, own["dicts"])
+        else:
+            own = _derive(saved[0], rank)
+        self._resumed = {**own, "position": {**shared["position"], "world_size": len(saved)}}
+        if rank == 0:
+            place = f"epoch {self.epoch}, {self._batches} batches of it done"
+            ends = "" if len(saved) == world_size else f"; saved by {len(saved)} ranks, loaded by {world_size}"
+            print(f"shoal: going on from {path}: {place}{ends}", file=sys.stderr, flush=True)
+
+
+def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return random states for a rank that was not there when the checkpoint was saved."""
+    derived = {}
+    for name in ("began", "now"):
+        states = saved[name]
+        derived[name] = states and {**states, "random": derive_random_states(states["random"], rank)}
+    return derived
+
+
+def _write(directory: CheckpointDirectory, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint completely, and then make it visible."""
+    try:
+        storage.write(tensors, directory.begin(step))
+        directory.publish(step)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory.path_of(step)} cannot be written: {error}. Older checkpoints are intact. "
+            "Fix: free space, or choose another directory"
+        ) from error

@@ -1,0 +1,177 @@
+"""Where a training is in its data: begins a DataLoader's epoch after a number of batches, at the cost of indices only.
+
+The batches that the training has consumed count, not those that workers have loaded ahead. Workers draw random numbers
+from a seed for each batch. So their transforms do not depend on which worker loads a batch, or on a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from shoal_toolkit.checkpoint.torch.random_states import read_random_states, seed_all, set_random_states
+
+
+class SeededIndices(list):  # type: ignore[type-arg]
+    """The indices of a batch. Seeds the random number generators of a worker when it begins to load them."""
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            seed_all(self.seed)
+        return super().__iter__()
+
+
+class _Indices:
+    """Iterates over the indices of an epoch's batches, with random states of their own: those that `begin` sets.
+
+    What samplers draw then depends neither on when the loader asks for the next batch, nor on what else draws.
+    """
+
+    def __init__(self, inner: Any, skip: int, seed: int | None, begin: Callable[[], None]) -> None:
+        self._inner, self._number, self._seed = inner, skip, seed
+        self._begin: Callable[[], None] | None = begin
+        self._indices: Iterator[Any] = iter(())
+        self._states: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        before = read_random_states()
+        try:
+            self._enter()
+            indices = next(self._indices)
+        finally:
+            self._states = read_random_states()
+            set_random_states(before)
+        number, self._number = self._number, self._number + 1
+        if self._seed is None or not isinstance(indices, (list, tuple)):
+            return indices
+        return SeededIndices(indices, (self._seed + number) % 2**63)
+
+    def _enter(self) -> None:
+        """Set the random states of the sampler. The first time, draw the indices that are skipped."""
+        if self._begin is None:
+            set_random_states(self._states)
+            return
+        self._begin()
+        self._begin = None
+        self._indices = iter(self._inner)
+        for _ in islice(self._indices, self._number):
+            pass
+
+
+class BatchIndices:
+    """Stands for a DataLoader's batch sampler, or its sampler if it does not batch, while an iterator is made.
+
+    `start` is what the next iterators begin with. A loader with persistent workers asks for one in each epoch.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.start: tuple[int, int | None, Callable[[], None]] = (0, None, lambda: None)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Indices(self.inner, *self.start)
+
+
+class ExactLoader:
+    """Iterates over a DataLoader from any batch on, as if the batches before it had been loaded.
+
+    Raises:
+        TypeError: If it is another loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+            raise TypeError(
+                f"{type(loader).__name__} is not torch's DataLoader, or iterates in another way. Its place in an epoch "
+                "cannot be saved. Fix: give batches() a torch.utils.data.DataLoader, for accelerate without prepare()"
+            )
+        self.loader = loader
+        self._attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._indices = BatchIndices(getattr(loader, self._attribute))
+        self.is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of all samplers that have one, such as DistributedSampler."""
+        for sampler in self._samplers():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    @property
+    def length(self) -> int | None:
+        """The number of samples of the dataset, if it is known."""
+        return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
+
+    def samples_per_batch(self, world_size: int) -> int | None:
+        """Return the number of samples in a batch of all ranks. None if the loader has batches of its own making."""
+        return None if self.loader.batch_size is None else self.loader.batch_size * world_size
+
+    def read_generators(self) -> list[torch.Tensor]:
+        """Return the states of the random number generators that the loader and its samplers have for themselves."""
+        return [each.get_state() for each in self._generators()]
+
+    def set_generators(self, states: list[torch.Tensor]) -> None:
+        """Set the states of these generators."""
+        for generator, state in zip(self._generators(), states):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(owner, "generator", None) for owner in (self.loader, *self._samplers())]
+        return list({id(each): each for each in found if each is not None}.values())
+
+    def _samplers(self) -> list[Any]:
+        batch_sampler = self.loader.batch_sampler
+        found = self.loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)
+        return [each for each in found if each is not None]
+
+    def start(self, skip: int) -> Iterator[Any]:
+        """Return an iterator over an epoch's batches without the first `skip`.
+
+        Draws one seed from torch's generator and each of the loader's, however many the loader draws. The samples of
+        the skipped batches are not loaded, unless the dataset is an IterableDataset.
+        """
+        seed = _draw(None)
+        seeds = [(generator, _draw(generator)) for generator in self._generators()]
+        before = read_random_states()
+        try:
+            return self._iterate(skip, seed, seeds)
+        finally:
+            set_random_states(before)
+
+    def _iterate(self, skip: int, seed: int, seeds: list[tuple[torch.Generator, int]]) -> Iterator[Any]:
+        if self.is_iterable:
+            batches: Iterator[Any] = iter(self.loader)
+            for _ in islice(batches, skip):
+                pass
+            return batches
+
+        def begin() -> None:
+            seed_all(seed)
+            for generator, own in seeds:
+                generator.manual_seed(own)
+
+        self._indices.start = skip, seed if self.loader.num_workers else None, begin
+        attributes = vars(self.loader)  # a DataLoader refuses to set them in the ordinary way
+        attributes[self._attribute] = self._indices
+        try:
+            batches = iter(self.loader)
+        finally:
+            attributes[self._attribute] = self._indices.inner
+        return batches
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

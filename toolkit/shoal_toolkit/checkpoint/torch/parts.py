@@ -1,0 +1,124 @@
+"""The objects whose state is saved: models, optimizers and anything else with a state_dict, and plain dicts.
+
+A dict belongs to its rank. Everything else is the same on all ranks, so that the state of rank 0 is for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from shoal_toolkit.checkpoint.directories import CheckpointError
+
+RESERVED = ("shoal", "structure")
+_MOST_DIFFERENCES = 3
+
+
+def check(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects without the wrappers of data parallelism and torch.compile, so that both load each other's.
+
+    Raises:
+        TypeError: If one has no state.
+        ValueError: If a name is reserved.
+    """
+    for name, part in parts.items():
+        if name in RESERVED:
+            raise ValueError(f"{name}=: this name is reserved. Fix: choose another")
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not has_state and not isinstance(part, dict):
+            raise TypeError(
+                f"{name}={part!r}: its state cannot be saved. Allowed: a dict, or an object with state_dict() and "
+                "load_state_dict()"
+            )
+    return {name: _unwrap(part) for name, part in parts.items()}
+
+
+def _unwrap(part: Any) -> Any:
+    while isinstance(part, torch.nn.Module):
+        inner = getattr(part, "_orig_mod", None)  # torch.compile's
+        if type(part).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = part.module
+        if inner is None:
+            break
+        part = inner
+    return part
+
+
+def read_shared(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of each object but dicts. The tensors are those that the training changes."""
+    return {name: part.state_dict() for name, part in parts.items() if not isinstance(part, dict)}
+
+
+def read_dicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the dicts of this rank."""
+    return {name: dict(part) for name, part in parts.items() if isinstance(part, dict)}
+
+
+def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of each object that is not a module: the state of one optimizer does not fit another."""
+    return {
+        name: "module" if isinstance(part, torch.nn.Module) else type(part).__qualname__ for name, part in parts.items()
+    }
+
+
+def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
+    """Set the state of each object but dicts, if all of it fits; else nothing is changed.
+
+    Args:
+        parts: The objects.
+        saved: What `read_shared` returned.
+        saved_kinds: What `kinds` returned.
+
+    Raises:
+        CheckpointError: If it does not. The message says what differs, and has no fix yet.
+    """
+    if set(parts) != set(saved_kinds):
+        raise CheckpointError(f"it has {_names(saved_kinds)}, and this script saves {_names(parts)}.")
+    for name, kind in kinds(parts).items():
+        if kind != saved_kinds[name]:
+            raise CheckpointError(f"its {name} is of class {saved_kinds[name]}, and that of this script is {kind}.")
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            _compare(name, part.state_dict(), saved[name])
+        elif isinstance(part, torch.optim.Optimizer):
+            _compare_groups(name, part.state_dict(), saved[name])
+    for name, state in saved.items():
+        parts[name].load_state_dict(state)
+
+
+def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> None:
+    """Set the dicts, in place. Tensors go to the devices of those that they replace."""
+    for name, values in saved.items():
+        part = parts[name]
+        devices = {key: value.device for key, value in part.items() if isinstance(value, torch.Tensor)}
+        part.clear()
+        part.update({key: value.to(devices[key]) if key in devices else value for key, value in values.items()})
+
+
+def _names(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _compare(name: str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def differences() -> Any:
+        yield from (f"{key} is missing" for key in state if key not in saved)
+        yield from (f"{key} is not in this model" for key in saved if key not in state)
+        for key in state:
+            if key in saved and _layout(state[key]) != _layout(saved[key]):
+                yield f"{key} is {_layout(saved[key])} instead of {_layout(state[key])}"
+
+    if found := list(islice(differences(), _MOST_DIFFERENCES)):
+        raise CheckpointError(f"its {name} is another one: {'; '.join(found)}.")
+
+
+def _layout(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def _compare_groups(name: str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    sizes, saved_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (state, saved))
+    if sizes != saved_sizes:
+        raise CheckpointError(f"its {name} has {saved_sizes} parameters in its groups instead of {sizes}.")

@@ -199,7 +199,10 @@ def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: It
 
 
 def _index_others(new: Path, old: Path) -> None:
-    """Add the existing packages that are not among the new ones to the index of these."""
+    """Add the existing packages that are not among the new ones to the index of these.
+
+    Packages whose file is missing are left out.
+    """
     index = old / INDEX
     entries = index.read_text().split("\n\n") if index.is_file() else []
     with (new / INDEX).open("a") as file:
@@ -217,7 +220,10 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
-    """Move the files to `target`. `last` is moved last: it says that the others are there."""
+    """Move the files to `target`. `last` is moved last: it says that the others are there.
+
+    Files of the same name are replaced. Both directories must be on one file system.
+    """
     for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         path.replace(target / path.name)
 

@@ -132,7 +132,10 @@ class _Tree:
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, links: int) -> str:
-        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is."""
+        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is.
+
+        Results are kept in `_known`, so all links must be known before the first call.
+        """
         if not path or links > _MOST_LINKS:
             return path
         if path not in self._known:
@@ -174,7 +177,10 @@ def _name_and_version(directory: str) -> tuple[str, str]:
 
 
 def _directory_of(path: str) -> str:
-    """Return the first four directories of a path, which name the owner of a file without a package."""
+    """Return the first four directories of a path, which name the owner of a file without a package.
+
+    A file in the root has the owner "/".
+    """
     directories = path.split("/")[:-1]
     return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 

@@ -134,8 +134,8 @@ class _Metered(io.RawIOBase):
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
     """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped.
 
-    Layers are unpacked if needed, and compressed in `pool` to measure them. Of a layer with other compression only its
-    name is kept.
+    Layers are unpacked if needed, and compressed in `pool` to measure them. If a layer has another compression than
+    gzip, only the compression's name is kept. JSON of more than 8 MiB is skipped.
     """
     name = normalize_path(member.name)
     if member.issym() or member.islnk():
@@ -258,7 +258,10 @@ def _texts(name: str, what: str, value: object) -> list[str]:
 
 
 def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
-    """Return the digest and the command of each layer; empty ones if the numbers do not match."""
+    """Return the digests and the commands of layers, from the configuration of an image.
+
+    If the configuration has another number of digests than `layers`, all digests are empty. Commands likewise.
+    """
     digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
     history = [step for step in config.get("history") or [] if not step.get("empty_layer")]
     commands = [replace_surrogates(str(step.get("created_by", ""))) for step in history]

@@ -42,13 +42,19 @@ def largest_element(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """The maximum; NaN if a value is, wherever it stands, as in torch."""
+    """Returns the maximum; NaN if a value is, wherever it stands, as in torch.
+
+    Without values it is 0.
+    """
     found = list(values)
     return next((value for value in found if math.isnan(value)), max(found, default=0.0))
 
 
 def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
-    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once."""
+    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once.
+
+    The norms are float64, and computed in single precision or better. Gradients without elements are left out.
+    """
     found: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():

@@ -46,7 +46,10 @@ class MasterWeights:
         self.is_unscaled = False
 
     def forget_gradients(self) -> None:
-        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now."""
+        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now.
+
+        The gradients of the copies stay.
+        """
         self.is_unscaled = False  # GradScaler may have skipped the step
         for parameter in self.copies:
             parameter.grad = None
@@ -124,7 +127,10 @@ class MasterWeights:
                     group["params"][place] = self.copies[parameter] = copy
 
     def model_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Replaces copies by the model's parameters."""
+        """Returns the parameters, with copies replaced by the model's own.
+
+        Their order stays, and so do parameters that are no copies.
+        """
         originals = {id(copy): parameter for parameter, copy in self.copies.items()}
         return [originals.get(id(parameter), parameter) for parameter in parameters]
 

@@ -83,7 +83,10 @@ class Transfers:
     # --- sending, on the threads of tasks
 
     def choose(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """Returns the tensors to transfer, by their places."""
+        """Returns the tensors to transfer, by their places.
+
+        They are the tensors that the carrier takes: long ones on this rank's device (see `Carrier.takes`).
+        """
         return {
             place: tensor for place, tensor in enumerate(tensors) if tensor is not None and self._carrier.takes(tensor)
         }
@@ -101,7 +104,7 @@ class Transfers:
     # --- messages, on receiving threads
 
     def take(self, message: Message) -> None:
-        """Takes a message of another stage. Delivers it when it and all messages before it are complete.
+        """Takes a message of another stage. Delivers it when it and all earlier messages of that stage are complete.
 
         Some kinds are delivered at once. A signal goes to the thread of transfers.
         """

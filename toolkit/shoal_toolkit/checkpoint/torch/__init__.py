@@ -1,4 +1,4 @@
-"""Saves and resumes a PyTorch training exactly: the loss curve after a restart is that of an uninterrupted run.
+"""Saves and resumes a PyTorch training exactly: the losses after a restart equal the losses without one.
 
     checkpoint = Checkpoint("/opt/ml/checkpoints", every=100, model=model, optimizer=optimizer)
     for epoch in checkpoint.epochs(10):
@@ -46,7 +46,7 @@ class Checkpoint:
         keep: The number of newest checkpoints that are kept.
         asynchronous: Write in a background thread, from a copy in memory that is kept for the next save. The training
             waits for the copy only.
-        state: What is saved, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
+        state: The objects to save, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
             `state_dict` and `load_state_dict`. Also dicts, of which each rank has its own. They are updated in place.
 
     Raises:
@@ -113,7 +113,7 @@ class Checkpoint:
             accumulate: The number of batches of a step, if you accumulate gradients. Saves are between steps only.
 
         Raises:
-            CheckpointError: If the checkpoint is at a place in the epoch where this loader has no boundary of batches.
+            CheckpointError: If this loader has no boundary of batches at the checkpoint's place in the epoch.
             TypeError: If the loader is not torch's DataLoader.
         """
         if self._began is not None:
@@ -145,7 +145,7 @@ class Checkpoint:
         return batches
 
     def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
-        """Yield the batches. What follows a yield is done when the script asks for the next batch.
+        """Yield the batches. The code after a yield runs when the script asks for the next batch.
 
         A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
         """

@@ -74,7 +74,7 @@ class Checkpoint:
         self._directory = None if directory is None else CheckpointDirectory(directory, keep)
         self._writer = Writer(asynchronous)
         self._stop = StopAgreement()
-        self._loaders: dict[Any, ExactLoader] = {}
+        self._loaders: dict[int, ExactLoader] = {}
         self._loader: ExactLoader | None = None
         self._batches = 0  # of this epoch, that the training has consumed on this rank
         self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
@@ -118,9 +118,9 @@ class Checkpoint:
         """
         if self._began is not None:
             raise ValueError(f"epoch {self.epoch}: a second loop over batches(). Fix: have one in each epoch")
-        if loader not in self._loaders:
-            self._loaders[loader] = ExactLoader(loader)
-        self._loader = self._loaders[loader]
+        if id(loader) not in self._loaders:
+            self._loaders[id(loader)] = ExactLoader(loader)
+        self._loader = self._loaders[id(loader)]
         self._loader.set_epoch(self.epoch)
         batches = self._resume_batches(self._loader) if self._resumed else self._start_batches(self._loader)
         return self._count(batches, accumulate)

@@ -298,8 +298,8 @@ def other_groups() -> dict[str, Any]:
     ("state", "message"),
     [
         (other_model, r"its model is another one: weight is float32 \(2, 4\) instead of float32 \(2, 5\)\."),
-        (other_names, "its model is another one: 0.weight is missing; 0.bias is missing; weight is not in this model"),
-        (other_optimizer, "its optimizer is of class Adam, and that of this script is SGD"),
+        (other_names, "its model is another one: 0.weight is missing, 0.bias is missing, weight is not in this model"),
+        (other_optimizer, "its optimizer is of class Adam instead of SGD"),
         (other_groups, r"its optimizer has \[2\] parameters in its groups instead of \[1\]"),
         (lambda: {"model": model()}, "it has model, optimizer, and this script saves model"),
     ],

@@ -69,7 +69,7 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
 
 
 def test_it_goes_on_with_another_number_of_ranks(two_ranks: TwoRanks, alone: Alone, tmp_path: Path) -> None:
-    """The batches of two ranks are those of one whose batch is as large as both."""
+    """One rank goes on at the step of two ranks, and trains to the end."""
     start(two_ranks, "loop", tmp_path, 0.0, signal.SIGKILL)
     (step,) = CheckpointDirectory(tmp_path / "checkpoints").steps()[-1:] or [0]
     alone(RESUMING, "loop", tmp_path / "checkpoints", tmp_path / "one")
@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path]
             {"model": lambda: make(5)},
             r"its model is another one: .*/kernel:0 is float32 \[3, 2\] instead of .*\[3, 5\]",
         ),
-        ({"model": lambda: make(2, "SGD")}, "its optimizer is Adam, and that of this script is SGD"),
+        ({"model": lambda: make(2, "SGD")}, "its optimizer is Adam instead of SGD"),
         (
             {"model": make, "more": lambda: tf.Variable(1)},
             "it has model, optimizer, and this script saves model, more",
@@ -137,4 +137,4 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_layers_whose_random_state_cannot_be_saved_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,)), tf.keras.layers.Dropout(0.5, name="drop")])
     Checkpoint(tmp_path, model=model)
-    assert "the layers drop draw random numbers whose state TensorFlow cannot save" in capfd.readouterr().err
+    assert "the layers drop draw random numbers with a state that TensorFlow cannot save" in capfd.readouterr().err

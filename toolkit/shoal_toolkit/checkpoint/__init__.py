@@ -1,4 +1,4 @@
-"""What a script can ask about restarts and stops: where its checkpoints are, why it starts again, how long it has.
+"""Answers a script's questions about restarts and stops: its checkpoints, the reason of a restart, the time left.
 
 Needs no framework. `checkpoint.torch` and `checkpoint.tensorflow` save and load the state of a training. Importing does
 nothing; `seconds_left` installs a handler for SIGTERM.

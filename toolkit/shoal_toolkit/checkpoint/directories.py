@@ -93,7 +93,7 @@ class CheckpointDirectory:
         return self.path / f"step-{step:08}"
 
     def begin(self, step: int) -> Path:
-        """Remove what interrupted saves left, and return the path at which to write the checkpoint of a step."""
+        """Remove the remains of interrupted saves, and return the path at which to write the checkpoint of a step."""
         for name in os.listdir(self.path):
             if name.endswith(PARTIAL) and name.startswith("step-"):
                 shutil.rmtree(self.path / name)

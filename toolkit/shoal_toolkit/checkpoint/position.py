@@ -1,4 +1,4 @@
-"""Where in an epoch a training goes on, also with another number of ranks."""
+"""The place in an epoch at which a training goes on, also with another number of ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal_toolkit.checkpoint.directories import CheckpointError
 def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int, length: int | None) -> int:
     """Return how many batches of an epoch a rank skips, so that each sample is trained once.
 
-    A DistributedSampler gives the ranks the samples of one order in turn. So what all ranks have trained after a number
-    of batches is the beginning of that order, and its length counts, whatever the number of ranks.
+    A DistributedSampler gives the ranks the samples of one order in turn. So after a number of batches, all ranks
+    together have trained the beginning of that order. Its length counts, with any number of ranks.
 
     Args:
         saved: The checkpoint's `batches`, `unit`, `world_size` and `epoch`.

@@ -1,4 +1,4 @@
-"""Saves and resumes a TensorFlow or Keras training exactly: the loss curve is that of an uninterrupted run.
+"""Saves and resumes a TensorFlow or Keras training exactly: the losses equal those without an interruption.
 
     tf.keras.backend.experimental.enable_tf_random_generator()  # before the model is made: dropout can then be saved
     checkpoint = Checkpoint("/opt/ml/checkpoints", every=100, model=model, ranks=sdp)
@@ -44,7 +44,7 @@ class Checkpoint:
         keep: The number of newest checkpoints that are kept.
         ranks: The module through which the ranks communicate, such as `smdistributed.dataparallel.tensorflow` or
             `horovod.tensorflow`, initialised. None: this process trains alone.
-        objects: What else is saved, by name: an `optimizer=` of your own loop, and other trackable objects, such as
+        objects: Other objects to save, by name: an `optimizer=` of your own loop, and other trackable objects, such as
             tf.Variable.
 
     Raises:
@@ -154,7 +154,7 @@ class Checkpoint:
         return self._model.fit(rest, callbacks=[*callbacks, saving], **epochs, **given)
 
     def end_step(self, batches: int) -> None:
-        """Note that a step has ended, after so many batches of this epoch."""
+        """Note that a step has ended, after a number of batches of this epoch."""
         self.step += batches - self._batches
         self._batches = batches
         if self._every is not None and self.step % self._every == 0:

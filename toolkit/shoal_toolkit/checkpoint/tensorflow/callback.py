@@ -15,7 +15,7 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         checkpoint: The Checkpoint.
         skipped: The number of batches of the epoch that are not in the dataset.
-        metrics: What the metrics had added up after these.
+        metrics: The values of the metrics' variables after these.
     """
 
     def __init__(self, checkpoint: Any, skipped: int, metrics: list[Any]) -> None:

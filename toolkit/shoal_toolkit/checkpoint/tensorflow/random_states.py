@@ -20,11 +20,11 @@ class RandomStates:
         self.is_incomplete = ""
         if legacy:
             self.is_incomplete = (
-                f"the layers {', '.join(legacy[:3])} draw random numbers whose state TensorFlow cannot save, so that a "
-                "resumed training is not exact. Fix: call tf.keras.backend.experimental.enable_tf_random_generator() "
-                "before you make the model"
+                f"the layers {', '.join(legacy[:3])} draw random numbers with a state that TensorFlow cannot save. A "
+                "resumed training is then not exact. Fix: call "
+                "tf.keras.backend.experimental.enable_tf_random_generator() before you make the model"
             )
-        """What cannot be saved, and the fix; empty if all can."""
+        """A warning that names layers, with a fix; empty if all states can be saved."""
 
     def _generators(self) -> list[Any]:
         own = [each._random_generator for each in self._layers]
@@ -51,7 +51,10 @@ class RandomStates:
             generator.state.assign(tf.constant(state, dtype=generator.state.dtype))
 
     def derive(self, states: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Return states for a rank that was not there when those of another rank were saved: the same each time."""
+        """Return states for a rank that was not there at the save, from the states of another rank.
+
+        They are the same each time.
+        """
         digest = hashlib.sha256(f"{states['python'][1]} {rank}".encode()).digest()
         before = self.read()
         random.seed(digest)

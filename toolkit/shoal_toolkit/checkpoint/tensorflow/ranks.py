@@ -50,7 +50,7 @@ class Ranks:
         return value
 
     def broadcast_variables(self, variables: Any) -> None:
-        """Set variables to those of rank 0. A collective call."""
+        """Set variables to the values of rank 0. A collective call."""
         if self.size > 1:
             self._module.broadcast_variables(variables, root_rank=0)
 

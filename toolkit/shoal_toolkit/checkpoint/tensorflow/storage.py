@@ -46,7 +46,7 @@ def _variables_of(value: Any) -> list[Any]:
 
 
 def read_metrics(model: Any) -> list[Any]:
-    """Return the values of the metrics' variables: what they have added up in this epoch."""
+    """Return the values of the metrics' variables, which are sums over this epoch."""
     return [each.numpy().tolist() for metric in model.metrics for each in metric.variables]
 
 
@@ -71,7 +71,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Set the objects to the state of a checkpoint, if it fits.
 
     Returns:
-        What else is in it: `position`, `random`, `metrics`.
+        The rest of it: `position`, `random`, `metrics`.
 
     Raises:
         CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.
@@ -111,9 +111,9 @@ def _compare(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         raise CheckpointError(f"it has {', '.join(sorted(saved))}, and this script saves {', '.join(sorted(own))}.")
     for name in own:
         if name != "model" and own[name] != saved[name]:
-            raise CheckpointError(f"its {name} is {saved[name]}, and that of this script is {own[name]}.")
+            raise CheckpointError(f"its {name} is {saved[name]} instead of {own[name]}.")
     if found := list(islice(_differences(own["model"], saved["model"]), _MOST_DIFFERENCES)):
-        raise CheckpointError(f"its model is another one: {'; '.join(found)}.")
+        raise CheckpointError(f"its model is another one: {', '.join(found)}.")
 
 
 def _differences(own: list[Any], saved: list[Any]) -> Iterator[str]:

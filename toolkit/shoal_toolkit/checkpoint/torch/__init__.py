@@ -1,4 +1,4 @@
-"""Saves and resumes a PyTorch training exactly: the loss curve after a restart is that of an uninterrupted run.
+"""Saves and resumes a PyTorch training exactly: the losses after a restart equal the losses without one.
 
     checkpoint = Checkpoint("/opt/ml/checkpoints", every=100, model=model, optimizer=optimizer)
     for epoch in checkpoint.epochs(10):
@@ -46,7 +46,7 @@ class Checkpoint:
         keep: The number of newest checkpoints that are kept.
         asynchronous: Write in a background thread, from a copy in memory that is kept for the next save. The training
             waits for the copy only.
-        state: What is saved, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
+        state: The objects to save, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
             `state_dict` and `load_state_dict`. Also dicts, of which each rank has its own. They are updated in place.
 
     Raises:
@@ -74,7 +74,7 @@ class Checkpoint:
         self._directory = None if directory is None else CheckpointDirectory(directory, keep)
         self._writer = Writer(asynchronous)
         self._stop = StopAgreement()
-        self._loaders: dict[Any, ExactLoader] = {}
+        self._loaders: dict[int, ExactLoader] = {}
         self._loader: ExactLoader | None = None
         self._batches = 0  # of this epoch, that the training has consumed on this rank
         self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
@@ -113,14 +113,14 @@ class Checkpoint:
             accumulate: The number of batches of a step, if you accumulate gradients. Saves are between steps only.
 
         Raises:
-            CheckpointError: If the checkpoint is at a place in the epoch where this loader has no boundary of batches.
+            CheckpointError: If this loader has no boundary of batches at the checkpoint's place in the epoch.
             TypeError: If the loader is not torch's DataLoader.
         """
         if self._began is not None:
             raise ValueError(f"epoch {self.epoch}: a second loop over batches(). Fix: have one in each epoch")
-        if loader not in self._loaders:
-            self._loaders[loader] = ExactLoader(loader)
-        self._loader = self._loaders[loader]
+        if id(loader) not in self._loaders:
+            self._loaders[id(loader)] = ExactLoader(loader)
+        self._loader = self._loaders[id(loader)]
         self._loader.set_epoch(self.epoch)
         batches = self._resume_batches(self._loader) if self._resumed else self._start_batches(self._loader)
         return self._count(batches, accumulate)
@@ -145,7 +145,7 @@ class Checkpoint:
         return batches
 
     def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
-        """Yield the batches. What follows a yield is done when the script asks for the next batch.
+        """Yield the batches. The code after a yield runs when the script asks for the next batch.
 
         A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
         """

@@ -32,7 +32,7 @@ class SeededIndices(list):  # type: ignore[type-arg]
 class _Indices:
     """Iterates over the indices of an epoch's batches, with random states of their own: those that `begin` sets.
 
-    What samplers draw then depends neither on when the loader asks for the next batch, nor on what else draws.
+    So the order does not change if the loader asks earlier for the next batch, or if other code draws.
     """
 
     def __init__(self, inner: Any, skip: int, seed: int | None, begin: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class _Indices:
 class BatchIndices:
     """Stands for a DataLoader's batch sampler, or its sampler if it does not batch, while an iterator is made.
 
-    `start` is what the next iterators begin with. A loader with persistent workers asks for one in each epoch.
+    The next iterators begin with `start`. A loader with persistent workers asks for one in each epoch.
     """
 
     def __init__(self, inner: Any) -> None:

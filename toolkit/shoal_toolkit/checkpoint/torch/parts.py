@@ -1,4 +1,4 @@
-"""The objects whose state is saved: models, optimizers and anything else with a state_dict, and plain dicts.
+"""The objects to save: models, optimizers and anything else with a state_dict, and plain dicts.
 
 A dict belongs to its rank. Everything else is the same on all ranks, so that the state of rank 0 is for all.
 """
@@ -69,8 +69,8 @@ def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mappin
 
     Args:
         parts: The objects.
-        saved: What `read_shared` returned.
-        saved_kinds: What `kinds` returned.
+        saved: The result of `read_shared`.
+        saved_kinds: The result of `kinds`.
 
     Raises:
         CheckpointError: If it does not. The message says what differs, and has no fix yet.
@@ -79,7 +79,7 @@ def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mappin
         raise CheckpointError(f"it has {_names(saved_kinds)}, and this script saves {_names(parts)}.")
     for name, kind in kinds(parts).items():
         if kind != saved_kinds[name]:
-            raise CheckpointError(f"its {name} is of class {saved_kinds[name]}, and that of this script is {kind}.")
+            raise CheckpointError(f"its {name} is of class {saved_kinds[name]} instead of {kind}.")
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
             _compare(name, part.state_dict(), saved[name])
@@ -111,7 +111,7 @@ def _compare(name: str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> N
                 yield f"{key} is {_layout(saved[key])} instead of {_layout(state[key])}"
 
     if found := list(islice(differences(), _MOST_DIFFERENCES)):
-        raise CheckpointError(f"its {name} is another one: {'; '.join(found)}.")
+        raise CheckpointError(f"its {name} is another one: {', '.join(found)}.")
 
 
 def _layout(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a training agree on: the checkpoint that they load, and the step after which they stop.
+"""Lets the ranks of a training agree on the checkpoint that they load, and the step after which they stop.
 
 Without a process group, this process is the only rank.
 """

@@ -25,7 +25,7 @@ class Writer:
         """Call the function; in the background, return when the tensors are copied. Waits for the call before.
 
         Raises:
-            Exception: What this call raised, or the one before in the background.
+            Exception: The error of this call, or of the one before in the background.
         """
         self.wait()
         if self._thread is None:
@@ -46,7 +46,7 @@ class Writer:
         """Wait until nothing is written.
 
         Raises:
-            Exception: What the call in the background raised.
+            Exception: The error of the call in the background.
         """
         running, self._running = self._running, None
         if running is not None:

@@ -1,8 +1,9 @@
 """`shoal doctor`: checks whether this machine can build images and run jobs, and advises fixes.
 
 A check takes a `Site` and returns a `Result`. All checks run at the same time, each in its own thread, and together
-take at most `LIMIT` seconds. A check that needs Docker or a checkout, and has none, becomes a remark. It fails if it
-raises another exception or is late. Checks leave this machine as it is; `apply_fixes` may install and start Docker.
+take at most `LIMIT` seconds. If there is no Docker or no checkout, the check of it fails, and checks that need it
+become remarks. A check also fails if it raises another exception or is late. Checks leave this machine as it is;
+`apply_fixes` may install and start Docker.
 """
 
 from __future__ import annotations

@@ -204,9 +204,7 @@ def _bootstrap(
 ) -> BaseImage:
     """Load the base image's archive from the cache into Docker, and return the image.
 
-    Makes the archive if it is missing.
-
-    Raises `BaseImageError`.
+    Makes the archive if it is missing. Making it may install mmdebstrap with apt-get. Raises `BaseImageError`.
     """
     kept = archive_path(cache, system)
     if not kept.is_file():

@@ -78,8 +78,8 @@ def find_answer(command: BuildCommand) -> list[str] | None:
 def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str, str | None]) -> None:
     """Save the lines that a build printed when all images were up to date.
 
-    Nothing is saved if an input changed in the last seconds, or the file cannot be written. Answers for another state
-    of the inputs are dropped.
+    Nothing is saved if an input changed in the last seconds, Docker does not answer on a local socket, or the file
+    cannot be written. Answers for another state of the inputs are dropped.
 
     Args:
         lines: The printed lines.

@@ -58,7 +58,7 @@ class JobRequest:
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
 
     def check(self) -> None:
-        """Raise `UsageError` if the job cannot run: a path, size, channel, GPU or the distribution is wrong."""
+        """Raise `UsageError` if the job cannot run: a path, size, channel, GPU, secret or the distribution is wrong."""
         check_source(self.source, self.entry_point)
         check_size("--shm-size", self.shm_size)
         check_size("--memory", self.memory)

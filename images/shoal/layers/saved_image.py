@@ -134,8 +134,8 @@ class _Metered(io.RawIOBase):
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
     """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped.
 
-    Layers are unpacked if needed, and compressed in `pool` to measure them. Of a layer with other compression only its
-    name is kept.
+    Layers are unpacked if needed, and compressed in `pool` to measure them. If a layer has another compression than
+    gzip, only the compression's name is kept. JSON of more than 8 MiB is skipped.
     """
     name = normalize_path(member.name)
     if member.issym() or member.islnk():

@@ -177,7 +177,10 @@ def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
 
 
 def _join(run: Sequence[Span]) -> Span:
-    """Return one span for a run of spans: named as the longest, with the sum of their bytes."""
+    """Return one span for a run of spans: named as the longest, with their number and the sum of their bytes.
+
+    A single span is returned as it is.
+    """
     if len(run) == 1:
         return run[0]
     longest, end = max(run, key=lambda span: span.duration), max(span.end for span in run)

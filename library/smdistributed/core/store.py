@@ -7,6 +7,7 @@ A request is a JSON list, its answer one JSON value; each follows its length in 
 each call that is in progress, so a thread that waits for a value does not block others. Each connection starts with a
 handshake (see `handshake`): if the job has a secret, only its processes get answers. Otherwise, anybody who reaches
 the store may read and write values. The server listens only at the address of rank 0's host that the other hosts use.
+If that address is unknown, it listens at all addresses of the host.
 """
 
 from __future__ import annotations

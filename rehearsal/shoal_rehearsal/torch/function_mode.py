@@ -68,7 +68,8 @@ def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
 def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> Placement:
     """Returns the placement of a new tensor without a requested device, by torch.set_default_device.
 
-    None if the function creates none. May set `kwargs["device"]`.
+    If the default is CUDA, this sets `kwargs["device"]` to the CPU. If there is no default, it is the CPU, or None if
+    an argument is a tensor. It is None for another default, and if the function creates no tensor or has a device.
     """
     if func not in _device._device_constructors() or kwargs.get("device") is not None:
         return None

@@ -203,7 +203,10 @@ class Host(Role):
             self.output.drop()
 
     def collect_facts(self) -> dict[str, int]:
-        """Returns facts about this host that may explain a failure: memory, full disks, and the number of GPUs."""
+        """Returns facts about this host that may explain a failure: memory, full disks, and the number of GPUs.
+
+        The number of GPUs is 0 until this host has its plan.
+        """
         from shoal_toolkit.system.disks import collect_disk_facts
 
         gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0

@@ -1,6 +1,7 @@
 """Assigns layers to stages: as the script requests, and the others so that stages cost about the same.
 
-Without `auto_partition`, the others are on `default_partition`.
+Without `auto_partition`, the others are on `default_partition`. In both cases, layers that the first trace did not call
+join the layers that own their variables. Without such variables they are on the last stage.
 """
 
 from __future__ import annotations

@@ -111,10 +111,13 @@ def write_newest(directory: Path, tag: str, kind: str) -> None:
 
 
 def read_newest(directory: Path, kind: str) -> str:
-    """Returns the newest tag of a kind, "partial" or "full". Old directories note one for both kinds.
+    """Returns the newest tag of a kind, "partial" or "full", as the directory notes it.
+
+    Without a note of this kind, it returns the newest tag of both kinds, because old directories note no kind. That tag
+    may be of the other kind. It does not look for the checkpoint itself.
 
     Raises:
-        SMPRuntimeError: If there is none.
+        SMPRuntimeError: If there is no note at all.
     """
     for file in (directory / f"{_NEWEST}_{kind}", directory / _NEWEST):
         if file.is_file():

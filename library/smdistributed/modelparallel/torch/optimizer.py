@@ -174,7 +174,10 @@ class DistributedOptimizer(WrappedOptimizer):
         self.master_weights.forget_gradients()
 
     def update_master_grads(self) -> None:
-        """Averages the gradients over replicas and divides them by the loss scale; all ranks call it.
+        """Averages gradients over replicas, and divides the optimizer's by the loss scale; all ranks call it.
+
+        With `fp16` or `bf16`, the optimizer's single-precision copies of parameters get the divided gradients. `.grad`
+        of the model's half-precision parameters is averaged, but not divided.
 
         With a dynamic loss scale, `overflow` then says whether any gradient overflowed, on any rank.
 

@@ -239,9 +239,10 @@ def _batch(given: Sequence[Any]) -> int:
 
 
 def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
-    """Numbers of microbatches to try: powers of two, or the next smaller divisors of the batch.
+    """Returns the numbers of microbatches to try, up to 8 for each partition and up to the batch size.
 
-    There are at most 8 for each partition. With `uneven_microbatches` they are powers of two.
+    With `uneven_microbatches`, they are the powers of two up to this limit. Otherwise, they are divisors of the batch:
+    for each power of two, and for the limit itself, the largest divisor that does not exceed it.
     """
     most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
     if str(given.get("uneven_microbatches")).lower() == "true":

@@ -86,7 +86,8 @@ class State(Context):
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: If a key is unknown or its value is not allowed.
+            SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS or
+                SMP_STAGE_TRANSFERS is wrong, or smdistributed.dataparallel is imported.
             SMPUnsupportedError: If a key is not implemented.
             TimelineError: If the file of SMP_TIMELINE cannot be written.
             LaunchError: If the environment does not say which rank this is.

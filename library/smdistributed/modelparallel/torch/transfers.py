@@ -101,7 +101,7 @@ class Transfers:
     # --- messages, on receiving threads
 
     def take(self, message: Message) -> None:
-        """Takes a message of another stage. Delivers it when it and all messages before it are complete.
+        """Takes a message of another stage. Delivers it when it and all earlier messages of that stage are complete.
 
         Some kinds are delivered at once. A signal goes to the thread of transfers.
         """

@@ -108,7 +108,10 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
 
 
 def _step(vertex: Fields) -> StepEvent | None:
-    """Return the event of a build step: started, cached, done or failed; None if it has not started."""
+    """Return the event of a build step: started, cached, done or failed; None if it has not started.
+
+    A failed step has the error, and an ended one the seconds that it took.
+    """
     name = _text(vertex, 3)
     match = _STEP.match(name)
     number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)

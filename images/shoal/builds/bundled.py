@@ -198,7 +198,10 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of images in the documents of an archive, which differ between versions of Docker."""
+    """Yield the names of images in the documents of an archive, which differ between versions of Docker.
+
+    A name may come several times.
+    """
     for image in documents.get("manifest.json", ()):
         yield from image["RepoTags"] or ()
     for repository, tags in documents.get("repositories", {}).items():

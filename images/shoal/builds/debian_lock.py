@@ -87,7 +87,10 @@ def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> 
 def describe_differences(
     client: docker.DockerClient, found: BaseImage, system: System, locked: DebianLock
 ) -> Iterator[str]:
-    """Yield a message for each part of a base image or its lock that is not pinned or differs."""
+    """Yield a message for each part of a base image or its lock that is not pinned or differs.
+
+    An image that was loaded, not pulled, cannot be compared: it gets a message too.
+    """
     file = f"dockerfiles/debian/{system.suite}.txt"
     if not locked.packages:
         yield f"Debian {system.suite}: no package versions in {file}. {FIX}"
@@ -105,7 +108,10 @@ def describe_differences(
 
 
 def describe_drift(tag: str, system: System, files: Sequence[str]) -> str:
-    """Return a message that names Debian packages which a build installed and the lock lacks."""
+    """Return a message that names Debian packages which a build installed and the lock lacks.
+
+    It names at most `_SHOWN` of them, and then their remaining number.
+    """
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return (
         f"{tag}: {len(files)} of Debian's packages are not those of dockerfiles/debian/{system.suite}.txt:"

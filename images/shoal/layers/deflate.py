@@ -63,7 +63,10 @@ class Meter:
             del self._buffer[:BLOCK]
 
     def finish(self) -> StreamSizes:
-        """Wait for all blocks, and return the sizes of all that was written."""
+        """Wait for all blocks, and return the sizes of all that was written.
+
+        It is called once, after the last `write`.
+        """
         if self._buffer:
             self._submit(bytes(self._buffer), is_last=True)
         self._sizes += [pending.result() for pending in self._pending]

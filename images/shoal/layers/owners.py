@@ -132,7 +132,10 @@ class _Tree:
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, links: int) -> str:
-        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is."""
+        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is.
+
+        Results are kept in `_known`, so all links must be known before the first call.
+        """
         if not path or links > _MOST_LINKS:
             return path
         if path not in self._known:

@@ -258,7 +258,10 @@ def _texts(name: str, what: str, value: object) -> list[str]:
 
 
 def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
-    """Return the digest and the command of each layer; empty ones if the numbers do not match."""
+    """Return the digests and the commands of layers, from the configuration of an image.
+
+    If the configuration has another number of digests than `layers`, all digests are empty. Commands likewise.
+    """
     digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
     history = [step for step in config.get("history") or [] if not step.get("empty_layer")]
     commands = [replace_surrogates(str(step.get("created_by", ""))) for step in history]

@@ -10,7 +10,10 @@ Intervals = tuple[Interval, ...]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Return the times that are in any of the intervals, which may overlap and be in any order."""
+    """Return the times that are in any of the intervals, which may overlap and be in any order.
+
+    Intervals that touch become one. Empty ones are left out.
+    """
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:

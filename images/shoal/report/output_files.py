@@ -61,7 +61,10 @@ def write_files(output: Path, texts: Mapping[Path, str]) -> None:
 
 
 def render_page(template: str, **values: object) -> str:
-    """Return an HTML page, rendered from a template of this package."""
+    """Return an HTML page, rendered from a template of this package.
+
+    Values are escaped for HTML. Raises jinja2.UndefinedError if the template uses a value that is not given.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shoal.report", "."),
         undefined=jinja2.StrictUndefined,

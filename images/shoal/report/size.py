@@ -211,7 +211,10 @@ def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
-    """Print the ten largest changes of layers and of packages, each as a table."""
+    """Print the ten largest changes of layers and of packages, each as a table.
+
+    Then it prints how many are left out. Without changes there is no table.
+    """
     for name, changes in (("layer", comparison.layers), ("package", comparison.packages)):
         shown_changes = sorted(filter(lambda change: change.is_changed, changes), key=lambda change: -abs(change.bytes))
         table = _make_table(console, name, "state", "change", "compressed")

@@ -74,7 +74,10 @@ def render_timeline_page(analysis: Analysis) -> str:
 
 
 def make_ticks(width: int) -> Iterator[tuple[int, str]]:
-    """Yield round times from 0 to `width`, in nanoseconds, each with its text."""
+    """Yield round times from 0 to `width`, in nanoseconds, each with its text.
+
+    There are at most `_MAX_TICKS` besides 0. All have the same unit.
+    """
     step = next(
         step for power in range(20) for step in (10**power, 2 * 10**power, 5 * 10**power) if step * _MAX_TICKS >= width
     )
@@ -219,7 +222,10 @@ def _css_class(span: Span) -> str:
 
 
 def _list_kinds(timeline: Timeline) -> list[str]:
-    """Return the kinds of bars on the page, for its legend."""
+    """Return the kinds of bars on the page, for its legend.
+
+    Their order is fixed. Spans of other categories, such as steps, are left out.
+    """
     present = {_css_class(span) for rank in timeline.ranks for span in rank.spans}
     return [
         kind for kind in ("forward", "backward", "optimizer", "compute", "communication", "wait") if kind in present

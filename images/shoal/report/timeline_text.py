@@ -56,7 +56,11 @@ def span_bandwidth(span: Span) -> float | None:
 
 
 def summarize_timeline(analysis: Analysis) -> Iterator[str]:
-    """Yield the sentences that summarize a timeline: ranks, steps, hidden communication, and skew if there is some."""
+    """Yield the sentences that summarize a timeline: ranks, steps, hidden communication, and skew if there is some.
+
+    The number of steps and their duration are from the first rank. Hidden and exposed communication are of all ranks.
+    Without communication, a sentence says so and is the last one.
+    """
     reports = analysis.ranks
     hosts = len({report.rank.host for report in reports})
     steps, step_time = reports[0].steps, reports[0].step_time

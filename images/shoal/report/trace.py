@@ -81,7 +81,10 @@ class Timeline:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of the job that have no file."""
+        """The ranks of the job that have no file.
+
+        The job is as large as the largest world size in the files. Without any, none is missing.
+        """
         there = {rank.number for rank in self.ranks}
         size = max((rank.world_size or 0 for rank in self.ranks), default=0)
         return tuple(number for number in range(size) if number not in there)
@@ -237,7 +240,10 @@ def _make_span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
 
 
 def _check_one_job(ranks: Sequence[Rank]) -> None:
-    """Raise `TraceError` if ranks cannot be of one job: by number, world size, job name or time."""
+    """Raise `TraceError` if ranks cannot be of one job: by number, world size, job name or time.
+
+    The ranks must be sorted by number.
+    """
     for one, other in zip(ranks, ranks[1:], strict=False):
         if one.number == other.number:
             raise TraceError(_describe_conflict(one, other, f"both are rank {one.number}"))

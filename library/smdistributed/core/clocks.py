@@ -87,7 +87,10 @@ class Clocks:
             self._log.count(f"{name}-pong-{number}", timeline.wall())
 
     def _await_count(self, name: str, seconds: float) -> int:
-        """Waits until a counter of the log is not 0 and returns it; 0: nothing in time."""
+        """Waits until a counter of the log is not 0 and returns it; 0: nothing in time.
+
+        It asks the store without pauses.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = self._log.count(name)

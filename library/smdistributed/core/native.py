@@ -89,7 +89,10 @@ def load() -> ctypes.CDLL:
 
 
 def engine_problem() -> str:
-    """Says why this machine cannot run the C engine; empty if it can."""
+    """Says why this machine cannot run the C engine; empty if it can.
+
+    It loads the C engine to find out.
+    """
     try:
         load()
     except OSError as error:

@@ -80,7 +80,10 @@ class Group:
             self._unpack(batch)
 
     def _pack(self, pairs: Iterable[Pair]) -> Pair:
-        """Copies tensors of one dtype into the scratch memory, one after the other, and returns them as one."""
+        """Copies tensors of one dtype into the scratch memory, one after the other, and returns them as one.
+
+        There must be at least one, and together at most PACK_BYTES.
+        """
         at = count = 0
         for given, _ in pairs:
             self._scratch.cut(at, at + given.bytes).copy_from(given)
@@ -134,7 +137,10 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
 
 
 def batch_tensors(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Yields batches that are reduced at once: a long tensor in place, or short ones up to PACK_BYTES in all."""
+    """Yields batches that are reduced at once: a long tensor in place, or short ones up to PACK_BYTES in all.
+
+    A long tensor, of DIRECT_BYTES or more, may come before short ones that precede it.
+    """
     batch: list[Pair] = []
     filled = 0
     for pair in pairs:

@@ -189,7 +189,10 @@ def _after_previous(chain: str) -> AbstractContextManager[Any]:
 
 
 def _order_resource() -> Any:
-    """Returns the resource: one for eager code and functions, and one for each graph of version 1."""
+    """Returns the resource: one for eager code and functions, and one for each graph of version 1.
+
+    The first call makes it.
+    """
     with tf.init_scope(), tf.device("/CPU:0"):
         if tf.executing_eagerly():
             return _eager_resource()
@@ -248,7 +251,10 @@ def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _gradient_of_broadcast(operation: Any, *gradients: Any) -> list[Any]:
-    """Returns the sums of all ranks' gradients on the root; zeros elsewhere, because only its input counts."""
+    """Returns the sums of all ranks' gradients on the root; zeros elsewhere, because only its input counts.
+
+    All ranks must run it, because the sum is a collective.
+    """
     mine = read_launch().rank == operation.get_attr("root")
     summed = all_reduce(gradients, "sum")
     return [None, *(gradient if mine else tf.zeros_like(gradient) for gradient in summed)]

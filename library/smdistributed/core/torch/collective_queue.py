@@ -178,7 +178,10 @@ class _Handle(Work):
             kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the collective ends, and raises its error; SMDDPError if a timeout is given."""
+        """Blocks until the collective ends, and raises its error; SMDDPError if a timeout is given.
+
+        It also lets this handle be freed.
+        """
         self._release()
         if timeout:
             raise SMDDPError("wait() takes no timeout here. Fix: set the group's, init_process_group(timeout=…).")

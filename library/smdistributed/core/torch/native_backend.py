@@ -53,7 +53,10 @@ class _JoinedWork(Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until all have ended, and raises the first error."""
+        """Waits for one collective after the other.
+
+        An error is raised at once, without waiting for the others. The timeout holds for each of them.
+        """
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         return True

@@ -452,7 +452,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return record_collective(name, collective, about, self._queue)
 
     def _cuda(self) -> Any:
-        """Returns the carrier of CUDA tensors; the first call opens it, and raises the errors of `open_cuda`."""
+        """Returns the carrier of CUDA tensors; the first call opens it, and raises the errors of `open_cuda`.
+
+        Every rank must make the first call, because ranks wait for each other in it.
+        """
         if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
             requested = "cuda:nccl" if self._others.get("cuda") == "nccl" else ""

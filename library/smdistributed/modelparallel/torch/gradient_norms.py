@@ -48,7 +48,10 @@ def _maximum(values: Iterable[float]) -> float:
 
 
 def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
-    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once."""
+    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once.
+
+    The norms are float64, and computed in single precision or better. Gradients without elements are left out.
+    """
     found: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():

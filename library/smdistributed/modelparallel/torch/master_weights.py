@@ -46,7 +46,10 @@ class MasterWeights:
         self.is_unscaled = False
 
     def forget_gradients(self) -> None:
-        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now."""
+        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now.
+
+        The gradients of the copies stay.
+        """
         self.is_unscaled = False  # GradScaler may have skipped the step
         for parameter in self.copies:
             parameter.grad = None

@@ -64,7 +64,10 @@ class DistributedModel(WrappedModel):
     """
 
     def __new__(cls, module: nn.Module, *_: Any, **__: Any) -> DistributedModel:
-        """Returns the existing wrapper of this module, if there is one: transformers' Trainer wraps it again."""
+        """Returns the existing wrapper of this module, if there is one: transformers' Trainer wraps it again.
+
+        Other arguments then have no effect.
+        """
         if isinstance(state.model, DistributedModel) and state.model.module is module:
             return state.model
         return super().__new__(cls)

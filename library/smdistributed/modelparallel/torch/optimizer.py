@@ -238,7 +238,10 @@ class DistributedOptimizer(WrappedOptimizer):
         return result
 
     def _assigned_shards(self) -> OptimizerShards | None:
-        """The shards, with an owner for every parameter; None without `shard_optimizer_state`."""
+        """Returns the shards, with an owner for every parameter; None without `shard_optimizer_state`.
+
+        The first call makes them. Each call gives owners to new parameters.
+        """
         if not self._state.cfg.shard_optimizer_state:
             return None
         if self._shards is None:

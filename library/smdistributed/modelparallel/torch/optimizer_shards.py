@@ -25,7 +25,10 @@ class OptimizerShards:
         self._owners: dict[nn.Parameter, int] = {}
 
     def assign(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives new parameters an owner: once, whether they are trained yet or not, because the state stays there."""
+        """Gives new parameters an owner: once, whether they are trained yet or not, because the state stays there.
+
+        Parameters without elements, of other stages, get none.
+        """
         for trained in (True, False):
             new = [p for p in parameters if p.numel() and p.requires_grad is trained and p not in self._owners]
             self._owners.update(zip(new, assign_owners(new, len(self._ranks))))

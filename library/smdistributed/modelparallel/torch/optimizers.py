@@ -235,7 +235,10 @@ class FusedNovoGrad(_Layerwise):
 
 
 def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
-    """The 2-norm of all gradients; over all stages, if `parameters` holds the id of a parameter of the model."""
+    """Returns the 2-norm of all gradients; over all stages, if `parameters` holds the id of a parameter of the model.
+
+    Then all stages call it, and all replicas too with `shard_optimizer_state`.
+    """
     square = sum(float(gradient.float().square().sum()) for gradient in gradients)
     if parameters & _updated_ids():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.

@@ -84,7 +84,10 @@ def meta_of(tensor: _Tensor) -> Meta:
 
 
 def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
-    """Returns a tensor's bytes, contiguous, and the object that owns them: keep it while they are read."""
+    """Returns a tensor's bytes, contiguous, and the object that owns them: keep it while they are read.
+
+    They may be the tensor's own memory, so it must not change meanwhile.
+    """
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = flat.numel() * flat.element_size()
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"", flat

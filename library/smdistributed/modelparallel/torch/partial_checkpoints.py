@@ -125,7 +125,10 @@ def load_partial(
 
 
 def remove_old(directory: Path, kept: int | None) -> None:
-    """Removes all but the newest `kept` partial checkpoints, at least one; None: removes none."""
+    """Removes all but the newest `kept` partial checkpoints, at least one; None: removes none.
+
+    The newest are the directories that were modified last.
+    """
     if kept is None:
         return
     partial = sorted(_list_partial(directory), key=lambda path: path.stat().st_mtime_ns)

@@ -246,7 +246,10 @@ class Scheduler:
     # --- the simple pipeline: all forwards before the first backward
 
     def wait_for_all_forwards(self, task: Task) -> None:
-        """Gives up the turn until the forwards of all microbatches have ended, if backwards must wait for them."""
+        """Gives up the turn until the forwards of all microbatches have ended, if backwards must wait for them.
+
+        Then it also makes `task` a backward. Raises the pipeline's failure.
+        """
         step = self.step
         if not step.forwards or task.microbatch in step.past_forward:
             return
@@ -296,7 +299,10 @@ class Scheduler:
         return message
 
     def _run_while_idle(self) -> None:
-        """Waits for an event, or runs the task that comes before one."""
+        """Waits for an event, or runs the task that comes before one.
+
+        It returns at once if there is an event. After a task, it also runs new tasks that are granted next.
+        """
         idle = _IdleScript(self._receives)
         with self._lock:
             if not self._events.empty():

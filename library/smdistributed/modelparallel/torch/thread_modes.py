@@ -28,7 +28,10 @@ class ThreadModes:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Sets these modes on this thread inside `with`."""
+        """Sets these modes on this thread inside `with`.
+
+        Autocast for device types that these modes do not name stays as it is.
+        """
         with torch.set_grad_enabled(self.grad), ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))

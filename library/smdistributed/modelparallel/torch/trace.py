@@ -47,7 +47,10 @@ class Trace:
         self.uses: dict[str, set[str]] = defaultdict(set)
 
     def of_part(self, parts: int) -> Trace:
-        """Estimates the trace of one of `parts` equal parts of the batch."""
+        """Estimates the trace of one of `parts` equal parts of the batch.
+
+        Operations and activations are divided by `parts`. The order and the uses of modules are shared with this trace.
+        """
         part = Trace()
         part.order, part.uses = self.order, self.uses
         part.operations.update((name, operations / parts) for name, operations in self.operations.items())
@@ -170,7 +173,10 @@ def _checkpointed_modules_keep_less(root: nn.Module, kept: _KeptActivations) -> 
 
 
 def _find_checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
-    """Checkpointed modules, and whether they keep their arguments: the first one of a group does."""
+    """Returns checkpointed modules, and whether they keep their arguments: the first one of a group does.
+
+    A plain nn.Sequential is checkpointed in groups of its children, so its children count instead.
+    """
     found = {}
     for module in root.modules():
         how = active_checkpointing(module)

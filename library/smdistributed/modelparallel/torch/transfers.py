@@ -83,7 +83,10 @@ class Transfers:
     # --- sending, on the threads of tasks
 
     def choose(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """Returns the tensors to transfer, by their places."""
+        """Returns the tensors to transfer, by their places.
+
+        They are the tensors that the carrier takes: long ones on this rank's device (see `Carrier.takes`).
+        """
         return {
             place: tensor for place, tensor in enumerate(tensors) if tensor is not None and self._carrier.takes(tensor)
         }

@@ -120,7 +120,10 @@ class Verification:
 
 
 def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tuple[str, bool]:
-    """Returns a text about the largest errors, and whether any is larger than allowed."""
+    """Returns a text about the largest errors, and whether any is larger than allowed.
+
+    An error of NaN is larger than allowed. The text names at most `_MOST_NAMED` tensors.
+    """
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     if not wrong:
         largest = max((error for error, _ in errors.values()), default=0.0)

@@ -80,7 +80,10 @@ def _patch_norm(original: Any) -> Any:
 
 
 def _patch_value(original: Any) -> Any:
-    """Wraps torch's function: it clips the gradients that the next update uses."""
+    """Wraps torch's function: it clips the gradients that the next update uses.
+
+    If parameters belong to the model, all ranks must call it: see `_find_updated`.
+    """
 
     @functools.wraps(original)
     def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,11 @@ def _patch_value(original: Any) -> Any:
 
 
 def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
-    """Finds the parameters that the next update uses, and the stages of parameters that belong to the model."""
+    """Finds the parameters that the next update uses, and the stages of parameters that belong to the model.
+
+    If any belong to the model, all ranks call it, because `updated_parameters` makes their gradients ready for the
+    update. Otherwise it returns the given parameters.
+    """
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model, optimizer = state.model, state.optimizer
     originals = optimizer.master_weights.model_parameters(given) if optimizer else given

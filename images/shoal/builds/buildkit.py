@@ -141,7 +141,10 @@ def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
 
 
 def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yield the rest of a step's output, if its last line has no end."""
+    """Yield the rest of a step's output, if its last line has no end.
+
+    It removes the rest from `partial`.
+    """
     if rest := partial.pop(key, b""):
         yield OutputLine(key, rest.decode(errors="replace"))
 

@@ -220,7 +220,10 @@ def _fetch(container: Container, path: str, directory: Path) -> None:
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
-    """Move the files to `target`. `last` is moved last: it says that the others are there."""
+    """Move the files to `target`. `last` is moved last: it says that the others are there.
+
+    Files of the same name are replaced. Both directories must be on one file system.
+    """
     for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         path.replace(target / path.name)
 

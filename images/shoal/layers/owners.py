@@ -177,7 +177,10 @@ def _name_and_version(directory: str) -> tuple[str, str]:
 
 
 def _directory_of(path: str) -> str:
-    """Return the first four directories of a path, which name the owner of a file without a package."""
+    """Return the first four directories of a path, which name the owner of a file without a package.
+
+    A file in the root has the owner "/".
+    """
     directories = path.split("/")[:-1]
     return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 

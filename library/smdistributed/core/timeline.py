@@ -137,7 +137,10 @@ class Recorder:
                 self._output = None
 
     def _flush_periodically(self) -> None:
-        """Thread: writes events until the recording is closed."""
+        """Thread: writes events every `_WRITE_SECONDS` until the recording is closed.
+
+        `close` writes the rest.
+        """
         while not self._stopping.wait(_WRITE_SECONDS):
             self.flush()
 

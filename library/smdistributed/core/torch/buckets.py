@@ -18,7 +18,11 @@ _known: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary()
 
 
 def record_buckets(wrapper: DistributedDataParallel, group: Any) -> None:
-    """Records the model's buckets for a process group once they have formed; registers a forward hook until then."""
+    """Records the model's buckets for a process group once they have formed; registers a forward hook until then.
+
+    Before the fourth forward in training mode, the hook records them and removes itself. It records nothing if torch's
+    data about buckets are missing or have another format.
+    """
     passes = 0
 
     def record(module: torch.nn.Module, _: object) -> None:

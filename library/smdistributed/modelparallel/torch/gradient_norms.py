@@ -42,7 +42,10 @@ def largest_element(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """The maximum; NaN if a value is, wherever it stands, as in torch."""
+    """Returns the maximum; NaN if a value is, wherever it stands, as in torch.
+
+    Without values it is 0.
+    """
     found = list(values)
     return next((value for value in found if math.isnan(value)), max(found, default=0.0))
 

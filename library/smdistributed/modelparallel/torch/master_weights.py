@@ -127,7 +127,10 @@ class MasterWeights:
                     group["params"][place] = self.copies[parameter] = copy
 
     def model_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Replaces copies by the model's parameters."""
+        """Returns the parameters, with copies replaced by the model's own.
+
+        Their order stays, and so do parameters that are no copies.
+        """
         originals = {id(copy): parameter for parameter, copy in self.copies.items()}
         return [originals.get(id(parameter), parameter) for parameter in parameters]
 

@@ -94,7 +94,11 @@ class Observer:
                 self._check_limit(time.monotonic())
 
     def _check_limit(self, now: float) -> None:
-        """Calls `on_long_turn` while a turn lasts long, or `on_timeout` if nothing has happened for too long."""
+        """Calls `on_long_turn` while a turn lasts long, or `on_timeout` if nothing has happened for too long.
+
+        A turn is long after the timeout divided by _CHECKS. Then every check calls `on_long_turn`. Too long is more
+        than the timeout since the last turn, the last message and the begin of the step.
+        """
         turn = self._turn
         if turn and now - turn[2] > self._seconds / _CHECKS:
             self._on_long_turn()

@@ -14,7 +14,10 @@ from smdistributed.modelparallel.torch.tasks import RandomState, Task
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed of 56 bits that depends on all of these numbers."""
+    """Returns a seed of 56 bits that depends on all of these numbers.
+
+    The same numbers give the same seed in every process.
+    """
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 

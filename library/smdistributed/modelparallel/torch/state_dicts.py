@@ -15,13 +15,19 @@ _PARTIAL_KEY = "_smp_is_partial"
 
 
 def select_local(manager: ModuleManager) -> dict[str, Any]:
-    """Selects from the model's state dict what belongs to modules of this stage."""
+    """Selects from the model's state dict what belongs to modules of this stage.
+
+    Tensors share the memory of the model.
+    """
     local = {name for name, _ in manager.local_modules()}
     return {key: value for key, value in manager.root.state_dict().items() if key.rpartition(".")[0] in local}
 
 
 def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the parts of all stages, in the order of the model's own state dict."""
+    """Merges the parts of all stages, in the order of the model's own state dict.
+
+    Keys that the model's state dict does not have are left out.
+    """
     found = {key: value for part in parts for key, value in part.items()}
     return {key: found[key] for key in manager.root.state_dict() if key in found}
 

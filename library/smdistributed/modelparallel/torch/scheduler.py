@@ -108,7 +108,7 @@ class Scheduler:
     def submit(self, task: Task, run: Callable[[], None]) -> None:
         """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
 
-        Its errors end the step on all stages.
+        Does not wait for it. Its errors end the step on all stages. Raises SMPRuntimeError if no step runs.
         """
         step = self.step
 

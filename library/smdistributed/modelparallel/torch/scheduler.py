@@ -246,7 +246,7 @@ class Scheduler:
     # --- the simple pipeline: all forwards before the first backward
 
     def wait_for_all_forwards(self, task: Task) -> None:
-        """Gives up the turn until the forwards of all microbatches have ended, if backwards must wait for them.
+        """Ends the turn if backwards must wait for the forwards of all microbatches, and returns when those have ended.
 
         Then it also makes `task` a backward. Raises the pipeline's failure.
         """

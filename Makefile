@@ -7,7 +7,7 @@ ENGINE ?= docker
 HOSTS ?= 2
 PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
-WORKERS ?= 4
+WORKERS ?= 3
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal

@@ -42,10 +42,14 @@ index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
 pip=(.venv/bin/pip install -qq --disable-pip-version-check)
 say "installing requirements/dev.txt"
 torch=$(grep '^torch==' requirements/dev.txt)
-# Beside the rest, as it is half of the work and pip uses one core.
+# Beside the rest, as it is half of the work and pip uses one core. In a process group (set -m), which ends with this script.
+set -m
 { "${pip[@]}" --no-deps "$torch" 2>/dev/null || "${pip[@]}" --no-deps --extra-index-url "$index" "$torch"; } &
-"${pip[@]}" --no-deps -r <(grep -v '^torch==' requirements/dev.txt) || { wait; exit 1; }
+set +m
+trap 'kill -- -$! 2>/dev/null || true' EXIT
+"${pip[@]}" --no-deps -r <(grep -v '^torch==' requirements/dev.txt)
 wait $!
+trap - EXIT
 "${pip[@]}" --no-deps --no-build-isolation -e images -e toolkit -e library -e rehearsal
 echo "$wanted" >"$stamp"
 say "done"

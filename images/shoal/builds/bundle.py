@@ -201,7 +201,7 @@ def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: It
 def _index_others(new: Path, old: Path) -> None:
     """Add the existing packages that are not among the new ones to the index of these.
 
-    Packages whose file is missing are left out.
+    Packages without their file are left out.
     """
     index = old / INDEX
     entries = index.read_text().split("\n\n") if index.is_file() else []

@@ -260,7 +260,8 @@ def _texts(name: str, what: str, value: object) -> list[str]:
 def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
     """Return the digests and the commands of layers, from the configuration of an image.
 
-    If the configuration has another number of digests than `layers`, all digests are empty. Commands likewise.
+    If the configuration has another number of digests than `layers`, all digests are empty. The same rule holds for the
+    commands.
     """
     digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
     history = [step for step in config.get("history") or [] if not step.get("empty_layer")]

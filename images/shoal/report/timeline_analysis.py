@@ -58,7 +58,7 @@ class RankReport:
 
     @property
     def bandwidth(self) -> float | None:
-        """In GB/s (10⁹ bytes per second); None: no bytes were recorded."""
+        """Bytes divided by the time of communication, in GB/s (10⁹ bytes per second); None: one of them is 0."""
         total = length(self.communication)
         return self.bytes / total if total and self.bytes else None
 

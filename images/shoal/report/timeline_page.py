@@ -76,7 +76,7 @@ def render_timeline_page(analysis: Analysis) -> str:
 def make_ticks(width: int) -> Iterator[tuple[int, str]]:
     """Yield round times from 0 to `width`, in nanoseconds, each with its text.
 
-    There are at most `_MAX_TICKS` besides 0. All have the same unit.
+    After 0, there are at most `_MAX_TICKS`. All have the same unit.
     """
     step = next(
         step for power in range(20) for step in (10**power, 2 * 10**power, 5 * 10**power) if step * _MAX_TICKS >= width

@@ -164,7 +164,8 @@ class Recorder:
     def _chrome_events(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
         """Yields events as the trace has them, times in microseconds from the recording's beginning.
 
-        Before the first event of a row comes the event that names the row. Overlapping spans get rows of their own.
+        Before the first span of a row comes the event that names the row; an instant names none. Overlapping spans of
+        a category get rows of their own.
         """
         for category, name, began, ended, args in events:
             instant = ended < 0

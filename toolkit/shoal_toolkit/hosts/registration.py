@@ -148,6 +148,7 @@ class _Desk:
                 each.channel.send(Addresses(list(self.addresses)))
 
     def describe_missing(self) -> str:
+        """Returns the error for the end of the time limit: at most ten hosts that have not registered, and a fix."""
         missing = [name for rank, name in enumerate(self._names) if rank and rank not in self._registered]
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         return (

@@ -178,8 +178,9 @@ class _Parser:
     def _add_export(self, export: str) -> None:
         """Adds `-x NAME` or `-x NAME=value`.
 
-        A variable of Open MPI becomes an MCA parameter. Variables that every host sets itself are left out.
-        Raises ContractError for a SHOAL_ variable, or a value without a name.
+        A variable of Open MPI with a value becomes an MCA parameter. Without a value, a variable that every host sets
+        itself is left out, with a note. Of two exports of one variable, the last counts, with a note if they differ.
+        Raises ContractError for a SHOAL_ variable, a value without a name, or an MCA parameter that breaks the job.
         """
         name, equals, value = export.partition("=")
         if not name or name.startswith("SHOAL_"):

@@ -95,7 +95,7 @@ class WorkerThreads:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
     def run(self, function: Callable[[], None]) -> None:
-        """Runs a function on an idle thread, or on a new one."""
+        """Runs a function on an idle thread, or on a new one. Does not wait for it."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:

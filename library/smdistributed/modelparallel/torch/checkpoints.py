@@ -227,8 +227,9 @@ def _load_full(
 ) -> None:
     """Loads a full checkpoint into the script's model and optimizer, on this rank.
 
-    `translate` changes the weights first. Without a file pytorch_model.bin, that tag means model.safetensors. Raises
-    SMPRuntimeError if there is none. Without a file of the optimizer, its state stays.
+    `translate` changes the weights first. The tag pytorch_model.bin means model.safetensors if there is no file of that
+    name; other tags are taken as they are. Without a file of the optimizer, its state stays.
+    Raises SMPRuntimeError if there is no such file, or it holds more than `weights_only` allows.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:

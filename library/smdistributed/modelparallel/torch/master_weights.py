@@ -129,7 +129,7 @@ class MasterWeights:
     def model_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters, with copies replaced by the model's own.
 
-        Their order stays, and so do parameters that are no copies.
+        Their order stays. Parameters other than copies stay too.
         """
         originals = {id(copy): parameter for parameter, copy in self.copies.items()}
         return [originals.get(id(parameter), parameter) for parameter in parameters]

@@ -3,9 +3,9 @@
 A checkpoint is written to another directory, which is renamed when it is complete: a job that is killed leaves the one
 before. Parameters have their names in it, so that another number of stages can read it.
 
-It notes which stage has which module. With as many stages, the model is placed as it was, and a rank reads the files of
-its stage alone. With another number of stages, or if `smp.set_partition` places modules differently, every rank reads
-the files of all stages.
+It notes which stage has which module. With as many stages, a model that is not placed yet is placed as it was. A rank
+then reads the files of its stage alone. Every rank reads the files of all stages if the number of stages differs, or if
+modules are placed differently or have other names. It also does for an old checkpoint, which lacks the placement.
 """
 
 from __future__ import annotations

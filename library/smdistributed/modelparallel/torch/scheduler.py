@@ -108,7 +108,7 @@ class Scheduler:
     def submit(self, task: Task, run: Callable[[], None]) -> None:
         """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
 
-        Its errors end the step on all stages.
+        Does not wait for it. Its errors end the step on all stages. Raises SMPRuntimeError if no step runs.
         """
         step = self.step
 
@@ -246,7 +246,7 @@ class Scheduler:
     # --- the simple pipeline: all forwards before the first backward
 
     def wait_for_all_forwards(self, task: Task) -> None:
-        """Gives up the turn until the forwards of all microbatches have ended, if backwards must wait for them.
+        """Ends the turn if backwards must wait for the forwards of all microbatches, and returns when those have ended.
 
         Then it also makes `task` a backward. Raises the pipeline's failure.
         """

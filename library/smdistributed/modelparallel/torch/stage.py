@@ -284,7 +284,7 @@ class Stage:
     def _handle(self, message: Message) -> None:
         """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
 
-        The end of a microbatch drops its inputs and gives up its place in the window, so a waiting turn may begin. A
+        The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin. A
         partition and the end of the step go to the script's thread.
         """
         if message.kind is Kind.FORWARD:

@@ -24,6 +24,7 @@ from shoal_toolkit.run.members import Members
 from ..repeats import SEED, times
 from .conftest import Tree
 from .netns import UNAVAILABLE, Host, many_hosts, running
+from .test_restarts import until
 
 NAMES = ("algo-1", "algo-2", "algo-3")
 A, B, C = NAMES
@@ -289,6 +290,8 @@ ENDLESS = """\
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(143)))
 print("runs", os.environ["SHOAL_RESTART"], os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+with open("world", "w") as file:
+    file.write(os.environ["WORLD_SIZE"])
 while not os.path.exists({!r}):
     time.sleep(0.02)
 """
@@ -308,12 +311,13 @@ def test_hosts_lost_at_random_moments(hosts: list[Host], undo: ExitStack, tmp_pa
     while len(hosts[0].tree.report["restarts"]) < times(5, 100):
         name = chance.choice((B, C))
         job.lose(name)
+        (job.hosts[name].tree.code / "world").unlink(missing_ok=True)
         time.sleep(chance.choice((0, 0.1, 0.4, 0.8)))
         job.start(name)
         time.sleep(chance.choice((0, 0.2, 0.5, 0.9, 2)))
         assert job.trains[A].poll() is None, job.read(A)
-    for name in (B, C):
-        job.wait_for(name, "of 3")
+    until(job.hosts[B].tree.code / "world", "3")
+    until(job.hosts[C].tree.code / "world", "3")
     (tmp_path / "end").touch()
     assert job.wait() == [0, 0, 0], job.read(A)
     assert [host.tree.outcome() for host in hosts] == [{"success"}] * 3

@@ -127,8 +127,8 @@ def test_train_that_is_killed_starts_again_from_its_checkpoints(
     command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path, "--checkpoints", tmp_path / "ck"]
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == code, result.stderr
-    reason = "train was lost: killed by SIGKILL"
-    assert ("restart None None" in result.stderr, f"restart 1 {reason}" in result.stderr) == (True, code == 0)
+    reason = "The first host algo-1 was lost: killed by SIGKILL"
+    assert ("restart 0 None" in result.stderr, f"restart 1 {reason}" in result.stderr) == (True, code == 0)
     document = json.loads(result.stdout)
     assert [each["reason"] for each in document["restarts"]] == [reason][:restarts]
     assert document["checkpoints"] == str(tmp_path / "ck")

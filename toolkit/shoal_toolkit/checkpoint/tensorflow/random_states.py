@@ -35,7 +35,7 @@ class RandomStates:
     def read(self) -> dict[str, Any]:
         """Return the states."""
         version, words, gauss = random.getstate()
-        name, keys, place, has_gauss, cached = np.random.get_state()
+        name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
         return {
             "python": [version, list(words), gauss],
             "numpy": [name, keys.tolist(), int(place), int(has_gauss), float(cached)],

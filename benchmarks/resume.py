@@ -5,8 +5,8 @@ Both run the same script on this machine (resume_train.py: gloo, a checkpoint ev
 - `rank`: rank 1 of 2 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
 - `host`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival: torchrun
   with a rendezvous (c10d) and `--nnodes=1:2`.
-- `elastic`: 4 hosts with a rank each. The last is killed, until the next step of 3 ranks. Then it is started again, until
-  the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
+- `elastic`: 4 hosts with a rank each. The last is killed, until the next step of 3 ranks. Then it is started again,
+  until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
 - `goodput`: with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times the median
   time of a step without failures, divided by the time since the first step. `lost-share` is 1 - goodput.
 - `save`: how long a save of 100 M parameters stops the training (resume_save.py), against
@@ -292,7 +292,10 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
     (base / "code" / "train.py").write_bytes(SCRIPT.read_bytes())
     config = base / "input" / "config"
     config.mkdir(parents=True, exist_ok=True)
-    values = {"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": max(2 // hosts, 1)}
+    values = {
+        "sagemaker_torch_distributed_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": max(2 // hosts, 1),
+    }
     (config / "hyperparameters.json").write_text(json.dumps({key: json.dumps(value) for key, value in values.items()}))
     resources = {"current_host": HOSTS[number], "hosts": HOSTS[:hosts], "network_interface_name": "lo"}
     (config / "resourceconfig.json").write_text(json.dumps(resources))

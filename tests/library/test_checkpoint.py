@@ -507,7 +507,7 @@ def test_a_weight_needs_a_global_batch() -> None:
 def test_an_epoch_ends_with_the_order_in_which_it_began(tmp_path: Path) -> None:
     for name, before, after in (("a", {}, {"global_batch": 6}), ("b", {"global_batch": 6}, {})):
         train(tmp_path / name, LOADERS["shuffled"](), 5, **before)
-        with pytest.raises(CheckpointError, match="epoch 0, which began with.* global_batch: its order of samples is"):
+        with pytest.raises(CheckpointError, match=r"epoch 0, which began with.* global_batch: its order of samples is"):
             train(tmp_path / name, LOADERS["shuffled"](), **after)
 
 

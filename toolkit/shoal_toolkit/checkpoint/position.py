@@ -128,4 +128,6 @@ def samples_to_skip(saved: Mapping[str, Any]) -> int:
 def check_global_batch(global_batch: int) -> None:
     """Raise ValueError unless the number of samples of a step is positive."""
     if global_batch < 1:
-        raise ValueError(f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more")
+        raise ValueError(
+            f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more"
+        )

@@ -108,7 +108,7 @@ class Checkpoint:
 
         Args:
             dataset: A tf.data.Dataset of the epoch's batches. Its order must follow from the epoch: shuffle it with
-                `seed=seed + epoch`. With `global_batch` it has single samples, all of them on each rank in the same order.
+                `seed=seed + epoch`. With `global_batch`: single samples, all of them on each rank in the same order.
             batch_size: The number of samples in a batch of this rank. Needed to go on with another number of ranks.
             global_batch: The number of samples in a step, which all ranks share. So the steps are the same with any
                 number of ranks. Multiply the mean loss of each batch by `weight`.
@@ -224,15 +224,16 @@ class Checkpoint:
         """
         if self._directory is None or self._saved_step == self.step:
             return
-        random_states = self._ranks.gather(self._random.read())
+        of_ranks = self._ranks.gather(
+            {"random": self._random.read(), "metrics": storage.read_metrics(self._model) if self._batches else []}
+        )
         self._saved_step = self.step
         if self._ranks.rank != 0:
             return
         own = {
             "position": {"epoch": self.epoch, "step": self.step, "batches": self._batches, "unit": self._unit},
             "layout": storage.layout(self._objects),
-            "metrics": storage.read_metrics(self._model) if self._batches else [],
-            "random": random_states,
+            "ranks": of_ranks,
         }
         try:
             storage.write(self._objects, own, self._directory.begin(self.step))
@@ -261,12 +262,12 @@ class Checkpoint:
         storage.build(self._objects)
         for each in storage.variables(self._objects):
             self._ranks.broadcast_variables(each)
-        saved, rank, size = own["random"], self._ranks.rank, self._ranks.size
+        saved, rank, size = own["ranks"], self._ranks.rank, self._ranks.size
         place = own["position"]
         self.epoch, self.step, self._batches = (int(place[name]) for name in ("epoch", "step", "batches"))
         self._saved_step = self.step
-        self._resumed = {**place, "samples": None, "world_size": len(saved), "metrics": own["metrics"]}
-        self._resumed["random"] = saved[rank] if rank < len(saved) else self._random.derive(saved[0], rank)
+        mine = saved[rank] if rank < len(saved) else {"random": self._random.derive(saved[0]["random"], rank)}
+        self._resumed = {**place, "samples": None, "world_size": len(saved), **mine}
         if rank == 0:
             ends = "" if len(saved) == size else f"; saved by {len(saved)} ranks, loaded by {size}"
             print(

@@ -118,8 +118,8 @@ class Checkpoint:
             global_batch: The number of samples in a step, which all ranks share. So the steps are the same with any
                 number of ranks. Then the loader is the same on all ranks, without a DistributedSampler, and its
                 batch_size is the most that a rank takes at once. Multiply the mean loss of each batch by `weight`. Call
-                `optimizer.step()` and `optimizer.zero_grad()` if `ends_step`. The objects to save with a `no_sync`, such
-                as DistributedDataParallel, exchange gradients in the last batch of a step only.
+                `optimizer.step()` and `optimizer.zero_grad()` if `ends_step`. Models with `no_sync`, such as
+                DistributedDataParallel, exchange gradients in the last batch of a step only.
 
         Raises:
             CheckpointError: If this loader has no boundary of batches at the checkpoint's place in the epoch.
@@ -169,9 +169,7 @@ class Checkpoint:
             self._began = self._read_random_states()
             return loader.start(0, split)
         if split is None:
-            self._batches = position.batches_to_skip(
-                resumed["position"], self._unit, ranks.world_size(), loader.length
-            )
+            self._batches = position.batches_to_skip(resumed["position"], self._unit, ranks.world_size(), loader.length)
         self._began = resumed["began"]
         set_random_states(self._began["random"])
         batches = loader.start(self._batches if split is None else 0, split)

@@ -49,6 +49,7 @@ RIVAL_WARM_SECONDS = 3.0
 EVERY_SECONDS = 15.0
 GOODPUT_SECONDS = 180
 LIMIT_SECONDS = 90.0
+START_SECONDS = 300.0
 FOREVER = "1000000000"
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -85,7 +86,7 @@ class Run:
     def begin(self) -> None:
         """Starts all hosts, and waits until they have trained for some seconds."""
         self.hosts = [self.start(self.directory, number, self._count) for number in range(self._count)]
-        self.await_step(lambda _: True)
+        self.await_step(lambda _: True, START_SECONDS)
         time.sleep(WARM_SECONDS if self.start is start_train else RIVAL_WARM_SECONDS)
 
     def marks(self, event: str) -> list[Mark]:
@@ -99,16 +100,16 @@ class Run:
             if len(word) == 6
         ]
 
-    def await_step(self, wanted: Callable[[Mark], bool]) -> Mark:
+    def await_step(self, wanted: Callable[[Mark], bool], seconds: float = LIMIT_SECONDS) -> Mark:
         """Waits for a completed step of rank 0."""
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             found = next((mark for mark in self.marks("step") if mark.rank == 0 and wanted(mark)), None)
             if found is not None:
                 return found
             if time.monotonic() > deadline or all(host.poll() is not None for host in self.hosts):
                 log = (self.directory / "log").read_text()
-                raise NotRecoveredError(f"no step within {LIMIT_SECONDS:.0f} s\n{log[-4000:]}")
+                raise NotRecoveredError(f"no step within {seconds:.0f} s\n{log[-4000:]}")
             time.sleep(0.02)
 
     def kill_rank(self, rank: int) -> float:
@@ -185,9 +186,9 @@ def measure(part: str, rounds: int, seconds: int) -> Iterator[Figure]:
         ours, rival = ([replace_host(start) for _ in range(rounds)] for start in (start_train, start_elastic))
         yield compare("host-killed", ours, rival, None, 0.3)
     elif part == "elastic":
-        ours, rival = ([lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic))
+        sides = [[lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
         for number, name in enumerate(("elastic-4-to-3", "elastic-3-to-4")):
-            yield compare(name, [each[number] for each in ours], [each[number] for each in rival], None, 0.5)
+            yield compare(name, *([each[number] for each in side] for side in sides), None, 0.5)
     elif part == "goodput":
         shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
         yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
@@ -303,9 +304,9 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
         "SAGEMAKER_BASE_DIR": str(base),
         "SAGEMAKER_PROGRAM": "train.py",
         "SHOAL_MAX_RESTARTS": "1000",
-        "SHOAL_MIN_HOSTS": str(min(hosts, 3)),  # 4 hosts are elastic
         "SHOAL_AGENT_PORT": str(port_of(directory, "agent")),
         "MASTER_PORT": str(port_of(directory, "master")),
+        **({"SHOAL_MIN_HOSTS": "3"} if hosts == 4 else {}),
     }
     return start_process([sys.executable, "-m", "shoal_toolkit"], directory, variables)
 

@@ -136,12 +136,13 @@ class Checkpoint:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             self._loader.set_generators((resumed["began"] or resumed["now"])["generators"])
-        began = None if resumed is None else resumed["began"]
+            if resumed["began"] is None:
+                resumed = None  # the epoch has not begun
         split = None
         if global_batch is not None:
-            self._samples = 0 if began is None else position.samples_to_skip(resumed["position"])
+            self._samples = 0 if resumed is None else position.samples_to_skip(resumed["position"])
             split = self._loader.split(self._samples, global_batch)
-        batches = self._start_batches(self._loader, split, resumed if began else None)
+        batches = self._start_batches(self._loader, split, resumed)
         return self._count(batches, accumulate) if split is None else self._count_parts(batches, split)
 
     @property

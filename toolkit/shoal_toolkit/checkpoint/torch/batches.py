@@ -84,8 +84,9 @@ class _Indices:
         number, self._number = self._number, self._number + 1
         if self._seed is None or not isinstance(indices, (list, tuple)):
             return indices
-        shared = isinstance(indices, _Share)
-        return SeededIndices(indices, self._seed + (indices.place if shared else number), shared)
+        if isinstance(indices, _Share):
+            return SeededIndices(indices, self._seed + indices.place, each=True)
+        return SeededIndices(indices, self._seed + number, each=False)
 
     def _enter(self) -> None:
         """Set the random states of the sampler. The first time, draw the indices that are skipped."""

@@ -24,7 +24,7 @@ SHOAL = Path(sys.executable).with_name("shoal")
 HOSTS = ("127.0.0.1", "127.0.0.2")
 LIMIT_S = 300
 SCRIPT = """\
-import argparse, os, pathlib
+import argparse, os, pathlib, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,6 +35,7 @@ from shoal_toolkit.checkpoint.torch import Checkpoint
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int)
 parser.add_argument("--log")
+parser.add_argument("--pause", type=float, default=0.0)
 given = parser.parse_args()
 rank = int(os.environ["RANK"])
 log = pathlib.Path(given.log, f"rank-{rank}")
@@ -51,6 +52,7 @@ dataset = TensorDataset((data[:, None] * 0.1 + torch.arange(64.0)).sin(), data[:
 loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset))
 checkpoint = Checkpoint(platform.directory(), every=3, model=model, optimizer=optimizer)
 with log.open("a", buffering=1) as lines:
+    print("trains", flush=True)
     for epoch in checkpoint.epochs(given.epochs):
         for inputs, targets in checkpoint.batches(loader):
             optimizer.zero_grad()
@@ -58,6 +60,7 @@ with log.open("a", buffering=1) as lines:
             loss.backward()
             optimizer.step()
             lines.write(f"{checkpoint.step} {loss.item().hex()}\\n")
+            time.sleep(given.pause)
 """
 # In the suite, each cut of the connection between two `train` would cost 10 s, in which a first host may end too.
 KINDS = ["rank"] * 8 + ["save"] * 4 + ["restart"] * 3 + ["network"] * 3 + ["first host", "other host"]

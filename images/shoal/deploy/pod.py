@@ -105,12 +105,18 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
     values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
     # Kubernetes replaces $(NAME) in values; $$ stands for $.
     variables: list[Object] = [{"name": key, "value": value.replace("$", "$$")} for key, value in values.items()]
+    fields = _find_fields(request).items()
+    return variables + [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields]
+
+
+def _find_fields(request: KubernetesRequest) -> dict[str, str]:
+    """Return the variables with the value of a field of the pod, which only its controller knows."""
     fields = {}
     if request.results and (index := _INDEX.get(request.kind)):
         fields[index] = _REPLICA_INDEX
     if request.kind in (Kind.jobset, Kind.trainjob) and restarts.RESTART not in request.environment:
         fields[restarts.RESTART] = _ATTEMPT
-    return variables + [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
+    return fields
 
 
 def list_hosts(request: KubernetesRequest) -> str:

@@ -101,7 +101,7 @@ class Watch:
         return self.exits
 
     def exit_codes(self) -> dict[str, int]:
-        """Return the exit code of each host. If an elastic job has succeeded, the first host's is that of the job.
+        """Return the exit code of each host. If an elastic job has succeeded, only the first host counts.
 
         The others may have been lost shortly before, or have come back too late.
         """

@@ -188,7 +188,8 @@ def measure(part: str, rounds: int, seconds: int) -> Iterator[Figure]:
     elif part == "elastic":
         sides = [[lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
         for number, name in enumerate(("elastic-4-to-3", "elastic-3-to-4")):
-            yield compare(name, *([each[number] for each in side] for side in sides), None, 0.5)
+            spans = [[each[number] for each in side] for side in sides]
+            yield compare(name, spans[0], spans[1], None, 0.5)
     elif part == "goodput":
         shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
         yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
